@@ -1,0 +1,109 @@
+"""What the rest of the project knows about a denoiser: a specification and one forward.
+
+Model families differ only inside this package. Nothing outside asks which family it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneSpec:
+    """Facts about a masked diffusion language model that decoding and training need."""
+
+    family: str
+    """Family name, for provenance only: ``dream``, ``llada``, ``sdar``, ``tiny``, ..."""
+    mask_id: int
+    """Id of the mask token."""
+    pad_id: int
+    """Id that fills left padding; its positions are hidden from attention."""
+    eos_ids: tuple[int, ...]
+    """Ids that end an answer (end of text, end of turn). The first one fills an ended answer."""
+    bos_id: int | None = None
+    """Id that starts a text, where the family has one."""
+    shift: Literal[0, 1] = 0
+    """1 when the raw output at position ``i - 1`` predicts token ``i`` (Dream), else 0."""
+    attention: Literal["full", "block"] = "full"
+    """Attention layout the model was trained with."""
+    block_size: int | None = None
+    """Block length of a block-attention model."""
+    logit_scale: float = 1.0
+    """Factor on the logits (LLaDA's ``scale_logits``)."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Ids that are never proposed; the mask id is always among them."""
+    positions: Literal["cumsum", "arange"] = "cumsum"
+    """Position ids under left padding: counted from the first real token, or column numbers."""
+
+    def __post_init__(self) -> None:
+        if self.mask_id not in self.forbidden_ids:
+            object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
+        if not self.eos_ids:
+            raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
+        if self.attention == "block" and not self.block_size:
+            raise ValueError("BackboneSpec.block_size: block attention needs a block size")
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """Result of one forward, already aligned: entry ``i`` speaks of token ``i``."""
+
+    logits: Tensor
+    """``(B, K, V)`` floating point; forbidden ids are ``-inf``."""
+    columns: Tensor
+    """``(B, K)`` int64: the canvas column that each row of ``logits`` predicts."""
+    hidden: Tensor | None = None
+    """``(B, L, H, D)``: the asked hidden snapshots of every canvas column, aligned."""
+
+
+@runtime_checkable
+class Backbone(Protocol):
+    """A denoiser: it maps a canvas with masks to aligned logits (and hidden snapshots)."""
+
+    spec: BackboneSpec
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+    def denoise(
+        self,
+        ids: Tensor,
+        *,
+        pad_mask: Tensor | None = None,
+        columns: Tensor | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> Denoised:
+        """Run one forward.
+
+        Args:
+            ids: ``(B, L)`` int64 canvas.
+            pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` when there is no padding.
+            columns: ``(B, K)`` int64 canvas columns to predict, which may differ between rows;
+                ``None`` means all. Only these rows pass through the head.
+            hidden_layers: indices into the tuple of ``num_layers + 1`` hidden states (embedding
+                first; the last one after the final norm); negative ones count from the end.
+
+        Returns:
+            The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.
+        """
+        ...
+
+
+def aligned(rows: Tensor, shift: int) -> Tensor:
+    """Moves raw rows so that row ``i`` speaks of token ``i``.
+
+    Args:
+        rows: ``(B, L, ...)`` raw outputs.
+        shift: 0 leaves them; 1 gives row ``i`` the raw row ``max(i - 1, 0)``.
+
+    Returns:
+        ``(B, L, ...)``.
+    """
+    if shift == 0:
+        return rows
+    return torch.cat([rows[:, :1], rows[:, :-1]], dim=1)

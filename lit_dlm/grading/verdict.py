@@ -1,0 +1,27 @@
+"""The one result type of every grader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["right", "wrong", "no_answer", "syntax_error", "runtime_error", "timeout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a grader says of one completion."""
+
+    status: Status
+    """``right`` is the only status that counts as correct."""
+    answer: str | None = None
+    """The extracted answer or code that was graded."""
+    detail: str = ""
+    """One line for a person: the failing assertion, the exception, the limit that was hit."""
+    score: float | None = None
+    """Partial credit in 0..1 (fraction of tests passed); ``None`` means 1 if right else 0."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the completion is right."""
+        return self.status == "right"

@@ -1,0 +1,49 @@
+"""The task protocol: prompt, answer extraction and grading of one benchmark, kept together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from lit_dlm.grading import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptExample:
+    """One problem. ``uid`` is stable and is the key of the sample everywhere."""
+
+    uid: str
+    """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit."""
+    task: str
+    """Name of the task, as in the task table."""
+    text: str
+    """The user turn, before any chat template."""
+    reference: dict[str, Any] = field(default_factory=dict)
+    """What grading needs (JSON types only)."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A benchmark or a source of prompts."""
+
+    name: str
+    split: str
+    runs_code: bool
+    """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
+
+    def examples(self) -> Sequence[PromptExample]:
+        """All problems of the split in a stable order, after ``limit``."""
+        ...
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """A completion that grades as right (used for self-checks and supervised training)."""
+        ...
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The answer inside a completion, or ``None`` when there is none."""
+        ...
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Grades one completion (text after the prompt, cut at the first end of text)."""
+        ...
