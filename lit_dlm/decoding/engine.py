@@ -1,0 +1,280 @@
+"""The one decode loop: the only place where a mask turns into a token.
+
+Trace generation, benchmarks, rollouts and validation samples all call :func:`decode`. What differs
+between methods is in the plugs (window, quota, sampler, policy) and in the observers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.observers import Observer
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.quotas import Quota
+from lit_dlm.decoding.sampler import Sampler
+from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Proposal, Status, StepRecord
+from lit_dlm.decoding.windows import Window, WindowView, first_column
+from lit_dlm.ops.scores import top_quota
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """Rules of the loop that belong to no plug. They are recorded with every result."""
+
+    max_steps: int | None = None
+    """Most steps a row may take; ``None``: as many as it has masks."""
+    stall_rule: Literal["top1", "idle"] = "top1"
+    """A row without a commit: ``top1`` commits its best-scored candidate, ``idle`` lets the step
+    pass (some releases then stop at the budget with masks left)."""
+    eos_rule: Literal["none", "stop", "fill"] = "none"
+    """Once an end of text is committed and no mask is left of it: ``stop`` ends the row with masks
+    behind it, ``fill`` ends it and writes end of text there, ``none`` decodes on."""
+    eos_gate: bool = False
+    """Until a row holds an end of text, commit one only when all its candidates propose one."""
+    max_commits_per_step: int | None = None
+    """Cap on the commits of a row in one step; the policy's best-scored ones stay."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "max_commits_per_step"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.stall_rule == "idle" and self.max_steps is None:
+            raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
+
+
+def decode(
+    backbone: Backbone,
+    canvas: Canvas,
+    *,
+    window: Window,
+    quota: Quota,
+    sampler: Sampler,
+    policy: CommitPolicy,
+    settings: DecodeSettings | None = None,
+    observers: Sequence[Observer] = (),
+) -> DecodeResult:
+    """Fills the masks of a canvas.
+
+    One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
+    the write. Finished rows leave the batch. The loop synchronises with the device once a step (how
+    many rows are left), and once more when rows leave.
+
+    Args:
+        backbone: the denoiser.
+        canvas: the start; its masks must be editable cells.
+        window: where a step may commit.
+        quota: how many it commits.
+        sampler: which tokens are proposed.
+        policy: which of them become final.
+        settings: rules of the loop.
+        observers: lookers-on; they do not change the result.
+
+    Returns:
+        The final canvas and the counts of every row.
+    """
+    settings = settings or DecodeSettings()
+    requires = policy.requires.union(*(observer.requires for observer in observers))
+    hidden_layers = _hidden_layers([policy, *observers]) if "hidden" in requires else ()
+    with torch.no_grad():
+        state = _initial_state(backbone, canvas)
+        budget = settings.max_steps or int(state.masked.sum(1).max())
+        tally = _Tally(canvas)
+        for observer in observers:
+            observer.on_start(state)
+        clock = time.perf_counter()
+        open_rows = state.masked.any(1)
+        while (num_open := int(open_rows.sum())) and state.step < budget:
+            if num_open < len(open_rows):
+                state = state.take(open_rows.nonzero()[:, 0])
+            view = window.view(state)
+            state = _enter_block(state, view)
+            columns = view.columns
+            if "region" in requires:
+                region = torch.arange(canvas.start, state.ids.shape[1], device=columns.device)
+                columns = region.expand(len(state.rows), -1)
+            denoised = backbone.denoise(
+                state.ids, pad_mask=state.pad_mask, columns=columns, hidden_layers=hidden_layers
+            )
+            proposal = sampler.propose(state, denoised, requires)
+            candidates = view.candidates
+            if settings.eos_gate:
+                candidates = _gated(state, candidates, proposal)
+            selection = policy.select(
+                state, candidates, proposal, quota.counts(state, view.candidates)
+            )
+            commit = selection.commit & candidates
+            if settings.max_commits_per_step is not None:
+                commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
+            stalled = ~commit.any(1)
+            if settings.stall_rule == "top1":
+                best = top_quota(selection.scores, candidates, 1)
+                commit = torch.where(stalled[:, None], best, commit)
+            new_ids = torch.where(commit, proposal.ids, state.ids)
+            ended = torch.zeros_like(stalled)
+            if settings.eos_rule != "none":
+                new_ids, ended = _apply_eos_rule(state, new_ids, fill=settings.eos_rule == "fill")
+            record = StepRecord(
+                state=state,
+                proposal=proposal,
+                candidates=candidates,
+                commit=commit,
+                scores=selection.scores,
+                new_ids=new_ids,
+            )
+            for observer in observers:
+                observer.on_step(record)
+            masked = state.editable & (new_ids == state.mask_id)
+            tally.add(state, new_ids, commit, stalled, ended)
+            state = replace(
+                state,
+                ids=new_ids,
+                masked=masked,
+                step=state.step + 1,
+                block_step=state.block_step + 1,
+            )
+            open_rows = masked.any(1) & ~ended
+            now = time.perf_counter()
+            tally.add_seconds(state.rows, now - clock)
+            clock = now
+        result = tally.result(
+            canvas,
+            state.mask_id,
+            forwards_per_step=policy.forwards_per_step,
+            count_stalls=settings.stall_rule == "top1",
+        )
+        for observer in observers:
+            observer.on_end(result)
+    return result
+
+
+def _initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
+    spec = backbone.spec
+    ids, device = canvas.ids, canvas.ids.device
+    stray = (ids == spec.mask_id) & ~canvas.editable
+    if bool(stray.any()):
+        row, column = stray.nonzero()[0].tolist()
+        raise ValueError(
+            f"canvas: row {row}, column {column} holds the mask id {spec.mask_id} but may not be "
+            "written; a prompt must not contain the mask token"
+        )
+    if canvas.pad_mask is None:
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+    else:
+        positions = (canvas.pad_mask.long().cumsum(1) - 1).clamp_min(0)
+    zeros = torch.zeros(len(ids), dtype=torch.long, device=device)
+    return DecodeState(
+        ids=ids,
+        editable=canvas.editable,
+        masked=canvas.editable & (ids == spec.mask_id),
+        positions=positions,
+        rows=torch.arange(len(ids), device=device),
+        seeds=canvas.seeds,
+        step=0,
+        start=canvas.start,
+        mask_id=spec.mask_id,
+        eos_ids=torch.tensor(spec.eos_ids, device=device),
+        pad_mask=canvas.pad_mask,
+        block=zeros - 1,
+        block_step=zeros,
+        block_masks=zeros,
+    )
+
+
+def _hidden_layers(plugs: Iterable[object]) -> tuple[int, ...]:
+    """The hidden layers that all plugs agree on."""
+    asked = {
+        tuple(cast(Sequence[int], plug.hidden_layers))  # type: ignore[attr-defined]
+        for plug in plugs
+        if "hidden" in plug.requires  # type: ignore[attr-defined]
+    }
+    if len(asked) != 1:
+        raise ValueError(f"hidden_layers: policy and observers must agree, got {sorted(asked)}")
+    return asked.pop()
+
+
+def _enter_block(state: DecodeState, view: WindowView) -> DecodeState:
+    """Starts the count of steps and masks in rows that came into a new block."""
+    entered = view.block != state.block
+    return replace(
+        state,
+        block=view.block,
+        block_step=state.block_step.masked_fill(entered, 0),
+        block_masks=torch.where(entered, view.candidates.sum(1), state.block_masks),
+        num_blocks=view.num_blocks,
+    )
+
+
+def _gated(state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
+    """Drops end-of-text proposals from rows that hold no end of text yet."""
+    has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
+    other = candidates & ~torch.isin(proposal.ids, state.eos_ids)
+    keep_all = has_eos | ~other.any(1)
+    return torch.where(keep_all[:, None], candidates, other)
+
+
+def _apply_eos_rule(state: DecodeState, new_ids: Tensor, *, fill: bool) -> tuple[Tensor, Tensor]:
+    """Finds rows whose answer is ended: an end of text without a mask to its left."""
+    is_eos = state.editable & torch.isin(new_ids, state.eos_ids)
+    masked = state.editable & (new_ids == state.mask_id)
+    columns = torch.arange(new_ids.shape[1], device=new_ids.device)
+    before = columns < first_column(is_eos)[:, None]
+    ended = is_eos.any(1) & ~(masked & before).any(1)
+    if fill:
+        new_ids = torch.where(masked & ended[:, None], state.eos_ids[0], new_ids)
+    return new_ids, ended
+
+
+class _Tally:
+    """Counts of every row of the starting batch; finished rows keep their last values."""
+
+    def __init__(self, canvas: Canvas) -> None:
+        zeros = torch.zeros(len(canvas.ids), dtype=torch.long, device=canvas.ids.device)
+        self.ids = canvas.ids.clone()
+        self.num_steps = zeros
+        self.idle_steps = zeros.clone()
+        self.stalled_steps = zeros.clone()
+        self.ended = zeros.bool()
+        self.seconds = torch.zeros_like(zeros, dtype=torch.float64)
+
+    def add(
+        self, state: DecodeState, new_ids: Tensor, commit: Tensor, stalled: Tensor, ended: Tensor
+    ) -> None:
+        rows = state.rows
+        self.ids.index_copy_(0, rows, new_ids)
+        self.num_steps = self.num_steps.index_add(0, rows, torch.ones_like(rows))
+        self.idle_steps.index_add_(0, rows, (~commit.any(1)).long())
+        self.stalled_steps.index_add_(0, rows, stalled.long())
+        self.ended.index_copy_(0, rows, ended)
+
+    def add_seconds(self, rows: Tensor, seconds: float) -> None:
+        self.seconds.index_add_(
+            0, rows, torch.full_like(rows, seconds / len(rows), dtype=torch.float64)
+        )
+
+    def result(
+        self, canvas: Canvas, mask_id: int, *, forwards_per_step: int, count_stalls: bool
+    ) -> DecodeResult:
+        masked = (canvas.editable & (self.ids == mask_id)).any(1)
+        status: list[Status] = [
+            "complete" if not left else "eos" if ended else "step_limit"
+            for left, ended in zip(masked.tolist(), self.ended.tolist(), strict=True)
+        ]
+        return DecodeResult(
+            ids=self.ids,
+            start=canvas.start,
+            seeds=canvas.seeds,
+            num_steps=self.num_steps,
+            idle_steps=self.idle_steps,
+            stalled_steps=self.stalled_steps if count_stalls else torch.zeros_like(self.num_steps),
+            policy_forwards=self.num_steps * forwards_per_step,
+            seconds=self.seconds,
+            status=status,
+        )

@@ -1,0 +1,28 @@
+"""Observers look at a decode; they never change it."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Something that watches every step: capture, metrics, animation."""
+
+    requires: frozenset[str]
+    """What the loop must provide: ``hidden``, ``entropy``, ``margin``, or ``region`` (proposals
+    for the whole response, not only for the window)."""
+
+    def on_start(self, state: DecodeState) -> None:
+        """Called once, with the state before the first step."""
+        ...
+
+    def on_step(self, record: StepRecord) -> None:
+        """Called after each step. Must not synchronise with the device."""
+        ...
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Called once, with the result."""
+        ...

@@ -1,0 +1,38 @@
+"""The policy protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+
+
+@runtime_checkable
+class CommitPolicy(Protocol):
+    """Says which candidates become final. It never writes the canvas and never runs the model."""
+
+    requires: frozenset[str]
+    """What it reads of a proposal beyond tokens and probabilities: ``hidden``, ``entropy``,
+    ``margin``, or ``region`` (proposals for the whole response, not only for the window).
+    A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
+    forwards_per_step: int
+    """Forwards of a learned head in one step: 0 for heuristics."""
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Chooses among the candidates.
+
+        Args:
+            state: the state before the step.
+            candidates: ``(b, L)`` bool cells that may be committed.
+            proposal: tokens and scores.
+            quota: ``(b,)`` int64 how many to commit, or ``None``.
+
+        Returns:
+            The commits and the scores that rank all candidates. A row without a commit is left
+            to the stall rule of the loop, which uses the scores.
+        """
+        ...

@@ -1,0 +1,73 @@
+"""Policies that commit the best-scored candidates, as many as the quota says."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.scores import top_quota
+
+
+class _TopQuotaPolicy:
+    """Commits the ``quota`` best candidates; subclasses say what "best" means."""
+
+    requires: frozenset[str] = frozenset()
+    forwards_per_step = 0
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        raise NotImplementedError
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Commits the best ``quota`` candidates of each row.
+
+        Raises:
+            ValueError: the decode has no quota.
+        """
+        if quota is None:
+            raise ValueError(
+                f"quota: {type(self).__name__} needs one (FixedQuota, EvenQuota or ScheduleQuota), "
+                "got NoQuota"
+            )
+        scores = self.score(state, proposal)
+        return Selection(top_quota(scores, candidates, quota), scores)
+
+
+class RandomPolicy(_TopQuotaPolicy):
+    """Uniformly random order, seeded per sample."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` uniform draws keyed by seed, step and position."""
+        return uniform_noise(state.seeds, state.step, state.positions, stream=1)
+
+
+class ConfidencePolicy(_TopQuotaPolicy):
+    """Highest probability of the proposed token first (MaskGIT, arXiv 2202.04200; LLaDA)."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` probabilities."""
+        return proposal.prob
+
+
+class EntropyPolicy(_TopQuotaPolicy):
+    """Lowest entropy first (Dream's ``entropy`` order)."""
+
+    requires = frozenset({"entropy"})
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` negative entropies in nats."""
+        assert proposal.entropy is not None
+        return -proposal.entropy
+
+
+class MarginPolicy(_TopQuotaPolicy):
+    """Largest gap between the two best tokens first (arXiv 2502.06768)."""
+
+    requires = frozenset({"margin"})
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` probability gaps."""
+        assert proposal.margin is not None
+        return proposal.margin

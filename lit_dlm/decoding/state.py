@@ -1,0 +1,220 @@
+"""The data that flows through the decode loop: canvas, state, proposal, selection, result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import BackboneSpec
+
+Status = Literal["complete", "eos", "step_limit"]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What a decode starts from: a batch of rows, some of whose cells may be written."""
+
+    ids: Tensor
+    """``(B, L)`` int64; cells to fill hold the mask id."""
+    editable: Tensor
+    """``(B, L)`` bool: cells that may change. Prompts and given cells are ``False``."""
+    seeds: Tensor
+    """``(B,)`` int64 sample seeds."""
+    start: int
+    """First column of the response region, the same in every row."""
+    pad_mask: Tensor | None = None
+    """``(B, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded."""
+
+
+def prompt_canvas(
+    prompts: Sequence[Sequence[int] | Tensor],
+    *,
+    response_length: int,
+    spec: BackboneSpec,
+    seeds: Sequence[int],
+    prompt_length: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Canvas:
+    """Left-pads prompts and appends ``response_length`` masks.
+
+    Args:
+        prompts: token ids of each prompt.
+        response_length: cells to fill, at least 1.
+        spec: gives the mask and pad ids.
+        seeds: one seed per prompt.
+        prompt_length: common prompt columns; the longest prompt by default.
+        device: where the tensors go.
+
+    Returns:
+        A canvas of ``len(prompts)`` rows.
+
+    Raises:
+        ValueError: no prompts, an empty prompt, a prompt longer than ``prompt_length``, or as
+            many seeds as there are prompts are not given.
+    """
+    if not prompts or len(prompts) != len(seeds):
+        raise ValueError(
+            f"prompt_canvas: expected as many seeds as prompts (at least one), got {len(prompts)} "
+            f"prompts and {len(seeds)} seeds"
+        )
+    if response_length < 1:
+        raise ValueError(f"response_length: expected at least 1, got {response_length}")
+    lengths = [len(prompt) for prompt in prompts]
+    width = max(lengths) if prompt_length is None else prompt_length
+    if min(lengths) < 1 or max(lengths) > width:
+        raise ValueError(
+            f"prompt lengths: expected 1..{width} tokens, got {min(lengths)}..{max(lengths)}"
+        )
+    ids = torch.full((len(prompts), width + response_length), spec.pad_id)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - lengths[row] : width] = torch.as_tensor(prompt, dtype=torch.long)
+    ids[:, width:] = spec.mask_id
+    columns = torch.arange(ids.shape[1])
+    pad_mask = columns >= (width - torch.tensor(lengths))[:, None]
+    return Canvas(
+        ids=ids.to(device),
+        editable=(columns >= width).expand_as(ids).to(device),
+        seeds=torch.tensor(list(seeds), dtype=torch.long, device=device),
+        start=width,
+        pad_mask=None if min(lengths) == width else pad_mask.to(device),
+    )
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What the plugs see before a step. Rows that are finished have left the batch.
+
+    ``b`` below is the number of rows still decoding.
+    """
+
+    ids: Tensor
+    """``(b, L)`` int64 canvas, the input of this step's forward."""
+    editable: Tensor
+    """``(b, L)`` bool."""
+    masked: Tensor
+    """``(b, L)`` bool: editable cells that hold the mask id."""
+    positions: Tensor
+    """``(b, L)`` int64 position within the sample, 0 at its first real token (and on padding)."""
+    rows: Tensor
+    """``(b,)`` int64 row of the batch that the decode started with."""
+    seeds: Tensor
+    """``(b,)`` int64 sample seeds."""
+    step: int
+    """Number of this step, from 0."""
+    start: int
+    """First column of the response region."""
+    mask_id: int
+    eos_ids: Tensor
+    """``(E,)`` int64 ids that end an answer."""
+    pad_mask: Tensor | None
+    """``(b, L)`` bool or ``None``."""
+    block: Tensor
+    """``(b,)`` int64 block that the row's window is in."""
+    block_step: Tensor
+    """``(b,)`` int64 steps that the row has already spent in this block."""
+    block_masks: Tensor
+    """``(b,)`` int64 candidates in the block when the row entered it."""
+    num_blocks: int = 1
+    """Blocks of the response under the current window."""
+
+    def take(self, index: Tensor) -> DecodeState:
+        """The state of some rows only.
+
+        Args:
+            index: ``(n,)`` int64 rows of this state.
+
+        Returns:
+            A state of ``n`` rows.
+        """
+        return replace(
+            self,
+            **{
+                name: getattr(self, name)[index]
+                for name in _ROW_FIELDS
+                if getattr(self, name) is not None
+            },
+        )
+
+
+_ROW_FIELDS = (
+    "ids",
+    "editable",
+    "masked",
+    "positions",
+    "rows",
+    "seeds",
+    "pad_mask",
+    "block",
+    "block_step",
+    "block_masks",
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the model would write, for the columns that were looked at (0 elsewhere)."""
+
+    ids: Tensor
+    """``(b, L)`` int64 proposed tokens."""
+    prob: Tensor
+    """``(b, L)`` floating point: probability of the proposed token (confidence)."""
+    entropy: Tensor | None = None
+    """``(b, L)`` nats, when somebody asked for it."""
+    margin: Tensor | None = None
+    """``(b, L)`` gap of the two largest probabilities, when somebody asked for it."""
+    hidden: Tensor | None = None
+    """``(b, L, H, D)`` aligned hidden snapshots, when somebody asked for them."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A policy's answer: which candidates become final, and how it ranks them."""
+
+    commit: Tensor
+    """``(b, L)`` bool, a subset of the candidates."""
+    scores: Tensor
+    """``(b, L)`` floating point, higher is surer: decides a per-step cap and a stalled row."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished step, as observers see it."""
+
+    state: DecodeState
+    proposal: Proposal
+    candidates: Tensor
+    """``(b, L)`` bool."""
+    commit: Tensor
+    """``(b, L)`` bool: cells written with the proposal in this step."""
+    scores: Tensor
+    """``(b, L)`` the policy's scores."""
+    new_ids: Tensor
+    """``(b, L)`` int64 canvas after the step (an end-of-text fill included)."""
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """The outcome for every row of the starting canvas."""
+
+    ids: Tensor
+    """``(B, L)`` int64 final canvas; cells never written hold the mask id."""
+    start: int
+    """First column of the response region."""
+    seeds: Tensor
+    """``(B,)`` int64."""
+    num_steps: Tensor
+    """``(B,)`` int64 forwards of the backbone in which the row took part (its NFE)."""
+    idle_steps: Tensor
+    """``(B,)`` int64 of these steps that wrote nothing."""
+    stalled_steps: Tensor
+    """``(B,)`` int64 steps in which the stall rule had to commit for the policy."""
+    policy_forwards: Tensor
+    """``(B,)`` int64 forwards of a learned policy head."""
+    seconds: Tensor
+    """``(B,)`` float64 wall time: each step's time shared equally by the rows in it."""
+    status: list[Status]
+    """``complete``: no mask left; ``eos``: stopped at an end of text; ``step_limit``."""

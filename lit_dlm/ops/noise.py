@@ -1,0 +1,89 @@
+"""Stateless noise: a hash of (sample seed, step, position, token) instead of a generator's state.
+
+A counter-based draw depends on nothing but its key. So a sample's noise is the same in any batch,
+on any number of processes and at any step that is looked at alone, and eight bytes per sample
+record all of it. The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014), in wrapping 64-bit arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def sample_seed(seed: int, uid: str) -> int:
+    """Seed of one sample: 63 bits of SHA-256 over ``"{seed}:{uid}"``.
+
+    Args:
+        seed: the run's base seed.
+        uid: the sample's id.
+
+    Returns:
+        An integer in ``[0, 2**63)``.
+    """
+    digest = hashlib.sha256(f"{seed}:{uid}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical (not arithmetic) right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _counter(n: int) -> int:
+    """``n`` golden-ratio increments as a signed 64-bit integer."""
+    return (_GOLDEN * n + 2**63) % 2**64 - 2**63
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform_noise(
+    seeds: Tensor, step: int, positions: Tensor, *, stream: int = 0, num_tokens: int | None = None
+) -> Tensor:
+    """Uniform draws in the open interval (0, 1).
+
+    Args:
+        seeds: ``(B,)`` int64 sample seeds.
+        step: decode step.
+        positions: ``(B, K)`` int64 positions *within the sample* (not canvas columns, which
+            depend on the padding of the batch).
+        stream: separates uses of the same key (0 proposals, 1 commit order, ...).
+        num_tokens: when given, one draw per vocabulary entry.
+
+    Returns:
+        ``(B, K)`` or ``(B, K, num_tokens)`` float64.
+    """
+    key = _mix(seeds + _counter(stream + 1))
+    key = _mix(key + _counter(step + 1))
+    key = _mix(key[:, None] + _GOLDEN * (positions + 1))
+    if num_tokens is not None:
+        tokens = torch.arange(1, num_tokens + 1, device=key.device)
+        key = _mix(key[..., None] + _GOLDEN * tokens)
+    return (_shift_right(key, 11).to(torch.float64) + 0.5) * 2.0**-53
+
+
+def gumbel_noise(seeds: Tensor, step: int, positions: Tensor, num_tokens: int) -> Tensor:
+    """Standard Gumbel draws, one per vocabulary entry.
+
+    Args:
+        seeds: ``(B,)`` int64.
+        step: decode step.
+        positions: ``(B, K)`` int64 positions within the sample.
+        num_tokens: vocabulary size.
+
+    Returns:
+        ``(B, K, num_tokens)`` float64; adding it to logits and taking the arg-max draws from
+        their softmax.
+    """
+    return -(-uniform_noise(seeds, step, positions, num_tokens=num_tokens).log()).log()

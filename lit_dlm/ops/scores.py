@@ -1,0 +1,83 @@
+"""How sure a distribution is, and choosing the surest positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def confidence(logits: Tensor, ids: Tensor) -> Tensor:
+    """Softmax probability of the given tokens.
+
+    Args:
+        logits: ``(..., V)`` floating point.
+        ids: ``(...)`` int64.
+
+    Returns:
+        ``(...)`` in the dtype of ``logits``, float32 at least.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    picked = logits.gather(-1, ids[..., None])[..., 0]
+    return (picked - logits.logsumexp(-1)).exp()
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Shannon entropy of the softmax.
+
+    Args:
+        logits: ``(..., V)`` floating point; entries may be ``-inf`` (probability 0).
+
+    Returns:
+        ``(...)`` nats, float32 at least.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.special.entr(logits.softmax(-1)).sum(-1)
+
+
+def margin(logits: Tensor) -> Tensor:
+    """Gap between the two largest probabilities of the softmax.
+
+    Args:
+        logits: ``(..., V)`` with ``V >= 2``.
+
+    Returns:
+        ``(...)`` in 0..1, float32 at least.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    top = (logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)).exp()
+    return top[..., 0] - top[..., 1]
+
+
+def rank_descending(scores: Tensor, candidates: Tensor) -> Tensor:
+    """Rank of each candidate in its row, best first; ties go to the lower column.
+
+    Args:
+        scores: ``(B, L)`` floating point.
+        candidates: ``(B, L)`` bool.
+
+    Returns:
+        ``(B, L)`` int64; candidates get 0, 1, 2, ..., all other columns come after them.
+    """
+    order = scores.masked_fill(~candidates, -torch.inf)
+    # A candidate may itself score -inf; it still ranks before every column outside the set.
+    order = torch.argsort(order, dim=1, descending=True, stable=True)
+    outside = (~candidates).gather(1, order).to(torch.int8)
+    order = order.gather(1, torch.argsort(outside, dim=1, stable=True))
+    ranks = torch.empty_like(order)
+    columns = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return ranks.scatter_(1, order, columns)
+
+
+def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor:
+    """The ``quota`` best candidates of each row.
+
+    Args:
+        scores: ``(B, L)`` floating point, higher is better.
+        candidates: ``(B, L)`` bool.
+        quota: ``(B,)`` int64 or one integer for all rows.
+
+    Returns:
+        ``(B, L)`` bool, a subset of ``candidates``.
+    """
+    limit = quota[:, None] if isinstance(quota, Tensor) else quota
+    return candidates & (rank_descending(scores, candidates) < limit)
