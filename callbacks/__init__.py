@@ -1,1 +1,5 @@
-"""Callbacks."""
+"""Lightning callbacks that write results and trajectories."""
+
+from callbacks.result_writer import ResultWriter
+
+__all__ = ["ResultWriter"]

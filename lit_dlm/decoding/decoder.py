@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from lit_dlm.backbones.base import Backbone
@@ -18,20 +18,32 @@ from lit_dlm.decoding.state import Canvas, DecodeResult
 from lit_dlm.decoding.windows import FullWindow, Window
 
 
-@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """The plugs of one decoding method."""
 
-    policy: CommitPolicy
-    """Which proposals become final."""
-    window: Window = field(default_factory=FullWindow)
-    """Where a step may commit."""
-    quota: Quota = field(default_factory=FixedQuota)
-    """How many it commits."""
-    sampler: Sampler = field(default_factory=Sampler)
-    """Which tokens are proposed."""
-    settings: DecodeSettings = field(default_factory=DecodeSettings)
-    """Rules of the loop."""
+    def __init__(
+        self,
+        *,
+        policy: CommitPolicy,
+        window: Window | None = None,
+        quota: Quota | None = None,
+        sampler: Sampler | None = None,
+        settings: DecodeSettings | None = None,
+    ) -> None:
+        """Puts the plugs together.
+
+        Args:
+            policy: which proposals become final.
+            window: where a step may commit; the whole response by default.
+            quota: how many it commits; one per step by default.
+            sampler: which tokens are proposed; the most probable ones by default.
+            settings: rules of the loop.
+        """
+        self.policy = policy
+        self.window = window or FullWindow()
+        self.quota = quota or FixedQuota()
+        self.sampler = sampler or Sampler()
+        self.settings = settings or DecodeSettings()
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()

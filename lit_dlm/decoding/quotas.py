@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState
@@ -18,15 +19,15 @@ class Quota(Protocol):
         ...
 
 
-class NoQuota:
+class NoQuota(Quota):
     """The policy decides how many."""
 
-    def counts(self, state: DecodeState, candidates: Tensor) -> None:
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """Always ``None``."""
-        return
+        return None
 
 
-class FixedQuota:
+class FixedQuota(Quota):
     """The same number of commits in every step."""
 
     def __init__(self, tokens_per_step: int = 1) -> None:
@@ -35,12 +36,12 @@ class FixedQuota:
             raise ValueError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
         self.tokens_per_step = tokens_per_step
 
-    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor:
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """``tokens_per_step``, or what is left."""
         return candidates.sum(1).clamp_max(self.tokens_per_step)
 
 
-class EvenQuota:
+class EvenQuota(Quota):
     """A fixed number of steps, shared evenly by the blocks and inside each block.
 
     A block with ``m`` masks and ``S`` steps commits ``m // S`` per step and one more in the first
@@ -53,7 +54,7 @@ class EvenQuota:
             raise ValueError(f"steps: expected at least 1, got {steps}")
         self.steps = steps
 
-    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor:
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """Even share of the masks that the block held when the row entered it."""
         if self.steps % state.num_blocks:
             raise ValueError(
@@ -64,7 +65,7 @@ class EvenQuota:
         return state.block_masks // steps + extra.long()
 
 
-class ScheduleQuota:
+class ScheduleQuota(Quota):
     """Dream's linear timestep schedule, truncated to integers.
 
     With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
@@ -80,12 +81,13 @@ class ScheduleQuota:
             raise ValueError(f"eps: expected a number between 0 and 1, got {eps}")
         self.steps = steps
         self.eps = eps
+        # float32, as in the release: truncation makes the counts depend on it.
+        times = torch.linspace(1.0, eps, steps + 1)
+        self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
-    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor:
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """The scheduled share of the candidates; all of them at the last step."""
         masks = candidates.sum(1)
         if state.step >= self.steps - 1:
             return masks
-        width = (1.0 - self.eps) / self.steps
-        time = 1.0 - width * state.step
-        return (masks.double() * (1.0 - (time - width) / time)).long()
+        return (masks * self._shares[state.step]).long()

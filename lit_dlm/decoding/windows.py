@@ -46,7 +46,7 @@ def first_column(is_in: Tensor) -> Tensor:
     return is_in.to(torch.uint8).argmax(1)
 
 
-class FullWindow:
+class FullWindow(Window):
     """The whole response at once."""
 
     def view(self, state: DecodeState) -> WindowView:
@@ -56,7 +56,7 @@ class FullWindow:
         return WindowView(state.masked, columns, torch.zeros_like(state.rows), 1)
 
 
-class BlockWindow:
+class BlockWindow(Window):
     """Semi-autoregressive blocks: a row works on its leftmost block that still has masks.
 
     A row moves on as soon as its block is full, whatever the step number (the original Fast-dLLM
@@ -88,7 +88,7 @@ class BlockWindow:
         )
 
 
-class SlidingWindow:
+class SlidingWindow(Window):
     """A window of fixed width that starts at the leftmost mask (TraceLock's soft crop)."""
 
     def __init__(self, width: int = 128) -> None:

@@ -1,7 +1,8 @@
 """The right shift: which raw output row speaks of which token.
 
 Dream-like models inherit next-token prediction from an autoregressive parent: their raw row
-``i - 1`` predicts token ``i``. Everything outside the backbones sees aligned rows only.
+``i - 1`` predicts token ``i`` (Dream, arXiv:2508.15487, section on the shift operation). Everything
+outside the backbones sees aligned rows only.
 """
 
 from __future__ import annotations
@@ -10,31 +11,58 @@ import torch
 from torch import Tensor
 
 
-def aligned(rows: Tensor, shift: int) -> Tensor:
+def first_real_columns(pad_mask: Tensor) -> Tensor:
+    """Column of each row's first real token.
+
+    Args:
+        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
+
+    Returns:
+        ``(B,)`` int64; 0 for a row without real tokens.
+    """
+    return pad_mask.bool().long().argmax(dim=1)
+
+
+def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
     """Moves raw rows so that row ``i`` speaks of token ``i``.
+
+    The first real token has no predictor under a shift; it keeps its own raw row. Left padding must
+    not change that, hence ``starts``: otherwise it would receive the row of a padding token.
 
     Args:
         rows: ``(B, L, ...)`` raw outputs of any dtype.
-        shift: 0 leaves them; 1 gives row ``i`` the raw row ``max(i - 1, 0)``.
+        shift: 0 leaves them; 1 gives row ``i`` the raw row ``i - 1``.
+        starts: ``(B,)`` int64 column of each row's first real token; ``None`` means 0.
 
     Returns:
-        ``(B, L, ...)``; position 0 has no predictor under a shift and keeps its own raw row.
+        ``(B, L, ...)``.
     """
     if shift == 0:
         return rows
-    return torch.cat([rows[:, :1], rows[:, :-1]], dim=1)
+    moved = torch.cat([rows[:, :1], rows[:, :-1]], dim=1)
+    if starts is None:
+        return moved
+    is_first = torch.arange(rows.shape[1], device=rows.device) == starts.unsqueeze(1)  # (B, L)
+    return torch.where(is_first.reshape(*is_first.shape, *[1] * (rows.ndim - 2)), rows, moved)
 
 
-def gather_aligned(rows: Tensor, columns: Tensor, shift: int) -> Tensor:
+def gather_aligned(
+    rows: Tensor, columns: Tensor, shift: int, *, starts: Tensor | None = None
+) -> Tensor:
     """Picks the raw rows that speak of the given canvas columns, which may differ between rows.
 
     Args:
         rows: ``(B, L, D)`` raw outputs.
         columns: ``(B, K)`` int64 canvas columns.
         shift: 0 or 1, see :func:`aligned`.
+        starts: see :func:`aligned`.
 
     Returns:
-        ``(B, K, D)``, equal to ``aligned(rows, shift)`` read at ``columns``.
+        ``(B, K, D)``, equal to ``aligned(rows, shift, starts=starts)`` read at ``columns``.
     """
-    source = (columns - shift).clamp_min(0)  # (B, K)
+    source = columns
+    if shift:
+        source = (columns - shift).clamp_min(0)  # (B, K)
+        if starts is not None:
+            source = torch.where(columns == starts.unsqueeze(1), columns, source)
     return rows.gather(1, source.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.scores import top_quota
 
 
-class ThresholdPolicy:
+class ThresholdPolicy(CommitPolicy):
     """Commits every candidate whose probability reaches a threshold (Fast-dLLM, arXiv 2505.22618).
 
     A row in which none does is left to the stall rule, which commits its best one. With a quota,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torch import Tensor
 
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.noise import uniform_noise
 from lit_dlm.ops.scores import top_quota
 
 
-class _TopQuotaPolicy:
+class TopQuotaPolicy(CommitPolicy):
     """Commits the ``quota`` best candidates; subclasses say what "best" means."""
 
     requires: frozenset[str] = frozenset()
     forwards_per_step = 0
 
+    @abstractmethod
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        raise NotImplementedError
+        """``(b, L)`` floating point, higher is committed first."""
 
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
@@ -35,7 +39,7 @@ class _TopQuotaPolicy:
         return Selection(top_quota(scores, candidates, quota), scores)
 
 
-class RandomPolicy(_TopQuotaPolicy):
+class RandomPolicy(TopQuotaPolicy):
     """Uniformly random order, seeded per sample."""
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
@@ -43,7 +47,7 @@ class RandomPolicy(_TopQuotaPolicy):
         return uniform_noise(state.seeds, state.step, state.positions, stream=1)
 
 
-class ConfidencePolicy(_TopQuotaPolicy):
+class ConfidencePolicy(TopQuotaPolicy):
     """Highest probability of the proposed token first (MaskGIT, arXiv 2202.04200; LLaDA)."""
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
@@ -51,7 +55,7 @@ class ConfidencePolicy(_TopQuotaPolicy):
         return proposal.prob
 
 
-class EntropyPolicy(_TopQuotaPolicy):
+class EntropyPolicy(TopQuotaPolicy):
     """Lowest entropy first (Dream's ``entropy`` order)."""
 
     requires = frozenset({"entropy"})
@@ -62,7 +66,7 @@ class EntropyPolicy(_TopQuotaPolicy):
         return -proposal.entropy
 
 
-class MarginPolicy(_TopQuotaPolicy):
+class MarginPolicy(TopQuotaPolicy):
     """Largest gap between the two best tokens first (arXiv 2502.06768)."""
 
     requires = frozenset({"margin"})

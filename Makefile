@@ -1,0 +1,42 @@
+# All set-up happens here: `make quickstart` and `make test` work on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_DIR ?= runs/quickstart
+# One thread per process: on shared cores more threads are slower.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-fast check format tiny-model clean
+
+help:  ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (PyTorch first, a few minutes on a fresh machine)"
+	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code]'
+	@touch $@
+
+install: $(VENV)/.installed  ## Make .venv and install the project with its development tools
+
+quickstart: install  ## The main job on the embedded models: traces, TraceLock, benchmark (about 10 minutes)
+	$(BIN)/lit-dlm predict --config configs/exp/generate_tiny.yaml --run_dir $(RUN_DIR)
+	$(BIN)/lit-dlm fit --config configs/exp/tracelock_tiny.yaml --run_dir $(RUN_DIR)
+	$(BIN)/lit-dlm predict --config configs/exp/benchmark_tiny.yaml --run_dir $(RUN_DIR)
+
+test: install  ## Run all tests
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: install  ## Run the unit tests only (under a minute)
+	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp"
+
+check: install  ## Lint, types, layers and tests, as CI runs them
+	.ci/run
+
+format: install  ## Format the code
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+clean:  ## Remove caches and build output (not runs/)
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

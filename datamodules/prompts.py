@@ -1,0 +1,149 @@
+"""Prompts of tasks, tokenised for decoding; work that is already on disk is left out."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
+from lit_dlm.reports.results import ResultFolder
+from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.trajectories.shards import completed_uids
+
+
+class PromptDataModule(LightningDataModule):
+    """One loader per task and decoding method, for ``predict``.
+
+    Every process takes every ``world_size``-th example of the full list and then leaves out what
+    the result or trajectory folder already holds, so a restart with any number of processes does
+    exactly the missing work.
+
+    Args:
+        tasks: where the prompts come from.
+        response_length: cells to fill in each response.
+        batch_size: prompts decoded together; results do not depend on it.
+        max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
+        methods: decoders to run; all of the module by default.
+        assignment: ``each`` runs every method on every example, ``one`` gives each example one
+            method, chosen by a hash of its uid.
+        results_dir: folder of benchmark results to resume from.
+        trajectories_dir: folder of trajectory shards to resume from.
+    """
+
+    def __init__(
+        self,
+        tasks: list[Task],
+        *,
+        response_length: int = 256,
+        batch_size: int = 32,
+        max_prompt_length: int = 2048,
+        methods: list[str] | None = None,
+        assignment: Literal["each", "one"] = "each",
+        results_dir: str | None = None,
+        trajectories_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not tasks:
+            raise ValueError("tasks: expected at least one task, got none")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        names = [task.name for task in tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: each task may be named once, got {', '.join(names)}")
+        self.tasks = tasks
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.max_prompt_length = max_prompt_length
+        self.methods = methods
+        self.assignment = assignment
+        self.results_dir = results_dir
+        self.trajectories_dir = trajectories_dir
+        self._work: list[tuple[str, list[PromptExample]]] = []
+        self._module: DecodeModule | None = None
+
+    def task(self, name: str) -> Task:
+        """The task of a given name."""
+        return next(task for task in self.tasks if task.name == name)
+
+    def setup(self, stage: str) -> None:
+        """Lists the work that is left for this process."""
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        if not isinstance(module, DecodeModule):
+            raise ValueError(f"model: expected a DecodeModule, got {type(module).__name__}")
+        self._module = module
+        methods = self.methods or list(module.decoders)
+        unknown = [name for name in methods if name not in module.decoders]
+        if unknown or not methods:
+            raise ValueError(
+                f"methods: expected some of {', '.join(module.decoders) or '(no decoders)'}, "
+                f"got {', '.join(methods) or 'none'}"
+            )
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        done = completed_uids(Path(self.trajectories_dir)) if self.trajectories_dir else set()
+        results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
+        self._work = []
+        for task in self.tasks:
+            mine = list(task.examples())[rank::world]
+            for method in methods:
+                finished = results.completed(task.name, method) if results else set()
+                left = [
+                    example
+                    for example in mine
+                    if self._assigned(example, methods, method)
+                    and example.uid not in finished
+                    and decode_uid(example, method) not in done
+                ]
+                if left:
+                    self._work.append((method, left))
+
+    def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
+        if self.assignment == "each":
+            return True
+        return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
+
+    def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
+        """One loader per task and method that has work left (an empty one when there is none)."""
+        work = self._work or [("", [])]
+        return [self._loader(method, examples) for method, examples in work]
+
+    def _loader(self, method: str, examples: list[PromptExample]) -> DataLoader[PromptBatch]:
+        return DataLoader(
+            examples,  # type: ignore[arg-type]
+            batch_size=self.batch_size,
+            shuffle=False,
+            collate_fn=partial(self._collate, method=method),
+        )
+
+    def _collate(self, examples: list[PromptExample], *, method: str) -> PromptBatch:
+        return PromptBatch(
+            examples=examples,
+            prompt_ids=[self.encode(example) for example in examples],
+            method=method,
+            response_length=self.response_length,
+        )
+
+    def encode(self, example: PromptExample) -> list[int]:
+        """Token ids of one prompt: a single user turn through the chat template.
+
+        Raises:
+            ValueError: the prompt is longer than ``max_prompt_length``.
+        """
+        assert self._module is not None
+        ids = self._module.tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.text}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        if len(ids) > self.max_prompt_length:
+            raise ValueError(
+                f"{example.uid}: the prompt has {len(ids)} tokens, expected at most "
+                f"max_prompt_length = {self.max_prompt_length}"
+            )
+        return list(ids)

@@ -1,0 +1,152 @@
+"""TraceLock: a learned commit policy over a frozen denoiser (arXiv 2605.24697).
+
+The release decodes in a window that starts at the leftmost mask ("soft crop"), with an end-of-text
+gate; here the window, the gate and the fill of an ended answer belong to the decode loop, so that
+every method can be compared with the same ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.heads.acceptance import PositionState
+from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.ops.scores import top_quota
+
+
+class TraceLockPolicy:
+    """Commits every candidate whose acceptance probability reaches a threshold.
+
+    A row in which none does is left to the stall rule, which commits its best-scored candidate
+    (the release's fallback). The proposal probabilities must be unfiltered ones at temperature 1,
+    as in training (the sampler's default).
+    """
+
+    forwards_per_step = 1
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        threshold: float = 0.99,
+        max_accept_per_step: int | None = 4,
+        scorer: AcceptanceScorer | None = None,
+    ) -> None:
+        """Loads the policy.
+
+        Args:
+            path: folder exported by training.
+            threshold: acceptance probability from which a proposal is committed.
+            max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
+                release (a hidden default there), ``null`` for no cap.
+            scorer: the loaded policy, instead of ``path``.
+        """
+        if (path is None) == (scorer is None):
+            raise ValueError("TraceLockPolicy: expected exactly one of path and scorer")
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
+        if max_accept_per_step is not None and max_accept_per_step < 1:
+            raise ValueError(
+                f"max_accept_per_step: expected at least 1 or null, got {max_accept_per_step}"
+            )
+        if scorer is None:
+            assert path is not None
+            scorer = AcceptanceScorer.load(path)
+        self.scorer = scorer.eval()
+        self.threshold = threshold
+        self.max_accept_per_step = max_accept_per_step
+        self.hidden_layers = scorer.settings.hidden_layers
+        # Every position of the response is a row of the network, so it needs a proposal even
+        # outside the window's candidates.
+        requires = {"hidden", "region"}
+        if scorer.settings.features.entropy:
+            requires.add("entropy")
+        if scorer.settings.features.margin:
+            requires.add("margin")
+        self.requires = frozenset(requires)
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Commits the accepted candidates; with a quota, at least the best ``quota`` ones."""
+        logits = self.decision_logits(state, candidates, proposal)
+        # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
+        limit = torch.logit(torch.tensor(self.threshold, dtype=torch.float64)).item()
+        commit = candidates & (logits >= limit)
+        if self.max_accept_per_step is not None:
+            commit = top_quota(logits, commit, self.max_accept_per_step)
+        if quota is not None:
+            commit = commit | top_quota(logits, candidates, quota)
+        return Selection(commit, logits)
+
+    def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
+        """Decision logits of the acceptance network, spread over the canvas.
+
+        Args:
+            state: the state before the step.
+            candidates: ``(b, L)`` bool.
+            proposal: with hidden snapshots, for the whole response.
+
+        Returns:
+            ``(b, L)`` float32; 0 where the network saw nothing.
+        """
+        assert proposal.hidden is not None
+        scorer = self._scorer_on(proposal.hidden.device)
+        first = state.start if scorer.settings.layout == "generation" else 0
+        features = scorer.features(
+            proposal.hidden[:, first:],
+            proposal.prob[:, first:],
+            entropy=None if proposal.entropy is None else proposal.entropy[:, first:],
+            margin=None if proposal.margin is None else proposal.margin[:, first:],
+        )
+        visible = left_of_window_end(state.masked, candidates)
+        if state.pad_mask is not None:
+            visible = visible & state.pad_mask
+        output = scorer(features, position_states(state)[:, first:], visible[:, first:])
+        logits = output.decision_logits.new_zeros(state.ids.shape)
+        logits[:, first:] = output.decision_logits
+        return torch.where(visible, logits, 0.0)
+
+    def describe(self) -> dict[str, Any]:
+        """Settings and the digest of the weights, for result files."""
+        return {
+            "threshold": self.threshold,
+            "max_accept_per_step": self.max_accept_per_step,
+            "weights": self.scorer.digest(),
+        }
+
+    def _scorer_on(self, device: torch.device) -> AcceptanceScorer:
+        if self.scorer.projector.hidden_bias.device != device:
+            self.scorer.to(device)
+        return self.scorer
+
+
+def position_states(state: DecodeState) -> Tensor:
+    """``(b, L)`` int64 :class:`PositionState` of every column."""
+    columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+    in_response = (columns >= state.start).expand_as(state.masked)
+    states = torch.where(in_response, int(PositionState.LOCKED), int(PositionState.PROMPT))
+    return torch.where(state.masked, int(PositionState.GEN), states)
+
+
+def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
+    """Columns that the network may see: all up to the end of the window.
+
+    The window is known by its candidates: it ends before the first masked column right of the
+    last candidate, and nowhere when there is none.
+
+    Args:
+        masked: ``(b, L)`` bool.
+        candidates: ``(b, L)`` bool, a subset.
+
+    Returns:
+        ``(b, L)`` bool.
+    """
+    still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
+    beyond = masked & ~still_inside
+    return beyond.cumsum(1) == 0

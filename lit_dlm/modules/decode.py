@@ -1,0 +1,162 @@
+"""Decoding as a Lightning predict loop: the base of every module.
+
+Trace generation and benchmarks are the same loop with different observers and callbacks, so any
+module that is trained here can also decode: it inherits ``predict_step`` from this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lit_dlm.backbones import Backbone, load_tokenizer
+from lit_dlm.decoding import DecodeResult, Decoder, Observer, prompt_canvas
+from lit_dlm.ops.noise import sample_seed
+from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories.record import Trajectory
+
+
+@dataclass
+class PromptBatch:
+    """Prompts of one task for one decoding method."""
+
+    examples: list[PromptExample]
+    prompt_ids: list[list[int]]
+    """Token ids after the chat template, one list per example."""
+    method: str
+    """Name of the decoder to use."""
+    response_length: int
+    """Cells to fill."""
+
+
+@dataclass
+class DecodedBatch:
+    """What ``predict_step`` returns: one entry per example in every list and tensor."""
+
+    examples: list[PromptExample]
+    method: str
+    decoder: Mapping[str, Any]
+    """Settings of the decoder, as JSON types."""
+    result: DecodeResult
+    completions: list[str]
+    """Text of each response, cut at its first end of text."""
+    num_tokens: list[int]
+    """Response tokens before the first end of text (the useful ones)."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """Filled when the module captures."""
+
+    def uid(self, row: int) -> str:
+        """Key of one decode: the example and the method."""
+        return decode_uid(self.examples[row], self.method)
+
+
+def decode_uid(example: PromptExample, method: str) -> str:
+    """Key of one decode, ``{example uid}@{method}``."""
+    return f"{example.uid}@{method}"
+
+
+class DecodeModule(LightningModule):
+    """A frozen backbone and named decoders, run by ``predict``.
+
+    Args:
+        backbone: the denoiser.
+        decoders: decoding methods by name.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        seed: base seed; every sample's own seed follows from it and the sample's uid.
+    """
+
+    strict_loading = False
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.decoders = dict(decoders or {})
+        self.tokenizer_path = tokenizer
+        self.seed = seed
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded at first use."""
+        return load_tokenizer(self.tokenizer_path)
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Leaves prompt batches alone; the canvas is built on the device."""
+        if isinstance(batch, PromptBatch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def observers(self, batch: PromptBatch) -> Sequence[Observer]:
+        """Observers of one batch; none here."""
+        del batch
+        return ()
+
+    def trajectories(
+        self, batch: PromptBatch, observers: Sequence[Observer], decoded: DecodedBatch
+    ) -> list[Trajectory]:
+        """Trajectories that the observers captured; none here."""
+        del batch, observers, decoded
+        return []
+
+    def predict_step(
+        self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> DecodedBatch:
+        """Decodes one batch of prompts.
+
+        Raises:
+            ValueError: the batch names a method that has no decoder.
+        """
+        if batch.method not in self.decoders:
+            raise ValueError(
+                f"decoders: no method '{batch.method}', known: {', '.join(self.decoders) or 'none'}"
+            )
+        decoder = self.decoders[batch.method]
+        canvas = prompt_canvas(
+            batch.prompt_ids,
+            response_length=batch.response_length,
+            spec=self.backbone.spec,
+            seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
+            device=self.device,
+        )
+        observers = self.observers(batch)
+        result = decoder(self.backbone, canvas, observers)
+        completions, num_tokens = self._completions(result)
+        decoded = DecodedBatch(
+            examples=batch.examples,
+            method=batch.method,
+            decoder=decoder.describe(),
+            result=result,
+            completions=completions,
+            num_tokens=num_tokens,
+        )
+        decoded.trajectories = self.trajectories(batch, observers, decoded)
+        return decoded
+
+    def _completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
+        """Response texts, cut at the first end of text, and their lengths in tokens."""
+        response = result.ids[:, result.start :].cpu()
+        eos_ids = torch.tensor(self.backbone.spec.eos_ids)
+        texts, lengths = [], []
+        for row in response:
+            ends = torch.isin(row, eos_ids).nonzero()
+            length = int(ends[0, 0]) if len(ends) else len(row)
+            kept: Tensor = row[:length]
+            kept = kept[kept != self.backbone.spec.mask_id]
+            texts.append(self.tokenizer.decode(kept, skip_special_tokens=True))
+            lengths.append(length)
+        return texts, lengths

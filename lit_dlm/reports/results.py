@@ -1,0 +1,185 @@
+"""Benchmark results on disk: one JSON line per decoded sample, append-only and resumable.
+
+Layout::
+
+    results/{task}/{method}/settings.json        what produced the lines beside it
+    results/{task}/{method}/part-r00000.jsonl    one line per sample, one file per process
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One decoded and graded sample."""
+
+    uid: str
+    task: str
+    method: str
+    correct: bool
+    verdict: str
+    """The grader's status: ``right``, ``wrong``, ``no_answer``, ``timeout``, ..."""
+    detail: str
+    """The grader's one-line reason."""
+    answer: str | None
+    """What was extracted and graded."""
+    completion: str
+    """The text that was decoded, cut at its first end of text."""
+    nfe: int
+    """Forwards of the backbone."""
+    policy_forwards: int
+    """Forwards of a learned policy head."""
+    idle_steps: int
+    """Forwards that committed nothing."""
+    stalled_steps: int
+    """Steps in which the stall rule committed for the policy."""
+    num_tokens: int
+    """Response tokens before the first end of text."""
+    response_length: int
+    """Cells that were to be filled."""
+    seconds: float
+    """Wall time of decoding, shared equally by the rows of a batch; grading is not in it."""
+    status: str
+    """How the decode ended: ``complete``, ``eos`` or ``step_limit``."""
+    seed: int
+    """The sample's seed."""
+
+
+class ResultFolder:
+    """Reads and appends to a folder of results.
+
+    Args:
+        folder: the ``results`` folder; it need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+
+    def method_folder(self, task: str, method: str) -> Path:
+        """Folder of one method on one task.
+
+        Raises:
+            ValueError: a name that cannot be a folder name.
+        """
+        for kind, name in (("task", task), ("method", method)):
+            if not _SAFE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{kind} '{name}': expected letters, digits, '.', '_', '+' and '-' only"
+                )
+        return self.folder / task / method
+
+    def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
+        """Records the settings of a method, or checks them against the recorded ones.
+
+        Args:
+            task: task name.
+            method: method name.
+            settings: everything that decides the results, as JSON types.
+
+        Raises:
+            ValueError: the folder holds results of other settings; names what differs.
+        """
+        path = self.method_folder(task, method) / "settings.json"
+        wanted = json.loads(json.dumps(settings))
+        if path.exists():
+            found = json.loads(path.read_text())
+            if found != wanted:
+                changes = "; ".join(_differences(found, wanted))
+                raise ValueError(
+                    f"{path}: holds results of other settings ({changes}). Use another run_dir or "
+                    "method name, or remove the folder"
+                )
+            return
+        write_atomically(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
+
+    def completed(self, task: str, method: str) -> set[str]:
+        """Uids of the samples that are done."""
+        return {row["uid"] for row in self._lines(self.method_folder(task, method))}
+
+    def append(self, rows: Iterable[ResultRow], *, rank: int = 0) -> None:
+        """Appends rows and flushes them to disk.
+
+        Args:
+            rows: results of one or more samples.
+            rank: number of this process; each process writes its own file.
+        """
+        grouped: dict[Path, list[ResultRow]] = {}
+        for row in rows:
+            folder = self.method_folder(row.task, row.method)
+            grouped.setdefault(folder / f"part-r{rank:05d}.jsonl", []).append(row)
+        for path, group in grouped.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(path)
+            with path.open("a", encoding="utf-8") as file:
+                for row in group:
+                    file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def rows(self, task: str, method: str) -> list[ResultRow]:
+        """All results of a method on a task, sorted by uid.
+
+        Raises:
+            ValueError: a damaged line, or a uid that was decoded twice.
+        """
+        folder = self.method_folder(task, method)
+        rows = sorted((ResultRow(**line) for line in self._lines(folder)), key=lambda row: row.uid)
+        for one, two in pairwise(rows):
+            if one.uid == two.uid:
+                raise ValueError(f"{folder}: sample {one.uid} was written twice")
+        return rows
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """All (task, method) pairs with results, in alphabetical order."""
+        found = self.folder.glob("*/*/settings.json")
+        return sorted((path.parent.parent.name, path.parent.name) for path in found)
+
+    def _lines(self, folder: Path) -> Iterator[dict[str, Any]]:
+        for path in sorted(folder.glob("part-r*.jsonl")):
+            text = path.read_text(encoding="utf-8")
+            lines = text.split("\n")
+            # A process that was killed while writing leaves a last line without its end.
+            for number, line in enumerate(lines[:-1], start=1):
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"{path}, line {number}: expected a JSON object, got {line[:40]!r}"
+                    ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file under a temporary name and renames it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def _differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
+    """Leaves that differ, as ``key: found, now wanted``."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted(found.keys() | wanted.keys()):
+            inner = f"{key}.{name}" if key else name
+            yield from _differences(found.get(name), wanted.get(name), inner)
+    elif found != wanted:
+        yield f"{key}: {found!r}, now {wanted!r}"

@@ -1,0 +1,93 @@
+"""Condenses a result folder: one record per task and method, with standard errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSummary:
+    """Means of one method on one task."""
+
+    task: str
+    method: str
+    n: int
+    """Samples."""
+    accuracy: float
+    """Fraction of right samples."""
+    stderr: float
+    """Standard error of the accuracy, ``sqrt(p (1 - p) / n)``."""
+    nfe: float
+    """Mean forwards of the backbone per sample (average steps)."""
+    tokens_per_step: float
+    """Response cells filled per forward, over all samples."""
+    useful_tokens_per_step: float
+    """The same, counting only tokens before the first end of text."""
+    seconds: float
+    """Mean decode time per sample, learned policies included, grading excluded."""
+    policy_forwards: float
+    """Mean forwards of a learned policy head per sample."""
+    idle_steps: float
+    """Mean forwards per sample that committed nothing."""
+    unfinished: float
+    """Fraction of samples that hit the step limit with masks left."""
+    timeouts: float
+    """Fraction of samples whose grading ran out of time."""
+
+
+def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
+    """Means over the samples of one task and method.
+
+    Args:
+        rows: at least one row, all of the same task and method.
+
+    Returns:
+        The summary.
+    """
+    n = len(rows)
+    accuracy = sum(row.correct for row in rows) / n
+    forwards = sum(row.nfe for row in rows)
+    return MethodSummary(
+        task=rows[0].task,
+        method=rows[0].method,
+        n=n,
+        accuracy=accuracy,
+        stderr=math.sqrt(accuracy * (1.0 - accuracy) / n),
+        nfe=forwards / n,
+        tokens_per_step=sum(row.response_length for row in rows) / forwards,
+        useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,
+        seconds=sum(row.seconds for row in rows) / n,
+        policy_forwards=sum(row.policy_forwards for row in rows) / n,
+        idle_steps=sum(row.idle_steps for row in rows) / n,
+        unfinished=sum(row.status == "step_limit" for row in rows) / n,
+        timeouts=sum(row.verdict == "timeout" for row in rows) / n,
+    )
+
+
+def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
+    """Summaries of all tasks and methods in a result folder.
+
+    Args:
+        folder: the ``results`` folder.
+        order: method names in the order wanted; others follow alphabetically.
+
+    Returns:
+        Summaries, tasks in alphabetical order.
+    """
+    results = ResultFolder(folder)
+    place = {name: number for number, name in enumerate(order)}
+    pairs = sorted(results.pairs(), key=lambda pair: (pair[0], place.get(pair[1], len(place))))
+    found = ((results.rows(task, method)) for task, method in pairs)
+    return [summarise(rows) for rows in found if rows]
+
+
+def write_summary(path: Path, summaries: Sequence[MethodSummary]) -> None:
+    """Writes ``summary.json``: a list of objects, one per task and method."""
+    records = [asdict(summary) for summary in summaries]
+    write_atomically(path, json.dumps(records, indent=2) + "\n")

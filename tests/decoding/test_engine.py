@@ -1,0 +1,320 @@
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding import (
+    BlockWindow,
+    ConfidencePolicy,
+    Decoder,
+    DecodeResult,
+    DecodeSettings,
+    DecodeState,
+    EntropyPolicy,
+    EvenQuota,
+    FixedQuota,
+    MarginPolicy,
+    NoQuota,
+    RandomPolicy,
+    Sampler,
+    ScheduleQuota,
+    SlidingWindow,
+    StepRecord,
+    ThresholdPolicy,
+    prompt_canvas,
+)
+from tests.fakes import EOS, MASK, TableBackbone, logits_for
+
+THRESHOLD = {"policy": ThresholdPolicy(0.9), "quota": NoQuota()}
+
+
+def _canvas(backbone: TableBackbone, length: int, *, rows: int = 1):
+    return prompt_canvas(
+        [[4, 4]] * rows, response_length=length, spec=backbone.spec, seeds=range(rows)
+    )
+
+
+def _table(tokens: list[int], probs: list[float]) -> TableBackbone:
+    return TableBackbone(logits_for([4, 4, *tokens], [0.5, 0.5, *probs]))
+
+
+def _hashed(ids: Tensor) -> Tensor:
+    """Logits that depend on the visible tokens of the same row, so that order matters."""
+    visible = (ids * (ids > 1) * torch.arange(1, ids.shape[1] + 1)).sum(1)
+    positions = torch.arange(ids.shape[1])
+    phase = visible[:, None, None] * 0.7 + positions[:, None] * 1.3 + torch.arange(12) * 2.1
+    return 3.0 * torch.sin(phase)
+
+
+class Recorder:
+    """Keeps every record; asks for nothing."""
+
+    def __init__(self, requires: frozenset[str] = frozenset()) -> None:
+        self.requires = requires
+        self.hidden_layers = (-1,)
+        self.records: list[StepRecord] = []
+        self.started: DecodeState | None = None
+        self.result: DecodeResult | None = None
+
+    def on_start(self, state: DecodeState) -> None:
+        self.started = state
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_end(self, result: DecodeResult) -> None:
+        self.result = result
+
+
+def test_threshold_commits_top1_when_none_passes():
+    """Step 0 commits cell 1 (0.95); then nothing passes and 0.6, 0.5, 0.4 go one by one."""
+    backbone = _table([5, 6, 7, 5], [0.5, 0.95, 0.6, 0.4])
+    recorder = Recorder()
+    result = Decoder(**THRESHOLD)(backbone, _canvas(backbone, 4), [recorder])
+    assert [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records] == [[3], [4], [2], [5]]
+    assert result.ids[0].tolist() == [4, 4, 5, 6, 7, 5]
+    assert result.num_steps.tolist() == [4]
+    assert result.stalled_steps.tolist() == [3]
+    assert result.status == ["complete"]
+
+
+def test_number_of_steps_is_the_number_of_forwards_of_that_row():
+    """Row 0 has one mask left, row 1 has three: the batch runs three forwards, row 0 needs one."""
+    backbone = _table([5, 6, 7], [0.5, 0.6, 0.7])
+    canvas = _canvas(backbone, 3, rows=2)
+    ids, editable = canvas.ids.clone(), canvas.editable.clone()
+    ids[0, 2:4], editable[0, 2:4] = 5, False
+    canvas = type(canvas)(ids=ids, editable=editable, seeds=canvas.seeds, start=2)
+    result = Decoder(policy=ConfidencePolicy())(backbone, canvas)
+    assert result.num_steps.tolist() == [1, 3]
+    assert backbone.forwards == 3
+    # The finished row has left the batch.
+    assert [len(ids) for ids in backbone.canvases] == [2, 1, 1]
+
+
+def test_given_cells_are_never_changed():
+    backbone = _table([5, 6, 7], [0.9, 0.9, 0.9])
+    canvas = _canvas(backbone, 3)
+    ids, editable = canvas.ids.clone(), canvas.editable.clone()
+    ids[0, 3], editable[0, 3] = 8 - 1, False
+    canvas = type(canvas)(ids=ids, editable=editable, seeds=canvas.seeds, start=2)
+    result = Decoder(policy=ConfidencePolicy())(backbone, canvas)
+    assert result.ids[0].tolist() == [4, 4, 5, 7, 7]
+
+
+def test_block_window_leaves_a_block_when_it_is_full():
+    """A sure model fills one block of 2 per step: 3 steps for 6 cells, none idle."""
+    backbone = _table([5] * 6, [0.99] * 6)
+    recorder = Recorder()
+    result = Decoder(**THRESHOLD, window=BlockWindow(2))(backbone, _canvas(backbone, 6), [recorder])
+    commits = [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records]
+    assert commits == [[2, 3], [4, 5], [6, 7]]
+    assert result.idle_steps.tolist() == [0]
+
+
+def test_even_quota_restarts_in_each_block():
+    """6 steps over 2 blocks of 4 masks: 4 = 2 + 1 + 1 in each."""
+    backbone = _table([5] * 8, [0.9 - 0.01 * i for i in range(8)])
+    recorder = Recorder()
+    Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), quota=EvenQuota(6))(
+        backbone, _canvas(backbone, 8), [recorder]
+    )
+    counts = [int(r.commit.sum()) for r in recorder.records]
+    assert counts == [2, 1, 1, 2, 1, 1]
+
+
+def test_sliding_window_holds_back_cells_beyond_its_width():
+    backbone = _table([5, 6, 7, 5], [0.1, 0.2, 0.99, 0.99])
+    recorder = Recorder()
+    Decoder(policy=ConfidencePolicy(), window=SlidingWindow(2))(
+        backbone, _canvas(backbone, 4), [recorder]
+    )
+    order = [r.commit[0].nonzero()[0, 0].item() for r in recorder.records]
+    assert order == [3, 2, 4, 5]
+
+
+def test_cap_keeps_the_best_scored_commits():
+    backbone = _table([5, 6, 7, 5], [0.92, 0.99, 0.95, 0.97])
+    recorder = Recorder()
+    result = Decoder(**THRESHOLD, settings=DecodeSettings(max_commits_per_step=2))(
+        backbone, _canvas(backbone, 4), [recorder]
+    )
+    commits = [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records]
+    assert commits == [[3, 5], [2, 4]]
+    assert result.stalled_steps.tolist() == [0]
+
+
+def test_end_of_text_gate_holds_back_end_of_text_until_nothing_else_is_proposed():
+    backbone = _table([5, EOS, EOS, 6], [0.3, 0.99, 0.98, 0.2])
+    gated, free = Recorder(), Recorder()
+    for recorder, gate in ((gated, True), (free, False)):
+        Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(eos_gate=gate))(
+            backbone, _canvas(backbone, 4), [recorder]
+        )
+    orders = [[r.commit[0].nonzero()[0, 0].item() for r in rec.records] for rec in (gated, free)]
+    assert orders == [[2, 5, 3, 4], [3, 4, 2, 5]]
+
+
+def test_the_stall_rule_does_not_open_the_gate():
+    """All proposals are unsure: the best one is an end of text, but the gate keeps it out."""
+    backbone = _table([5, EOS, 6], [0.3, 0.8, 0.2])
+    recorder = Recorder()
+    Decoder(**THRESHOLD, settings=DecodeSettings(eos_gate=True))(
+        backbone, _canvas(backbone, 3), [recorder]
+    )
+    assert recorder.records[0].commit[0].nonzero()[:, 0].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "ids", "steps", "status"),
+    [
+        ("none", [5, EOS, 6, 7], 4, "complete"),
+        ("stop", [5, EOS, MASK, MASK], 2, "eos"),
+        ("fill", [5, EOS, EOS, EOS], 2, "complete"),
+    ],
+)
+def test_end_of_text_rules(rule, ids, steps, status):
+    """Order by confidence: cell 1 (end of text), cell 0, then the tail."""
+    backbone = _table([5, EOS, 6, 7], [0.8, 0.9, 0.7, 0.6])
+    result = Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(eos_rule=rule))(
+        backbone, _canvas(backbone, 4)
+    )
+    assert result.ids[0, 2:].tolist() == ids
+    assert result.num_steps.tolist() == [steps]
+    assert result.status == [status]
+
+
+def test_an_end_of_text_behind_a_mask_does_not_end_the_answer():
+    backbone = _table([5, 6, EOS, 7], [0.5, 0.6, 0.9, 0.7])
+    recorder = Recorder()
+    Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(eos_rule="stop"))(
+        backbone, _canvas(backbone, 4), [recorder]
+    )
+    # 4 (end of text), 5 (0.7), 3, then 2 closes the text: all four steps are needed.
+    assert len(recorder.records) == 4
+
+
+def test_idle_steps_are_counted_and_masks_stay_at_the_limit():
+    backbone = _table([5, 6], [0.5, 0.6])
+    result = Decoder(**THRESHOLD, settings=DecodeSettings(stall_rule="idle", max_steps=3))(
+        backbone, _canvas(backbone, 2)
+    )
+    assert result.num_steps.tolist() == [3]
+    assert result.idle_steps.tolist() == [3]
+    assert result.stalled_steps.tolist() == [0]
+    assert result.status == ["step_limit"]
+    assert result.ids[0, 2:].tolist() == [MASK, MASK]
+
+
+@pytest.mark.parametrize("window", [None, BlockWindow(3), SlidingWindow(4)])
+@pytest.mark.parametrize(
+    "plugs",
+    [
+        {"policy": RandomPolicy()},
+        {"policy": EntropyPolicy(), "quota": FixedQuota(2)},
+        {"policy": MarginPolicy(), "quota": ScheduleQuota(5)},
+        {"policy": ConfidencePolicy(), "sampler": Sampler(temperature=1.0, top_p=0.9)},
+        {"policy": ThresholdPolicy(0.5), "quota": NoQuota()},
+    ],
+    ids=["random", "entropy", "margin", "drawn", "threshold"],
+)
+def test_a_padded_batch_equals_its_rows_alone_and_observers_change_nothing(window, plugs):
+    """The canvas depends on order, so any leak between rows or from padding would show."""
+    prompts, seeds = [[4, 5, 6], [7], [8, 9], [3] * 5], [11, 12, 13, 14]
+
+    def logits(ids: Tensor) -> Tensor:
+        # Padding must not count: positions are taken from the first real token.
+        pad = (ids == 1).sum(1)
+        rolled = torch.stack([row.roll(-int(n)) for row, n in zip(ids, pad, strict=True)])
+        table = _hashed(rolled * (rolled != 1))
+        return torch.stack([t.roll(int(n), 0) for t, n in zip(table, pad, strict=True)])
+
+    decoder = Decoder(window=window, **plugs)
+    spec = TableBackbone(logits, 12).spec
+    batch = prompt_canvas(prompts, response_length=7, spec=spec, seeds=seeds)
+    result = decoder(TableBackbone(logits, 12), batch)
+    watched = decoder(
+        TableBackbone(logits, 12), batch, [Recorder(frozenset({"hidden", "region", "entropy"}))]
+    )
+    assert torch.equal(result.ids, watched.ids)
+    assert torch.equal(result.num_steps, watched.num_steps)
+    assert not (result.ids == MASK).any()
+    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        canvas = prompt_canvas([prompt], response_length=7, spec=spec, seeds=[seed])
+        alone = decoder(TableBackbone(logits, 12), canvas)
+        assert torch.equal(alone.ids[0, -7:], result.ids[row, -7:])
+        assert alone.num_steps[0] == result.num_steps[row]
+
+
+def test_quota_of_one_takes_as_many_steps_as_cells():
+    backbone = TableBackbone(_hashed, 12)
+    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 9, rows=3))
+    assert result.num_steps.tolist() == [9, 9, 9]
+
+
+def test_records_chain_and_end_at_the_result():
+    backbone = TableBackbone(_hashed, 12)
+    recorder = Recorder()
+    result = Decoder(policy=EntropyPolicy(), quota=FixedQuota(2))(
+        backbone, _canvas(backbone, 5), [recorder]
+    )
+    assert recorder.started is not None
+    canvas = recorder.started.ids
+    for record in recorder.records:
+        assert torch.equal(record.state.ids, canvas)
+        changed = record.new_ids != canvas
+        assert torch.equal(changed, record.commit)
+        assert not (record.commit & ~record.candidates).any()
+        canvas = record.new_ids
+    assert torch.equal(canvas, result.ids)
+    assert recorder.result is result
+
+
+def test_seconds_are_shared_among_rows():
+    backbone = TableBackbone(_hashed, 12)
+    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 5, rows=3))
+    assert (result.seconds > 0).all()
+    torch.testing.assert_close(result.seconds[0], result.seconds[1])
+
+
+def test_a_mask_in_the_prompt_is_refused():
+    backbone = _table([5], [0.9])
+    canvas = prompt_canvas([[4, MASK]], response_length=1, spec=backbone.spec, seeds=[0])
+    with pytest.raises(ValueError, match="row 0, column 1 holds the mask id"):
+        Decoder(policy=ConfidencePolicy())(backbone, canvas)
+
+
+def test_plugs_that_ask_for_different_hidden_layers_are_refused():
+    backbone = _table([5], [0.9])
+    one, two = Recorder(frozenset({"hidden"})), Recorder(frozenset({"hidden"}))
+    two.hidden_layers = (-2,)
+    with pytest.raises(ValueError, match="hidden_layers"):
+        Decoder(policy=ConfidencePolicy())(backbone, _canvas(backbone, 1), [one, two])
+
+
+def test_idle_rule_needs_a_step_limit():
+    with pytest.raises(ValueError, match="max_steps: expected a number with stall_rule 'idle'"):
+        DecodeSettings(stall_rule="idle")
+
+
+def test_describe_lists_every_setting_and_the_digest_follows():
+    one = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota())
+    two = Decoder(policy=ThresholdPolicy(0.8), quota=NoQuota())
+    assert one.describe()["policy"] == {"name": "ThresholdPolicy", "threshold": 0.9}
+    assert one.describe()["settings"]["stall_rule"] == "top1"
+    assert one.digest() != two.digest()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "as many seeds as prompts"),
+        ([[]], {}, "prompt lengths: expected 1"),
+        ([[3, 4, 5]], {"prompt_length": 2}, r"expected 1\.\.2 tokens, got 3\.\.3"),
+        ([[3]], {"response_length": 0}, "response_length: expected at least 1, got 0"),
+    ],
+)
+def test_bad_prompts_are_refused(prompts, options, message):
+    spec = _table([5], [0.9]).spec
+    options = {"response_length": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        prompt_canvas(prompts, spec=spec, seeds=[0] * len(prompts), **options)

@@ -1,0 +1,65 @@
+import math
+
+import pytest
+import torch
+
+from lit_dlm.ops.scores import confidence, entropy, margin, rank_descending, top_quota
+
+
+def _logits() -> torch.Tensor:
+    return torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).log()
+
+
+def test_scores_have_hand_computed_values():
+    """Row 0: p = 1/2, 1/4, 1/4: H = 1/2 ln 2 + 1/2 ln 4 = 1.5 ln 2. Row 1 is certain: H = 0."""
+    logits = _logits()
+    torch.testing.assert_close(entropy(logits), torch.tensor([1.5 * math.log(2.0), 0.0]))
+    torch.testing.assert_close(margin(logits), torch.tensor([0.25, 1.0]))
+    ids = torch.tensor([1, 0])
+    torch.testing.assert_close(confidence(logits, ids), torch.tensor([0.25, 1.0]))
+
+
+def test_scores_do_not_move_when_all_logits_move():
+    """Softmax ignores a constant; float32 keeps about 1e-4 of it at an offset of 1000."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    ids = logits.argmax(-1)
+    for score in (entropy, margin, lambda z: confidence(z, ids)):
+        torch.testing.assert_close(score(logits + 1000.0), score(logits), atol=2e-4, rtol=1e-4)
+
+
+def test_half_precision_logits_are_scored_in_float32():
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert entropy(logits).dtype == torch.float32
+    torch.testing.assert_close(entropy(logits), entropy(logits.float()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rank_descending_equals_a_sort_in_python(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    # Coarse values make ties frequent.
+    scores = torch.randint(0, 4, (3, 12), generator=generator).float()
+    candidates = torch.rand(3, 12, generator=generator) < 0.6
+    ranks = rank_descending(scores, candidates)
+    for row in range(3):
+        columns = [c for c in range(12) if candidates[row, c]]
+        order = sorted(columns, key=lambda c: (-scores[row, c].item(), c))
+        assert [int(ranks[row, c]) for c in order] == list(range(len(order)))
+        rest = [int(ranks[row, c]) for c in range(12) if not candidates[row, c]]
+        assert sorted(rest) == list(range(len(order), 12))
+
+
+def test_a_candidate_that_scores_minus_infinity_ranks_before_every_outsider():
+    scores = torch.tensor([[5.0, -torch.inf, 1.0]])
+    candidates = torch.tensor([[False, True, True]])
+    assert rank_descending(scores, candidates).tolist() == [[2, 1, 0]]
+
+
+def test_top_quota_takes_at_most_the_quota_and_only_candidates():
+    scores = torch.tensor([[3.0, 1.0, 2.0, 9.0]] * 3)
+    candidates = torch.tensor([[True, True, True, False]] * 3)
+    chosen = top_quota(scores, candidates, torch.tensor([0, 2, 7]))
+    assert chosen.tolist() == [
+        [False, False, False, False],
+        [True, False, True, False],
+        [True, True, True, False],
+    ]
