@@ -1,12 +1,13 @@
-"""The command line: ``lit-dlm fit | validate | test | predict``, a LightningCLI."""
+"""The command line: ``lit-dlm fit | validate | test | predict`` (a LightningCLI) and ``report``."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 # Read by webdataset when it is imported: refuse pickles and shell commands in shards.
 os.environ.setdefault("WDS_SECURE", "1")
@@ -16,10 +17,15 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-import callbacks  # noqa: F401  (makes short class names known)
+# Imported so that configurations may use short class names.
+import callbacks  # noqa: F401
 import datamodules  # noqa: F401
-from lit_dlm import modules, tasks  # noqa: F401
+import lit_dlm.backbones.hf
+import lit_dlm.decoding.policies.tracelock
+import lit_dlm.modules
+import lit_dlm.tasks  # noqa: F401
 from lit_dlm.configuration import explain
+from lit_dlm.reports.command import main as report
 
 BASE_CONFIG = Path(__file__).resolve().parent / "configs" / "base.yaml"
 
@@ -34,28 +40,28 @@ class Parser(LightningArgumentParser):
 
 
 class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{run_dir}/{subcommand}.yaml``; it re-runs as is."""
+    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the file on rank 0 (``setup`` of the base class sees to that)."""
+        """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
-        (folder / f"{trainer.state.fn}.yaml").write_text(text)
+        (folder / f"{trainer.state.fn.value}.yaml").write_text(text)
 
 
 class CLI(LightningCLI):
     """LightningCLI with a run folder and the project's base configuration."""
-
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Builds parsers that explain their errors."""
-        return Parser(**kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what configurations may refer to as ``${run_dir}``."""
         parser.add_argument(
             "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
         )
+
+    def before_predict(self) -> None:
+        """Predictions go to disk batch by batch; none is kept in memory."""
+        self.config_init["predict"]["return_predictions"] = False
 
 
 def main(args: list[str] | None = None) -> None:
@@ -65,21 +71,30 @@ def main(args: list[str] | None = None) -> None:
         args: the arguments; those of the process by default.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Advertisements for other services, and a deprecation inside Lightning itself.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     defaults = [str(BASE_CONFIG)] if BASE_CONFIG.exists() else []
     subcommands = ("fit", "validate", "test", "predict")
     arguments = sys.argv[1:] if args is None else args
-    sys.argv = [sys.argv[0], *arguments]
     try:
+        if arguments[:1] == ["report"]:
+            report(arguments[1:])
+            return
+        sys.argv = [sys.argv[0], *arguments]
         CLI(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            parser_class=Parser,
             save_config_callback=RunConfigCallback,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             parser_kwargs={
                 "parser_mode": "omegaconf+",
                 **{name: {"default_config_files": defaults} for name in subcommands},

@@ -14,16 +14,8 @@ from rich.console import Console
 
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
-from lit_dlm.reports import (
-    ResultFolder,
-    ResultRow,
-    markdown_tables,
-    plot_front,
-    summarise_folder,
-    terminal_tables,
-    write_summary,
-)
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports import ResultFolder, ResultRow, summarise_folder
+from lit_dlm.reports.command import write_report
 from lit_dlm.tasks import PromptExample, Task
 
 logger = logging.getLogger(__name__)
@@ -140,13 +132,7 @@ class ResultWriter(BasePredictionWriter):
         if not summaries:
             logger.warning("%s: no results to report", self.results.folder)
             return
-        write_summary(self.run_dir / "summary.json", summaries)
-        write_atomically(self.run_dir / "summary.md", markdown_tables(summaries))
-        plot_front(summaries, self.run_dir / "front.png")
-        console = Console()
-        for table in terminal_tables(summaries):
-            console.print(table)
-        console.print(f"Results, table and plot: {self.run_dir}")
+        write_report(summaries, self.run_dir, Console())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stops the grading threads."""

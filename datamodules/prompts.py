@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
-from lit_dlm.trajectories.shards import completed_uids
+from lit_dlm.trajectories.shard_files import completed_uids
 
 
 class PromptDataModule(LightningDataModule):
@@ -112,6 +114,23 @@ class PromptDataModule(LightningDataModule):
         """One loader per task and method that has work left (an empty one when there is none)."""
         work = self._work or [("", [])]
         return [self._loader(method, examples) for method, examples in work]
+
+    def transfer_batch_to_device(
+        self, batch: PromptBatch, device: torch.device, dataloader_idx: int
+    ) -> PromptBatch:
+        """Leaves the batch alone: the module builds the canvas on its device."""
+        return batch
+
+    def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
+        """Batches of the first examples of every task in turn, whatever is already done.
+
+        Args:
+            count: examples in all.
+            method: decoder to name in the batches.
+        """
+        by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
+        chosen = list(islice((example for example in by_turns if example is not None), count))
+        yield from self._loader(method, chosen)
 
     def _loader(self, method: str, examples: list[PromptExample]) -> DataLoader[PromptBatch]:
         return DataLoader(

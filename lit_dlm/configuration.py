@@ -11,17 +11,17 @@ from pydoc import locate
 from jsonargparse import ArgumentParser
 
 _UNKNOWN_OPTION = re.compile(r"Option '([^']+)' is not accepted")
-_UNKNOWN_TYPE = re.compile(r"<class '([\w.]+)'>")
-_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
+_UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 _TYPE = re.compile(r"<class '([\w.]+)'>")
+_MOST_LISTED = 20
 _KEY = re.compile(r'Parser key "([^"]+)"')
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'threshold'?``, listing all names when none is near.
+    """A hint such as ``; did you mean 'threshold'?``, or a short list of all names when none is near.
 
     Args:
         name: what was given.
@@ -34,7 +34,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(names)}" if names else ""
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
 
 
 def explain(message: str, parser: ArgumentParser) -> str:

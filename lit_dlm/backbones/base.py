@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 
@@ -92,18 +91,3 @@ class Backbone(Protocol):
             The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.
         """
         ...
-
-
-def aligned(rows: Tensor, shift: int) -> Tensor:
-    """Moves raw rows so that row ``i`` speaks of token ``i``.
-
-    Args:
-        rows: ``(B, L, ...)`` raw outputs.
-        shift: 0 leaves them; 1 gives row ``i`` the raw row ``max(i - 1, 0)``.
-
-    Returns:
-        ``(B, L, ...)``.
-    """
-    if shift == 0:
-        return rows
-    return torch.cat([rows[:, :1], rows[:, :-1]], dim=1)

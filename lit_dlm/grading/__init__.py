@@ -1,5 +1,18 @@
 """Graders: one verdict per completion, and the sandbox in which model-written code runs."""
 
-from lit_dlm.grading.verdict import Verdict
+from lit_dlm.grading.sandbox import (
+    SandboxError,
+    SandboxLimits,
+    isolation_level,
+    run_python_check,
+)
+from lit_dlm.grading.verdict import Status, Verdict
 
-__all__ = ["Verdict"]
+__all__ = [
+    "SandboxError",
+    "SandboxLimits",
+    "Status",
+    "Verdict",
+    "isolation_level",
+    "run_python_check",
+]

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
-from lit_dlm.decoding import DecodeResult, Decoder, Observer, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeResult, Observer, prompt_canvas
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
@@ -93,14 +93,6 @@ class DecodeModule(LightningModule):
         """The tokenizer, loaded at first use."""
         return load_tokenizer(self.tokenizer_path)
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        """Leaves prompt batches alone; the canvas is built on the device."""
-        if isinstance(batch, PromptBatch):
-            return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
     def observers(self, batch: PromptBatch) -> Sequence[Observer]:
         """Observers of one batch; none here."""
         del batch
@@ -113,10 +105,15 @@ class DecodeModule(LightningModule):
         del batch, observers, decoded
         return []
 
-    def predict_step(
-        self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0
-    ) -> DecodedBatch:
+    def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodeResult:
         """Decodes one batch of prompts.
+
+        Args:
+            batch: the prompts and the name of the method.
+            observers: lookers-on.
+
+        Returns:
+            The final canvas and the counts of every row.
 
         Raises:
             ValueError: the batch names a method that has no decoder.
@@ -125,7 +122,6 @@ class DecodeModule(LightningModule):
             raise ValueError(
                 f"decoders: no method '{batch.method}', known: {', '.join(self.decoders) or 'none'}"
             )
-        decoder = self.decoders[batch.method]
         canvas = prompt_canvas(
             batch.prompt_ids,
             response_length=batch.response_length,
@@ -133,13 +129,19 @@ class DecodeModule(LightningModule):
             seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
             device=self.device,
         )
+        return self.decoders[batch.method](self.backbone, canvas, observers)
+
+    def predict_step(
+        self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> DecodedBatch:
+        """Decodes one batch of prompts, with the module's observers."""
         observers = self.observers(batch)
-        result = decoder(self.backbone, canvas, observers)
+        result = self.decode(batch, observers)
         completions, num_tokens = self._completions(result)
         decoded = DecodedBatch(
             examples=batch.examples,
             method=batch.method,
-            decoder=decoder.describe(),
+            decoder=self.decoders[batch.method].describe(),
             result=result,
             completions=completions,
             num_tokens=num_tokens,

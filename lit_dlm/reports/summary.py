@@ -81,9 +81,9 @@ def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSumm
         Summaries, tasks in alphabetical order.
     """
     results = ResultFolder(folder)
-    place = {name: number for number, name in enumerate(order)}
+    place = {name: number for number, name in reversed(list(enumerate(order)))}
     pairs = sorted(results.pairs(), key=lambda pair: (pair[0], place.get(pair[1], len(place))))
-    found = ((results.rows(task, method)) for task, method in pairs)
+    found = (results.rows(task, method) for task, method in pairs)
     return [summarise(rows) for rows in found if rows]
 
 

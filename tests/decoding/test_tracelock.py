@@ -15,7 +15,9 @@ from tests.fakes import MASK, TableBackbone, fake_spec
 G = 12
 
 
-def scorer(*, bias: float = 0.0, spread: float = 1.0, layout: str = "generation") -> AcceptanceScorer:
+def scorer(
+    *, bias: float = 0.0, spread: float = 1.0, layout: str = "generation"
+) -> AcceptanceScorer:
     """Random weights; logits are ``spread`` times the network's plus ``bias``."""
     torch.manual_seed(0)
     config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
@@ -127,7 +129,7 @@ def test_cap_keeps_the_surest_acceptances() -> None:
 @pytest.mark.parametrize("layout", ["generation", "all"])
 def test_padded_row_decodes_as_alone(layout: str) -> None:
     """Scores around the threshold, so that rows take different numbers of steps."""
-    policy = TraceLockPolicy(scorer=scorer(spread=8.0, layout=layout), threshold=0.5)
+    policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-5.0, layout=layout), threshold=0.5)
     prompts = [[3], [4, 5, 6], [7, 3, 4, 5, 6], [5, 5]]
     together = decoder(policy)(hashing_backbone(), canvas(prompts))
     for row, prompt in enumerate(prompts):
@@ -148,9 +150,7 @@ def test_decisions_ignore_what_lies_right_of_the_window() -> None:
         outside = ~left_of_window_end(state.masked, candidates)
         garbage = torch.where(outside, 0.123, proposal.prob)
         hidden = torch.where(outside[..., None, None], 77.0, proposal.hidden)
-        changed = type(proposal)(
-            proposal.ids, garbage, proposal.entropy, proposal.margin, hidden
-        )
+        changed = type(proposal)(proposal.ids, garbage, proposal.entropy, proposal.margin, hidden)
         spied.append(bool(outside.any()))
         again = original(state, candidates, changed, quota)
         assert torch.equal(chosen.commit, again.commit)
@@ -194,9 +194,7 @@ def test_description_names_the_settings_and_the_weights() -> None:
     assert facts["weights"] == policy.scorer.digest()
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("threshold", 1.2), ("max_accept_per_step", 0)]
-)
+@pytest.mark.parametrize(("option", "value"), [("threshold", 1.2), ("max_accept_per_step", 0)])
 def test_bad_options_are_named(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         TraceLockPolicy(scorer=scorer(), **{option: value})

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.scores import top_quota
 
 
-class TraceLockPolicy:
+class TraceLockPolicy(CommitPolicy):
     """Commits every candidate whose acceptance probability reaches a threshold.
 
     A row in which none does is left to the stall rule, which commits its best-scored candidate

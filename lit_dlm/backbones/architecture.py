@@ -1,0 +1,176 @@
+"""Everything that defines a denoiser except its weights, as one plain dataclass.
+
+A family's own configuration is first translated into an :class:`Architecture`
+(:mod:`lit_dlm.backbones.families`); only this file turns it into a transformers configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from lit_dlm.backbones.base import BackboneSpec
+
+Decoder = Literal["qwen2", "llama", "qwen3"]
+
+_CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+}
+_CAUSAL_LM_NAMES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes of a bidirectional decoder and the facts of its :class:`BackboneSpec`."""
+
+    decoder: Decoder = "qwen2"
+    """Layer type: Qwen2 (bias on q, k, v), Llama (no bias) or Qwen3 (norms on q and k)."""
+    vocab_size: int
+    """Rows of the embedding, padding rows included; logits have as many columns."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the gated SiLU feed-forward."""
+    num_layers: int
+    """Decoder layers."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key and value heads; none means as many as query heads."""
+    head_dim: int | None = None
+    """Width of a head; none means ``hidden_size / num_heads``."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: dict[str, Any] | None = None
+    """Extra rotary settings in transformers' words (``rope_type``, ``factor``, ...)."""
+    max_positions: int = 4096
+    """Longest canvas the model was made for (provenance; plain rotary positions do not use it)."""
+    rms_norm_eps: float = 1e-6
+    """Epsilon of the RMS norms."""
+    initializer_range: float = 0.02
+    """Standard deviation of random weights."""
+    tie_embeddings: bool = False
+    """Whether the head shares the embedding matrix."""
+
+    family: str = "custom"
+    """See :class:`BackboneSpec`, as for all fields below."""
+    mask_id: int
+    pad_id: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    shift: Literal[0, 1] = 0
+    attention: Literal["full", "block"] = "full"
+    block_size: int | None = None
+    logit_scale: float = 1.0
+    forbidden_ids: tuple[int, ...] = ()
+    positions: Literal["cumsum", "arange"] = "cumsum"
+
+    def __post_init__(self) -> None:
+        if self.decoder not in _CONFIG_CLASSES:
+            raise ValueError(
+                f"Architecture.decoder: expected one of {sorted(_CONFIG_CLASSES)}, "
+                f"got {self.decoder!r}"
+            )
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"Architecture.{name}: expected a positive integer, got {getattr(self, name)}"
+                )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"Architecture.num_heads: hidden_size {self.hidden_size} is not a multiple of "
+                f"{self.num_heads}; give head_dim or other sizes"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"Architecture.num_kv_heads: {self.kv_heads} does not divide num_heads "
+                f"{self.num_heads}"
+            )
+        spec = self.spec()  # checks the rest
+        for name in ("mask_id", "pad_id", "bos_id"):
+            self._check_id(name, getattr(spec, name))
+        for name in ("eos_ids", "forbidden_ids"):
+            for token_id in getattr(spec, name):
+                self._check_id(name, token_id)
+
+    def _check_id(self, name: str, token_id: int | None) -> None:
+        if token_id is not None and not 0 <= token_id < self.vocab_size:
+            raise ValueError(
+                f"Architecture.{name}: expected an id below vocab_size {self.vocab_size}, "
+                f"got {token_id}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, filled in."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head, filled in."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def spec(self) -> BackboneSpec:
+        """The part that decoding and training see."""
+        values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
+        for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
+            values[name] = tuple(values[name])
+        return BackboneSpec(**values)
+
+    def config_fields(self) -> dict[str, Any]:
+        """The transformers configuration as plain JSON values, without its defaults."""
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        return {
+            "model_type": self.decoder,
+            "architectures": [_CAUSAL_LM_NAMES[self.decoder]],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_width,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.rms_norm_eps,
+            "initializer_range": self.initializer_range,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tie_embeddings,
+            "attention_dropout": 0.0,
+            "pad_token_id": self.pad_id,
+            "eos_token_id": list(self.eos_ids),
+            "bos_token_id": self.bos_id,
+            "is_causal": False,
+            "use_cache": False,
+        }
+
+    def hf_config(self) -> PreTrainedConfig:
+        """A bidirectional transformers configuration."""
+        # With a padding id transformers would freeze that embedding row at zero gradient; here
+        # padding is hidden from attention anyway, and its id is often the end-of-text id.
+        dropped = ("model_type", "is_causal", "pad_token_id")
+        values = {k: v for k, v in self.config_fields().items() if k not in dropped}
+        config = _CONFIG_CLASSES[self.decoder](**values)
+        # Not a field of these classes: the mask builders and the layers look the attribute up.
+        config.is_causal = False
+        return config
+
+    def spec_fields(self) -> dict[str, Any]:
+        """The :class:`BackboneSpec` as plain JSON values."""
+        return asdict(self.spec())
+
+    def digest(self) -> str:
+        """SHA-256 of the configuration and the specification in canonical JSON."""
+        document = {"config": self.config_fields(), "spec": self.spec_fields()}
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,62 @@
+"""Where a model lies: embedded in the package, in a local folder, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+"""Folder of the embedded models."""
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_DESCRIPTION_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def embedded_names() -> list[str]:
+    """Names of the models that ship with the package, sorted."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
+def locate(path_or_id: str, *, weights: bool = True) -> Path:
+    """Finds the folder of a model.
+
+    Args:
+        path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``,
+            optionally with ``@revision``. An existing folder wins over a hub id.
+        weights: whether a hub download includes the weights.
+
+    Returns:
+        A local folder. Only a hub id may use the network.
+
+    Raises:
+        ValueError: nothing of that name exists.
+    """
+    if not path_or_id.strip():
+        raise ValueError("path: expected an embedded name, a folder or a hub id, got ''")
+    if path_or_id in embedded_names():
+        return ASSETS / path_or_id
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"path: expected a model folder, but {path_or_id!r} is a file")
+    match = _HUB_ID.fullmatch(path_or_id)
+    # ``runs/model`` beside an existing ``runs`` is a mistyped folder, not a hub id.
+    if match is None or folder.parent.is_dir():
+        raise ValueError(
+            f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
+            f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
+        )
+    patterns = [*_DESCRIPTION_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        found = snapshot_download(
+            match["repo"], revision=match["revision"], allow_patterns=patterns
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {error}"
+        ) from error
+    return Path(found)

@@ -1,0 +1,62 @@
+"""Which keys a query sees, and the position ids that go with it.
+
+One place turns padding into attention masks, because the two attention routes disagree on the
+form: SDPA takes booleans (``True`` = visible), the eager route *adds* the mask to the scores, so a
+boolean would silently count as 0 and 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def key_visibility(pad_mask: Tensor) -> Tensor:
+    """Every query sees the real keys.
+
+    Args:
+        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
+
+    Returns:
+        ``(B, 1, L, L)`` bool, a view without own storage for the query axis.
+    """
+    length = pad_mask.shape[1]
+    return pad_mask.bool()[:, None, None, :].expand(-1, 1, length, -1)
+
+
+def mask_for(attn_implementation: str, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Brings a boolean mask into the form that an attention route expects.
+
+    Args:
+        attn_implementation: ``sdpa`` or ``eager``.
+        visible: ``(B, 1, L, L)`` bool, ``True`` where the query may see the key.
+        dtype: floating dtype of the attention scores.
+
+    Returns:
+        The same mask for SDPA; for eager ``(B, 1, L, L)`` of ``dtype`` with 0 where visible and
+        the dtype's minimum elsewhere (finite, so that a row without keys gives no NaN).
+    """
+    if attn_implementation == "sdpa":
+        return visible
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+        ~visible, hidden
+    )
+
+
+def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:
+    """Position ids under padding.
+
+    Args:
+        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
+        positions: ``cumsum`` counts from the first real token, so that left padding does not move
+            a row; ``arange`` is the column number. Values on padding do not matter.
+
+    Returns:
+        ``(B, L)`` int64.
+    """
+    if positions == "cumsum":
+        return (pad_mask.long().cumsum(dim=1) - 1).clamp_min(0)
+    return torch.arange(pad_mask.shape[1], device=pad_mask.device).expand_as(pad_mask)

@@ -1,0 +1,118 @@
+"""Weights on disk: read safetensors shard by shard under a key map, write them, take digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_SHOWN = 5
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Lists the safetensors files of a model folder, sorted by name.
+
+    Args:
+        folder: holds ``model.safetensors``, or an index with its shards.
+
+    Returns:
+        The files named by ``model.safetensors.index.json``, else ``model.safetensors``.
+
+    Raises:
+        ValueError: the folder has none, or a shard of the index is absent.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise ValueError(f"{index}: shard {absent[0]} is not in the folder")
+        return files
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"{folder}: expected model.safetensors or model.safetensors.index.json")
+    return [single]
+
+
+def load_weights(
+    files: Iterable[Path],
+    parameters: Mapping[str, Tensor],
+    *,
+    rename: Callable[[str], str | None],
+    optional: frozenset[str] = frozenset(),
+) -> None:
+    """Copies tensors into existing parameters, one at a time, so memory holds the model once.
+
+    Args:
+        files: safetensors files.
+        parameters: targets by our key; each is overwritten (and converted to its dtype).
+        rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
+        optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
+            is ignored where ``parameters`` does not list the key.
+
+    Raises:
+        ValueError: a file is not safetensors, a key is unknown, or a key or shape does not fit.
+    """
+    missing = set(parameters) - optional
+    unknown: list[str] = []
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for key in shard.keys():  # noqa: SIM118 - the handle is not a mapping
+                    ours = rename(key)
+                    if ours is None or (ours in optional and ours not in parameters):
+                        continue
+                    if ours not in parameters:
+                        unknown.append(key)
+                        continue
+                    _copy(parameters[ours], shard.get_tensor(key), key=key, path=path)
+                    missing.discard(ours)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    if unknown:
+        raise ValueError(f"weights: {len(unknown)} unexpected keys, such as {unknown[:_SHOWN]}")
+    if missing:
+        raise ValueError(
+            f"weights: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
+        )
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Tensor, *, key: str, path: Path) -> None:
+    if target.shape != source.shape:
+        raise ValueError(
+            f"{path.name}: {key} has shape {tuple(source.shape)}, "
+            f"expected {tuple(target.shape)} from config.json"
+        )
+    target.copy_(source)
+
+
+def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes one safetensors file; equal tensors give equal bytes.
+
+    Args:
+        tensors: by key; each is stored contiguously on its own.
+        path: target file, replaced atomically.
+    """
+    plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
+    partial = path.with_name(path.name + ".partial")
+    save_file(plain, partial, metadata={"format": "pt"})
+    os.replace(partial, path)
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """SHA-256 over the contents of the files in the given order."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,212 @@
+"""Final answers in running text: finding them, and comparing numbers, text and mathematics."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from lit_dlm.grading.math_equality import MathEquality, shared_math_equality
+from lit_dlm.grading.verdict import Verdict
+
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-+]?\.\d+")
+_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}")
+_SLASH = re.compile(r"([-+]?\d+)\s*/\s*(\d+)")
+_EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
+_MAX_DIGITS = 400
+"""Longer digit strings are no answer; parsing them costs quadratic time."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete ``\boxed{...}``, or ``None``.
+
+    Nested braces are followed; ``\fbox{...}`` counts as well, and so does ``\boxed 5`` as TeX
+    reads it (one token).
+    """
+    for match in reversed(list(re.finditer(r"\\f?box(?:ed)?(?![a-zA-Z])\s*", text))):
+        start = match.end()
+        if start < len(text) and text[start] != "{":
+            if text[match.start() + 1] == "b" and text[start].isalnum():
+                return text[start]
+            continue
+        depth = 0
+        for position in range(start, len(text)):
+            if text[position] == "\\":
+                continue
+            escaped = position > 0 and text[position - 1] == "\\"
+            if text[position] == "{" and not escaped:
+                depth += 1
+            elif text[position] == "}" and not escaped:
+                depth -= 1
+                if depth == 0:
+                    return text[start + 1 : position].strip()
+    return None
+
+
+def text_after_marker(text: str, marker: str = "####") -> str | None:
+    """The rest of the line after the last ``marker``, stripped; ``None`` if there is none."""
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        return None
+    stripped = rest.strip()
+    return stripped.splitlines()[0].strip() if stripped else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Reads one number, as a person would write it as an answer.
+
+    Currency signs, thousands separators (also LaTeX's ``{,}``), a percent sign, a final full stop
+    and words around the number do not matter; ``\frac{a}{b}`` and ``a/b`` are exact fractions.
+
+    Args:
+        text: A short text such as ``$1,234.50`` or ``18 \text{ dollars}``.
+
+    Returns:
+        The exact value of the only or last number, or ``None`` without one.
+    """
+    plain = re.sub(r"\\[!,;: ]", "", _without_currency(text))
+    if fraction := _FRACTION.fullmatch(plain.strip()):
+        sign, top, bottom = fraction.groups()
+        value = Fraction(int(top), int(bottom)) if int(bottom) else None
+        return -value if sign == "-" and value is not None else value
+    if (ratio := _SLASH.fullmatch(plain.strip().rstrip("."))) and int(ratio[2]):
+        return Fraction(int(ratio[1]), int(ratio[2]))
+    numbers = _find_numbers(_EXPONENT.sub("", plain))
+    return numbers[-1] if numbers else None
+
+
+def _without_currency(text: str) -> str:
+    """Removes currency signs, and LaTeX's and typographic spellings of minus and comma."""
+    return re.sub(r"[$€£]|\\\$", "", text.replace("−", "-").replace("{,}", ","))
+
+
+def _find_numbers(text: str) -> list[Fraction]:
+    # A minus directly after a digit or a letter is a subtraction or a hyphen, not a sign.
+    found = []
+    for match in _NUMBER.finditer(text):
+        digits = match.group().replace(",", "")
+        if len(digits) > _MAX_DIGITS:
+            continue
+        before = text[match.start() - 1] if match.start() else " "
+        if digits[0] in "+-" and (before.isalnum() or before in ")]}"):
+            digits = digits[1:]
+        found.append(Fraction(digits))
+    return found
+
+
+def extract_number(completion: str) -> str | None:
+    r"""The final number of a worked solution, in the form ``18`` or ``1/3``.
+
+    Looked for in this order: the first number after the last ``####`` (on its line), the last
+    ``\boxed{}``, the last number of the text.
+
+    Args:
+        completion: A model's solution.
+
+    Returns:
+        The number written canonically, or ``None`` without any number.
+    """
+    marked = text_after_marker(completion)
+    if marked is not None:
+        numbers = _find_numbers(_without_currency(marked))
+        if numbers:
+            return format_number(numbers[0])
+    boxed = last_boxed(completion)
+    value = parse_number(boxed) if boxed is not None else None
+    if value is None:
+        numbers = _find_numbers(_without_currency(completion))
+        value = numbers[-1] if numbers else None
+    return None if value is None else format_number(value)
+
+
+def format_number(value: Fraction) -> str:
+    """Writes an exact number: ``18``, ``0.5`` if the decimals end, else ``1/3``."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    places = 0
+    rest = value.denominator
+    for prime in (2, 5):
+        power = 0
+        while rest % prime == 0:
+            rest //= prime
+            power += 1
+        places = max(places, power)
+    if rest != 1:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+
+
+def grade_numeric(completion: str, gold: str) -> Verdict:
+    """Grades a worked solution by its final number, exactly.
+
+    Args:
+        completion: A model's solution; see :func:`extract_number`.
+        gold: The true number, in any form :func:`parse_number` reads (``18.0`` equals ``18``).
+
+    Returns:
+        ``right``, ``wrong`` or ``no_answer``.
+
+    Raises:
+        ValueError: If ``gold`` holds no number.
+    """
+    truth = parse_number(gold)
+    if truth is None:
+        raise ValueError(f"the reference answer must hold a number, got {gold!r}")
+    answer = extract_number(completion)
+    if answer is None:
+        return Verdict(status="no_answer", detail="no number in the text")
+    right = parse_number(answer) == truth
+    detail = "" if right else f"expected {format_number(truth)}"
+    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+
+
+def grade_exact(completion: str, gold: str) -> Verdict:
+    """Grades a completion that must be the answer itself, white space at the ends aside."""
+    answer = completion.strip()
+    if not answer:
+        return Verdict(status="no_answer", detail="the completion is empty")
+    right = answer == gold.strip()
+    detail = "" if right else f"expected {gold.strip()}"
+    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+
+
+def extract_math(completion: str) -> str | None:
+    r"""The final expression of a solution: the last ``\boxed{}``, else the text after ``####``."""
+    boxed = last_boxed(completion)
+    if boxed:
+        return boxed
+    marked = text_after_marker(completion)
+    return marked.rstrip(".").strip("$ ") or None if marked else None
+
+
+def grade_math(completion: str, gold: str, *, equality: MathEquality | None = None) -> Verdict:
+    r"""Grades a solution by mathematical equality of its final expression.
+
+    Only the extracted expression is passed on to math-verify, never the whole text, which could
+    keep it busy for minutes.
+
+    Args:
+        completion: A model's solution; see :func:`extract_math`.
+        gold: The true answer in LaTeX, without ``\boxed``.
+        equality: The pool of comparing processes; ``None`` takes the shared one.
+
+    Returns:
+        ``right``, ``wrong``, ``no_answer``, or ``timeout`` if the comparison did not end.
+    """
+    answer = extract_math(completion)
+    if answer is None:
+        return Verdict(status="no_answer", detail="no boxed answer")
+    if _squeeze(answer) == _squeeze(gold):
+        return Verdict(status="right", answer=answer)
+    # "20\\%" answers a question for a percentage as well as "20" does.
+    truth, candidate = (text.rstrip().removesuffix("%").rstrip("\\ ") for text in (gold, answer))
+    equal = (equality or shared_math_equality()).equal(truth, candidate)
+    if equal is None:
+        return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
+    detail = "" if equal else f"expected {gold}"
+    return Verdict(status="right" if equal else "wrong", answer=answer, detail=detail)
+
+
+def _squeeze(text: str) -> str:
+    """Removes what never changes the meaning: white space and the spelling of fractions."""
+    return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")

@@ -1,0 +1,206 @@
+"""The trusted side's view of the candidate: proxies whose calls travel to the worker and back."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import wire
+
+
+class WorkerLostError(BaseException):
+    """The worker cannot answer any more.
+
+    Not an ``Exception``, so that no ``except Exception`` of a test can take it for the
+    candidate's answer.
+    """
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+class CandidateError(Exception):
+    """The candidate raised something that has no builtin exception class to stand for it."""
+
+
+class Handle:
+    """Stands for an object that stays in the worker; equal to nothing but itself.
+
+    Public attributes can be read and set from here (tests build trees of a ``Node`` class that the
+    solution defines), special methods cannot.
+    """
+
+    def __init__(self, remote: Remote, number: int) -> None:
+        object.__setattr__(self, "_remote", remote)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remote.call(self._number, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._remote.get_attribute(self._number, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._remote.set_attribute(self._number, name, value)
+
+
+class RemoteFunction:
+    """A name of the candidate's module, callable from the tests."""
+
+    def __init__(self, remote: Remote, name: str) -> None:
+        self._remote = remote
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remote.call(self.__name__, args, kwargs)
+
+
+class Remote:
+    """Requests to one worker, in order, under one deadline."""
+
+    def __init__(
+        self,
+        channel: wire.Channel,
+        *,
+        deadline: float,
+        value_bytes: int,
+        explain_end: Callable[[], tuple[str, str]],
+    ) -> None:
+        """Takes the channel over.
+
+        Args:
+            channel: To the worker.
+            deadline: ``time.monotonic()`` value by which everything must be over.
+            value_bytes: Largest value sent either way.
+            explain_end: Asked for a status and a detail when the worker has ended.
+        """
+        self._explain_end = explain_end
+        self._channel = channel
+        self._deadline = deadline
+        self._value_bytes = value_bytes
+        self._next_id = 0
+        self.failure: tuple[str, str] | None = None
+        """Status and detail of the first candidate error, even if a test caught it."""
+
+    def wait_until_ready(self, *, seconds: float) -> None:
+        """Waits for the worker's first message, sent before it sees any candidate code.
+
+        Raises:
+            WorkerLostError: With status ``setup_error`` if the walls could not be put up.
+        """
+        try:
+            ready = self._channel.receive(deadline=time.monotonic() + seconds)
+        except (wire.WireError, wire.ChannelClosedError, wire.ChannelTimeoutError):
+            ready = None
+        if ready != "ready":
+            raise WorkerLostError("setup_error", "the sandbox could not be set up")
+
+    def load(self, code: str) -> list[str]:
+        """Runs the candidate's module; returns the names of its callables."""
+        names = self._request({"op": "load", "code": code})
+        if type(names) is not list:
+            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        return [name for name in names if type(name) is str]
+
+    def run_program(self, code: str, stdin: str) -> str:
+        """Runs the candidate as a program; returns what it printed."""
+        text = self._request({"op": "program", "code": code, "stdin": stdin})
+        if type(text) is not str:
+            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        return text
+
+    def call(self, target: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of the candidate and rebuilds what it returned.
+
+        Raises:
+            WorkerLostError: If no well-formed reply came in time.
+            Exception: The candidate's exception, as its builtin class or ``CandidateError``.
+        """
+        arguments = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
+        return self._decoded({"op": "call", "target": target, **arguments})
+
+    def get_attribute(self, target: int, name: str) -> Any:
+        """Reads an attribute of an object that stays in the worker."""
+        return self._decoded({"op": "get", "target": target, "name": name})
+
+    def set_attribute(self, target: int, name: str, value: Any) -> None:
+        """Sets an attribute of an object that stays in the worker."""
+        request = {"op": "set", "target": target, "name": name, "args": self._encode((value,))}
+        self._request(request)
+
+    def _decoded(self, request: dict[str, Any]) -> Any:
+        value = self._request(request)
+        try:
+            return wire.decode(value, from_handle=lambda number: Handle(self, number))
+        except wire.WireError as error:
+            raise WorkerLostError("runtime_error", str(error)) from None
+
+    def call_encoded(self, target: str, args: Any, *, seconds: float) -> bytes:
+        """Like :meth:`call` with encoded arguments; returns the reply's text as it came."""
+        deadline = min(self._deadline, time.monotonic() + seconds)
+        request = {"op": "call", "target": target, "args": args, "kwargs": ["d"]}
+        message = self._exchange(request, deadline)
+        self._check_reply(wire.parse(message))
+        return message
+
+    def _encode(self, value: Any) -> Any:
+        return wire.encode(value, max_bytes=self._value_bytes, to_handle=_number_of)
+
+    def _request(self, request: dict[str, Any]) -> Any:
+        try:
+            reply = wire.parse(self._exchange(request, self._deadline))
+            self._check_reply(reply)
+        except wire.WireError as error:
+            raise WorkerLostError("runtime_error", str(error)) from None
+        if "error" in reply:
+            raise self._rebuild_error(reply["error"])
+        return reply["value"]
+
+    def _exchange(self, request: dict[str, Any], deadline: float) -> bytes:
+        self._next_id += 1
+        try:
+            self._channel.send({**request, "id": self._next_id}, deadline=deadline)
+            return self._channel.receive_bytes(deadline=deadline)
+        except wire.WireError as error:
+            raise WorkerLostError("runtime_error", str(error)) from None
+        except wire.ChannelTimeoutError:
+            raise WorkerLostError("timeout", "no answer within the time limit") from None
+        except wire.ChannelClosedError:
+            raise WorkerLostError(*self._explain_end()) from None
+
+    def _check_reply(self, reply: Any) -> None:
+        well_formed = type(reply) is dict and reply.get("id") == self._next_id
+        if not well_formed or ("value" not in reply and "error" not in reply):
+            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+
+    def _rebuild_error(self, error: Any) -> Exception:
+        if type(error) is not list or [type(part) for part in error] != [str, str]:
+            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        name, message = error
+        status = "syntax_error" if name in _SYNTAX_ERRORS else "runtime_error"
+        if self.failure is None:
+            self.failure = (status, f"{name}: {message}"[:500])
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(message)
+            except TypeError:  # classes such as UnicodeDecodeError want more arguments
+                pass
+        return CandidateError(f"{name}: {message}")
+
+
+_SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
+
+
+def _number_of(value: Any) -> int:
+    if type(value) is Handle:
+        return object.__getattribute__(value, "_number")
+    raise wire.WireError(f"the test passes a {type(value).__name__}, which cannot be sent")

@@ -1,0 +1,142 @@
+"""The untrusted side: loads the candidate's code and answers calls until it is killed.
+
+Nothing here is secret: the process knows no expected value, no test and no token, only the code it
+was given and the arguments of the present call. Whatever the candidate does to this process, all
+it can change is which plain values go back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+from typing import Any, NoReturn
+
+from . import wire
+
+_MODULE = "candidate"
+
+
+class _CappedText(io.TextIOBase):
+    """Collects printed text up to a number of characters and refuses the rest."""
+
+    def __init__(self, limit: int) -> None:
+        self._parts: list[str] = []
+        self._left = limit
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._left -= len(text)
+        if self._left < 0:
+            raise OSError("too much output")
+        self._parts.append(text)
+        return len(text)
+
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
+class _Worker:
+    def __init__(self, channel: wire.Channel, config: dict[str, Any]) -> None:
+        self._channel = channel
+        self._value_bytes = int(config["value_bytes"])
+        self._output_bytes = int(config["output_bytes"])
+        self._module = types.ModuleType(_MODULE)
+        self._objects: list[Any] = []
+
+    def serve(self) -> None:
+        while True:
+            request = self._channel.receive()
+            try:
+                reply = {"id": request["id"], "value": self._answer(request)}
+            except BaseException as error:  # noqa: BLE001 - SystemExit and all else is the candidate's
+                reply = {"id": request["id"], "error": _describe(error)}
+            self._send(reply)
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        try:
+            self._channel.send(reply)
+        except (wire.WireError, RecursionError) as error:
+            self._channel.send({"id": reply["id"], "error": _describe(error)})
+
+    def _answer(self, request: dict[str, Any]) -> Any:
+        if request["op"] == "load":
+            return self._load(request["code"])
+        if request["op"] == "program":
+            return self._run_program(request["code"], request["stdin"])
+        target = request["target"]
+        subject = self._objects[target] if type(target) is int else getattr(self._module, target)
+        if request["op"] == "get":
+            return self._encode(getattr(subject, request["name"]))
+        args = wire.decode(request["args"], from_handle=self._objects.__getitem__)
+        if request["op"] == "set":
+            setattr(subject, request["name"], args[0])
+            return None
+        kwargs = wire.decode(request["kwargs"], from_handle=self._objects.__getitem__)
+        return self._encode(subject(*args, **kwargs))
+
+    def _encode(self, value: Any) -> Any:
+        return wire.encode(value, max_bytes=self._value_bytes, to_handle=self._keep)
+
+    def _keep(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+    def _load(self, code: str) -> list[str]:
+        sys.modules[_MODULE] = self._module
+        self._module.__dict__["__builtins__"] = __builtins__
+        compiled = compile(code, "<candidate>", "exec", dont_inherit=True)
+        exec(compiled, self._module.__dict__)
+        return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
+
+    def _run_program(self, code: str, stdin: str) -> str:
+        captured = _CappedText(self._output_bytes)
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        compiled = compile(code, "<candidate>", "exec", dont_inherit=True)
+        raw = io.BytesIO(stdin.encode())
+        sys.stdin = io.TextIOWrapper(raw, encoding="utf-8")
+        with contextlib.redirect_stdout(captured):
+            try:
+                exec(compiled, module.__dict__)
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+        return captured.text()
+
+
+def _describe(error: BaseException) -> list[Any]:
+    """Type name, one line of message, and whether the code did not even compile."""
+    try:
+        message = str(error).strip().split("\n", maxsplit=1)[0][:300]
+    except BaseException:  # noqa: BLE001 - the candidate's own __str__ may do anything
+        message = ""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    if line is not None:
+        message = f"{message} (line {line})" if "line" not in message else message
+    return [type(error).__name__[:100], message.encode("utf-8", "replace").decode()]
+
+
+def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
+    """Serves requests; the caller has put the walls up already.
+
+    Args:
+        read_fd: Requests come from here.
+        write_fd: Replies go here.
+        config: The driver's settings: ``value_bytes``, ``output_bytes``, ``library_paths``.
+    """
+    sys.path += config["library_paths"]
+    sys.dont_write_bytecode = True
+    os.environ.clear()
+    # One thread per numeric library: threads count as processes against the limit.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    channel = wire.Channel(read_fd, write_fd, max_bytes=int(config["value_bytes"]))
+    with contextlib.suppress(wire.ChannelClosedError, wire.WireError):
+        channel.send("ready")
+        _Worker(channel, config).serve()
+    os._exit(0)

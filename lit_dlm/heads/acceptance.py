@@ -1,0 +1,252 @@
+"""The acceptance network: for each masked position, should its proposal become final now?
+
+A small bidirectional transformer reads the features of all visible positions of one state and
+returns one logit per position and one learned threshold ``tau`` per state; the decision logit is
+their difference. The weights of the release (arXiv 2605.24697) come without their network code, so
+this is a reconstruction from its configuration: widths, depths and heads are the published ones,
+the order of normalisation and the place of the threshold token are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class PositionState(IntEnum):
+    """What a position of the canvas is before a step."""
+
+    PROMPT = 0
+    """Left of the response."""
+    LOCKED = 1
+    """In the response and no longer masked (written, or given from the start)."""
+    GEN = 2
+    """In the response and masked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig:
+    """Architecture of :class:`AcceptanceHead`; the sizes default to those of arXiv 2605.24697."""
+
+    width: int = 384
+    """Model width; a multiple of ``2 * num_heads``."""
+    num_layers: int = 5
+    """Encoder layers."""
+    num_heads: int = 8
+    """Attention heads."""
+    ffn_width: int = 768
+    """Inner width of the feed-forward layers."""
+    dropout: float = 0.1
+    """Dropout inside the encoder layers."""
+    positions: Literal["frontier", "learned", "none"] = "frontier"
+    """``frontier``: sinusoids of the distance to the leftmost masked position, any length;
+    ``learned``: a table over response offsets as in the release; ``none``: no positions."""
+    max_length: int = 256
+    """Rows of the ``learned`` table; later offsets share the last one."""
+    use_state_embedding: bool = True
+    """Add an embedding of prompt, locked or masked (off in the release)."""
+    dynamic_threshold: bool = True
+    """Learn a threshold per state; otherwise ``tau`` is 0."""
+    target_mask_prob: float = 0.0
+    """Training only: share of masked positions whose features are hidden behind a vector."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "num_layers", "num_heads", "ffn_width", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"AcceptanceConfig.{name}: expected at least 1, got {getattr(self, name)}"
+                )
+        if self.width % (2 * self.num_heads):
+            raise ValueError(
+                "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
+                f"{2 * self.num_heads}, got {self.width}"
+            )
+        for name in ("dropout", "target_mask_prob"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(
+                    f"AcceptanceConfig.{name}: expected a number in [0, 1), "
+                    f"got {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True)
+class AcceptanceOutput:
+    """What the network says of a state."""
+
+    logits: Tensor
+    """``(B, R)`` float32 acceptance logits."""
+    tau: Tensor
+    """``(B,)`` float32 learned threshold, 0 without a dynamic one."""
+    kept: Tensor | None = None
+    """``(B, R)`` bool: masked positions whose features were *not* hidden; ``None`` when the
+    network hid nothing."""
+
+    @property
+    def decision_logits(self) -> Tensor:
+        """``(B, R)`` logits minus ``tau``: their sigmoid is compared with the threshold."""
+        return self.logits - self.tau[:, None]
+
+
+class AcceptanceHead(nn.Module):
+    """Transformer over the features of one state.
+
+    Rows (``R``) are canvas columns in order: the response, or prompt and response.
+    """
+
+    def __init__(self, num_features: int, config: AcceptanceConfig | None = None) -> None:
+        """Builds the network with the default initialisation of torch.
+
+        Args:
+            num_features: features ``F`` per position.
+            config: architecture.
+        """
+        super().__init__()
+        config = config or AcceptanceConfig()
+        self.num_features = num_features
+        self.config = config
+        self.in_proj = nn.Linear(num_features, config.width)
+        if config.positions == "learned":
+            self.position_table = nn.Embedding(config.max_length + 1, config.width)
+        if config.use_state_embedding:
+            self.state_table = nn.Embedding(len(PositionState), config.width)
+        if config.target_mask_prob > 0.0:
+            self.hidden_vector = nn.Parameter(torch.zeros(config.width))
+        self.threshold_token = nn.Parameter(torch.randn(config.width) * 0.02)
+        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.width)
+        self.logit_head = nn.Linear(config.width, 1)
+        self.tau_head = nn.Linear(config.width, 1)
+        nn.init.zeros_(self.tau_head.weight)
+        nn.init.zeros_(self.tau_head.bias)
+
+    def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
+        """Scores every position of a batch of states.
+
+        Args:
+            features: ``(B, R, F)`` of any floating type; computed in float32.
+            state: ``(B, R)`` int64 :class:`PositionState` of each position.
+            visible: ``(B, R)`` bool; the others (padding, right of the window) are not attended
+                to and their outputs mean nothing.
+
+        Returns:
+            Logits, threshold and the positions whose features were kept.
+        """
+        if features.shape[-1] != self.num_features:
+            raise ValueError(
+                f"features: expected {self.num_features} per position, got {features.shape[-1]}"
+            )
+        config = self.config
+        # What is not visible may be anything, even not finite: it must not reach a product.
+        features = features.float().masked_fill(~visible[..., None], 0.0)
+        x = self.in_proj(features)  # (B, R, width)
+        is_gen = state == PositionState.GEN
+        kept = None
+        if self.training and config.target_mask_prob > 0.0:
+            kept = torch.rand(state.shape, device=state.device) >= config.target_mask_prob
+            x = torch.where((is_gen & ~kept)[..., None], self.hidden_vector, x)
+        if config.positions == "learned":
+            x = x + self.position_table(response_offsets(state, config.max_length))
+        elif config.positions == "frontier":
+            x = x + sinusoids(frontier_distance(is_gen & visible), config.width)
+        if config.use_state_embedding:
+            x = x + self.state_table(state)
+        x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
+        attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, attend)
+        x = self.final_norm(x)
+        logits = self.logit_head(x[:, 1:]).squeeze(-1)
+        tau = logits.new_zeros(len(x))
+        if config.dynamic_threshold:
+            tau = self.tau_head(x[:, 0]).squeeze(-1)
+        return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+
+
+class _EncoderLayer(nn.Module):
+    """Pre-norm self-attention and feed-forward with GELU.
+
+    Written out because the fused inference path of ``nn.TransformerEncoderLayer`` gives other
+    numbers in evaluation than in training mode and compacts padded batches.
+    """
+
+    def __init__(self, config: AcceptanceConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm_ffn = nn.LayerNorm(config.width)
+        self.ffn = nn.Sequential(
+            nn.Linear(config.width, config.ffn_width),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.ffn_width, config.width),
+        )
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, attend: Tensor) -> Tensor:
+        B, N, width = x.shape
+        heads = self.qkv(self.norm_attention(x)).view(B, N, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, N, width / heads)
+        mixed = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attend,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(B, N, width)))
+        return x + self.drop(self.ffn(self.norm_ffn(x)))
+
+
+def response_offsets(state: Tensor, max_length: int) -> Tensor:
+    """Indices of the learned position table.
+
+    Args:
+        state: ``(B, R)`` int64 states.
+        max_length: offsets from here on share the last index.
+
+    Returns:
+        ``(B, R)`` int64: 0 in the prompt, ``1 + offset`` at response offset ``offset``.
+    """
+    in_response = state != PositionState.PROMPT
+    return (in_response.long().cumsum(1) * in_response).clamp_max(max_length)
+
+
+def frontier_distance(is_gen: Tensor) -> Tensor:
+    """Signed distance in positions to the leftmost masked one of each row.
+
+    Args:
+        is_gen: ``(B, R)`` bool: visible masked positions.
+
+    Returns:
+        ``(B, R)`` int64; 0 at the frontier, negative left of it. In a row without a mask the
+        first position counts as the frontier.
+    """
+    frontier = is_gen.to(torch.uint8).argmax(1)
+    return torch.arange(is_gen.shape[1], device=is_gen.device) - frontier[:, None]
+
+
+def sinusoids(distance: Tensor, width: int) -> Tensor:
+    """Sinusoidal embedding of signed distances (arXiv 1706.03762, section 3.5).
+
+    Args:
+        distance: ``(...)`` integers.
+        width: even embedding width.
+
+    Returns:
+        ``(..., width)`` float32: sines, then cosines, of wavelengths ``2 pi`` to
+        ``20000 pi`` in geometric progression.
+    """
+    half = width // 2
+    frequency = torch.exp(
+        torch.arange(half, device=distance.device) * (-math.log(10000.0) / max(half - 1, 1))
+    )
+    angle = distance[..., None].float() * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)

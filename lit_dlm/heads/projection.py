@@ -1,0 +1,267 @@
+"""Projection of hidden snapshots: the first, frozen stage of the TraceLock features.
+
+Three snapshots of one step are taken at adjacent depths of the backbone. One encoder, shared by all
+snapshots, shortens each of them; a second one, shared by the differences of neighbouring depths,
+shortens those. An encoder is a layer normalisation without parameters followed by an affine map.
+
+The projector of the release (arXiv 2605.24697) is an autoencoder trained by unpublished code.
+Here the maps are fitted in closed form by a principal component analysis, which needs no gradient
+training and no hyperparameter but the two widths; ``random_orthogonal`` is its baseline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ProjectorKind = Literal["pca", "random_orthogonal"]
+
+_CONFIG_FILE = "projector.json"
+_WEIGHTS_FILE = "projector.safetensors"
+_LAYER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorConfig:
+    """Shape and origin of a :class:`Projector`."""
+
+    hidden_size: int
+    """Width ``D`` of the backbone's hidden states."""
+    num_snapshots: int = 3
+    """Hidden snapshots ``H`` per position."""
+    hidden_rank: int = 256
+    """Features ``k_h`` kept of each snapshot (at most ``hidden_size``)."""
+    delta_rank: int = 32
+    """Features ``k_d`` kept of each difference of neighbouring snapshots."""
+    kind: ProjectorKind = "pca"
+    """How the maps were found."""
+
+    def __post_init__(self) -> None:
+        if self.num_snapshots < 1:
+            raise ValueError(
+                f"ProjectorConfig.num_snapshots: expected at least 1, got {self.num_snapshots}"
+            )
+        for name in ("hidden_rank", "delta_rank"):
+            rank = getattr(self, name)
+            if not 1 <= rank <= self.hidden_size:
+                raise ValueError(
+                    f"ProjectorConfig.{name}: expected 1 to hidden_size={self.hidden_size}, "
+                    f"got {rank}"
+                )
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Sizes of the feature groups in output order: ``H`` snapshots, then ``H - 1`` deltas."""
+        return (self.hidden_rank,) * self.num_snapshots + (self.delta_rank,) * (
+            self.num_snapshots - 1
+        )
+
+
+class Projector(nn.Module):
+    """Frozen affine maps from hidden snapshots to short feature vectors.
+
+    All tensors are buffers in float32: they follow ``.to(device)`` and are never trained.
+    """
+
+    hidden_weight: Tensor
+    hidden_bias: Tensor
+    delta_weight: Tensor
+    delta_bias: Tensor
+
+    def __init__(self, config: ProjectorConfig) -> None:
+        super().__init__()
+        self.config = config
+        D = config.hidden_size
+        self.register_buffer("hidden_weight", torch.zeros(config.hidden_rank, D))
+        self.register_buffer("hidden_bias", torch.zeros(config.hidden_rank))
+        self.register_buffer("delta_weight", torch.zeros(config.delta_rank, D))
+        self.register_buffer("delta_bias", torch.zeros(config.delta_rank))
+
+    @classmethod
+    def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
+        """A projector onto random orthonormal directions, equal on every machine for a seed.
+
+        Args:
+            config: shape; its ``kind`` must be ``random_orthogonal``.
+            seed: seed of the directions.
+        """
+        if config.kind != "random_orthogonal":
+            raise ValueError(
+                f"ProjectorConfig.kind: expected 'random_orthogonal', got {config.kind!r}"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        projector = cls(config)
+        for name in ("hidden_weight", "delta_weight"):
+            weight = getattr(projector, name)
+            noise = torch.randn(
+                config.hidden_size, weight.shape[0], generator=generator, dtype=torch.float64
+            )
+            weight.copy_(torch.linalg.qr(noise).Q.T)
+        return projector
+
+    @property
+    def num_features(self) -> int:
+        """``H * k_h + (H - 1) * k_d``."""
+        return sum(self.config.groups)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects snapshots.
+
+        Args:
+            hidden: ``(..., H, D)`` floating point, depths in ascending order.
+
+        Returns:
+            ``(..., H * k_h + (H - 1) * k_d)`` float32: ``z(h_1) .. z(h_H)``, then
+            ``z(h_2 - h_1) .. z(h_H - h_{H-1})``.
+        """
+        expected = (self.config.num_snapshots, self.config.hidden_size)
+        if tuple(hidden.shape[-2:]) != expected:
+            raise ValueError(
+                f"hidden: expected (..., H, D) = (..., {expected[0]}, {expected[1]}) for this "
+                f"projector, got {tuple(hidden.shape)}"
+            )
+        snapshots, deltas = _normalised(hidden)
+        z_hidden = F.linear(snapshots, self.hidden_weight, self.hidden_bias)
+        z_delta = F.linear(deltas, self.delta_weight, self.delta_bias)
+        return torch.cat([z_hidden.flatten(-2), z_delta.flatten(-2)], dim=-1)
+
+    def digest(self) -> str:
+        """SHA-256 over the configuration and the bytes of all tensors (hexadecimal)."""
+        sha = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        for name, tensor in sorted(self.named_buffers()):
+            sha.update(name.encode())
+            sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``projector.json`` and ``projector.safetensors`` into a folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {k: v.detach().cpu().contiguous() for k, v in self.named_buffers()}
+        save_file(tensors, folder / _WEIGHTS_FILE)
+        record = {"config": asdict(self.config), "digest": self.digest()}
+        (folder / _CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Projector:
+        """Reads a projector written by :meth:`save` and checks its digest.
+
+        Raises:
+            ValueError: a file is missing, or its content does not match the stored digest.
+        """
+        folder = Path(folder)
+        for name in (_CONFIG_FILE, _WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise ValueError(f"projector folder {folder}: {name} is missing")
+        record = json.loads((folder / _CONFIG_FILE).read_text())
+        projector = cls(ProjectorConfig(**record["config"]))
+        projector.load_state_dict(load_file(folder / _WEIGHTS_FILE))
+        if projector.digest() != record["digest"]:
+            raise ValueError(
+                f"projector folder {folder}: expected digest {record['digest']}, "
+                f"got {projector.digest()}"
+            )
+        return projector
+
+
+class PCAFitter:
+    """Streaming principal component analysis of normalised snapshots and differences.
+
+    Sums are kept in float64, so the result does not depend on how rows are cut into updates
+    beyond rounding of the last bits. The components of each map are scaled by one common factor
+    that makes the average variance of its features 1 on the data it was fitted on.
+    """
+
+    def __init__(self, config: ProjectorConfig) -> None:
+        if config.kind != "pca":
+            raise ValueError(f"ProjectorConfig.kind: expected 'pca', got {config.kind!r}")
+        self.config = config
+        D = config.hidden_size
+        self._hidden = _Moments(D)
+        self._delta = _Moments(D)
+
+    @property
+    def num_rows(self) -> int:
+        """Positions seen so far (each gives ``H`` snapshots)."""
+        return self._hidden.count // self.config.num_snapshots
+
+    def update(self, hidden: Tensor) -> None:
+        """Adds rows.
+
+        Args:
+            hidden: ``(N, H, D)`` floating point snapshots of ``N`` positions.
+        """
+        snapshots, deltas = _normalised(hidden.detach())
+        self._hidden.add(snapshots.reshape(-1, self.config.hidden_size))
+        self._delta.add(deltas.reshape(-1, self.config.hidden_size))
+
+    def finish(self) -> Projector:
+        """Solves for the components and returns the projector.
+
+        Raises:
+            ValueError: fewer rows than the larger of the two ranks were seen.
+        """
+        needed = max(self.config.hidden_rank, self.config.delta_rank)
+        if self.num_rows < needed:
+            raise ValueError(
+                f"PCA of hidden states: expected at least {needed} positions for "
+                f"hidden_rank={self.config.hidden_rank} and delta_rank={self.config.delta_rank}, "
+                f"got {self.num_rows}"
+            )
+        projector = Projector(self.config)
+        weight, bias = self._hidden.components(self.config.hidden_rank)
+        projector.hidden_weight.copy_(weight)
+        projector.hidden_bias.copy_(bias)
+        if self._delta.count:
+            weight, bias = self._delta.components(self.config.delta_rank)
+            projector.delta_weight.copy_(weight)
+            projector.delta_bias.copy_(bias)
+        return projector
+
+
+class _Moments:
+    """Count, sum and second moment of rows, in float64 on the CPU."""
+
+    def __init__(self, width: int) -> None:
+        self.count = 0
+        self.total = torch.zeros(width, dtype=torch.float64)
+        self.second = torch.zeros(width, width, dtype=torch.float64)
+
+    def add(self, rows: Tensor) -> None:
+        rows = rows.to("cpu", torch.float64)
+        self.count += rows.shape[0]
+        self.total += rows.sum(0)
+        self.second += rows.T @ rows
+
+    def components(self, rank: int) -> tuple[Tensor, Tensor]:
+        """``(rank, D)`` scaled directions by falling variance and the ``(rank,)`` offset."""
+        mean = self.total / self.count
+        covariance = self.second / self.count - torch.outer(mean, mean)
+        variance, directions = torch.linalg.eigh(covariance)
+        top = torch.arange(variance.numel() - 1, variance.numel() - 1 - rank, -1)
+        variance, directions = variance[top].clamp_min(0.0), directions[:, top].T
+        # The sign of an eigenvector is arbitrary: its largest entry is made positive.
+        peak = directions.abs().argmax(dim=1, keepdim=True)
+        directions = directions * directions.gather(1, peak).sign()
+        scale = variance.mean().clamp_min(1e-12).rsqrt()
+        weight = directions * scale
+        return weight.float(), -(weight @ mean).float()
+
+
+def _normalised(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer-normalised snapshots ``(..., H, D)`` and deltas ``(..., H - 1, D)`` in float32."""
+    hidden = hidden.float()
+    width = (hidden.shape[-1],)
+    deltas = hidden[..., 1:, :] - hidden[..., :-1, :]
+    return (
+        F.layer_norm(hidden, width, eps=_LAYER_NORM_EPS),
+        F.layer_norm(deltas, width, eps=_LAYER_NORM_EPS),
+    )

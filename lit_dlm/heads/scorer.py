@@ -1,0 +1,186 @@
+"""The whole acceptance policy as one object and one folder: projector, features and network.
+
+The folder holds ``config.json`` and ``model.safetensors``. It is what training exports and what
+decoding loads; no training checkpoint is needed to decode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead, AcceptanceOutput
+from lit_dlm.heads.features import FeatureSettings, acceptance_features, num_features
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+
+FORMAT = "lit-dlm/acceptance"
+FORMAT_VERSION = 1
+
+Layout = Literal["generation", "all"]
+
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerSettings:
+    """What the network is shown, beyond its architecture."""
+
+    layout: Layout = "generation"
+    """Rows: the response only, or prompt and response."""
+    hidden_layers: tuple[int, ...] = (-3, -2, -1)
+    """Snapshots, as indices into the backbone's tuple of hidden states."""
+    features: FeatureSettings = field(default_factory=FeatureSettings)
+    """Scalars next to the projected snapshots."""
+
+
+class AcceptanceScorer(nn.Module):
+    """Projector and acceptance network behind one call on raw hidden snapshots."""
+
+    def __init__(
+        self,
+        projector: Projector,
+        *,
+        head: AcceptanceConfig | None = None,
+        settings: ScorerSettings | None = None,
+        backbone: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Puts the parts together.
+
+        Args:
+            projector: frozen projection; its number of snapshots must match the hidden layers.
+            head: architecture of the network.
+            settings: what the network is shown.
+            backbone: facts about the backbone it was trained for (JSON types), checked by
+                :meth:`check_backbone`.
+            training: provenance (JSON types), for the reader only.
+        """
+        super().__init__()
+        self.settings = settings or ScorerSettings()
+        if len(self.settings.hidden_layers) != projector.config.num_snapshots:
+            raise ValueError(
+                f"ScorerSettings.hidden_layers: expected {projector.config.num_snapshots} layers "
+                f"for this projector, got {self.settings.hidden_layers}"
+            )
+        self.projector = projector
+        self.head = AcceptanceHead(num_features(projector.config, self.settings.features), head)
+        self.backbone = dict(backbone or {})
+        self.training_facts = dict(training or {})
+
+    def features(
+        self,
+        hidden: Tensor,
+        prob: Tensor,
+        *,
+        entropy: Tensor | None = None,
+        margin: Tensor | None = None,
+    ) -> Tensor:
+        """Features ``(B, L, F)``; see :func:`lit_dlm.heads.features.acceptance_features`."""
+        return acceptance_features(
+            self.projector,
+            hidden,
+            prob,
+            settings=self.settings.features,
+            entropy=entropy,
+            margin=margin,
+        )
+
+    def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
+        """Scores states; see :meth:`lit_dlm.heads.acceptance.AcceptanceHead.forward`."""
+        output: AcceptanceOutput = self.head(features, state, visible)
+        return output
+
+    def check_backbone(self, facts: Mapping[str, Any]) -> None:
+        """Compares a backbone with the one that the policy was trained for.
+
+        Args:
+            facts: facts about the backbone at hand; keys unknown to either side are ignored.
+
+        Raises:
+            ValueError: a fact differs.
+        """
+        for key, expected in self.backbone.items():
+            if key in facts and facts[key] != expected:
+                raise ValueError(
+                    f"acceptance policy: it was trained for a backbone with {key}={expected!r}, "
+                    f"got {key}={facts[key]!r}"
+                )
+
+    def digest(self) -> str:
+        """SHA-256 over the settings and the bytes of all weights (hexadecimal)."""
+        settings = {"head": asdict(self.head.config), "settings": asdict(self.settings)}
+        sha = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        sha.update(self.projector.digest().encode())
+        for name, tensor in sorted(self.head.state_dict().items()):
+            sha.update(name.encode())
+            sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``config.json`` and ``model.safetensors`` (float32) into a folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {k: v.detach().float().cpu().contiguous() for k, v in self.state_dict().items()}
+        save_file(tensors, folder / _WEIGHTS_FILE)
+        record = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "head": asdict(self.head.config),
+            "settings": asdict(self.settings),
+            "projector": asdict(self.projector.config),
+            "projector_digest": self.projector.digest(),
+            "backbone": self.backbone,
+            "training": self.training_facts,
+        }
+        (folder / _CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> AcceptanceScorer:
+        """Reads a folder written by :meth:`save`; the result is in evaluation mode.
+
+        Raises:
+            ValueError: a file is missing, is of another format or version, or the projector
+                does not match its digest.
+        """
+        folder = Path(folder)
+        for name in (_CONFIG_FILE, _WEIGHTS_FILE):
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"acceptance policy folder {folder}: {name} is missing (training exports it)"
+                )
+        record = json.loads((folder / _CONFIG_FILE).read_text())
+        found = (record.get("format"), record.get("version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(
+                f"acceptance policy folder {folder}: expected format {FORMAT!r} version "
+                f"{FORMAT_VERSION}, got {found[0]!r} version {found[1]!r}"
+            )
+        stored = record["settings"]
+        settings = ScorerSettings(
+            layout=stored["layout"],
+            hidden_layers=tuple(stored["hidden_layers"]),
+            features=FeatureSettings(**stored["features"]),
+        )
+        scorer = cls(
+            Projector(ProjectorConfig(**record["projector"])),
+            head=AcceptanceConfig(**record["head"]),
+            settings=settings,
+            backbone=record["backbone"],
+            training=record["training"],
+        )
+        scorer.load_state_dict(load_file(folder / _WEIGHTS_FILE))
+        if scorer.projector.digest() != record["projector_digest"]:
+            raise ValueError(
+                f"acceptance policy folder {folder}: expected projector digest "
+                f"{record['projector_digest']}, got {scorer.projector.digest()}"
+            )
+        return scorer.eval()

@@ -1,0 +1,138 @@
+"""Trace generation: the decode loop of ``predict`` with capture.
+
+At level ``features`` the first thing a run does is to fit the projector on a few prompts of its
+own; it is kept in a folder, so a resumed run, training and decoding all use the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lit_dlm.backbones import Backbone
+from lit_dlm.decoding import Decoder, Observer
+from lit_dlm.heads.features import acceptance_features, feature_groups
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import ScorerSettings
+from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
+from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
+from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
+from lit_dlm.trajectories.features import Scheme
+from lit_dlm.trajectories.record import Trajectory
+
+
+class TraceModule(DecodeModule):
+    """Decodes prompts and captures every decode as a trajectory.
+
+    Args:
+        backbone: the denoiser.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        decoders: decoding methods by name.
+        seed: base seed of samples, kept steps and the projector's states.
+        level: how much to keep: ``tokens`` (the record alone), ``signals`` (also scores of every
+            step) or ``features`` (also what the TraceLock policy is trained on).
+        step_ratio: fraction of steps that keep features.
+        scheme: how features are stored.
+        settings: what the TraceLock policy will be shown.
+        hidden_rank: features kept of each hidden snapshot (256 in arXiv 2605.24697).
+        delta_rank: features kept of each difference of snapshots (32 there).
+        projector_dir: where the projector is kept; needed at level ``features``.
+        projector_prompts: prompts on which it is fitted.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        level: Level = "tokens",
+        step_ratio: float = 0.1,
+        scheme: Scheme = "int8",
+        settings: ScorerSettings | None = None,
+        hidden_rank: int = 256,
+        delta_rank: int = 32,
+        projector_dir: str | None = None,
+        projector_prompts: int = 64,
+    ) -> None:
+        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        if (level == "features") != (projector_dir is not None):
+            raise ValueError(
+                f"projector_dir: needed at level 'features' and only there, got {projector_dir!r} "
+                f"at level '{level}'"
+            )
+        self.level = level
+        self.step_ratio = step_ratio
+        self.scheme = scheme
+        self.settings = settings or ScorerSettings()
+        self.hidden_rank = hidden_rank
+        self.delta_rank = delta_rank
+        self.projector_dir = projector_dir
+        self.projector_prompts = projector_prompts
+        self._features: FeatureCapture | None = None
+
+    def on_predict_start(self) -> None:
+        """Fits the projector, or loads the one that a former run left."""
+        if self.level != "features":
+            return
+        assert self.projector_dir is not None
+        if self.trainer.is_global_zero:
+            cached_projector(self.projector_dir, self._fit_projector)
+        self.trainer.strategy.barrier("projector")
+        projector = Projector.load(self.projector_dir).to(self.device)
+        self._features = FeatureCapture(
+            function=partial(acceptance_features, projector, settings=self.settings.features),
+            hidden_layers=self.settings.hidden_layers,
+            groups=feature_groups(projector.config, self.settings.features),
+            projector_digest=projector.digest(),
+            step_ratio=self.step_ratio,
+            scheme=self.scheme,
+            layout=self.settings.layout,
+            scores=frozenset(
+                name for name in ("entropy", "margin") if getattr(self.settings.features, name)
+            ),
+        )
+
+    def _fit_projector(self) -> Projector:
+        """Principal components on states of a few prompts, decoded by the first method."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        method = next(iter(self.decoders))
+        traces: list[Trajectory] = []
+        for batch in datamodule.first_batches(self.projector_prompts, method):
+            capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)
+            self.decode(batch, [capture])
+            traces += capture.trajectories([example.uid for example in batch.examples])
+        config = ProjectorConfig(
+            hidden_size=self.backbone.hidden_size,
+            num_snapshots=len(self.settings.hidden_layers),
+            hidden_rank=self.hidden_rank,
+            delta_rank=self.delta_rank,
+        )
+        return fit_projector(
+            self.backbone,
+            (batch.to(self.device) for batch in trace_states(traces, seed=self.seed)),
+            config,
+            hidden_layers=self.settings.hidden_layers,
+            with_prompt=self.settings.layout == "all",
+        )
+
+    def observers(self, batch: PromptBatch) -> Sequence[Observer]:
+        """One capture."""
+        del batch
+        return [
+            TrajectoryCapture(
+                vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
+            )
+        ]
+
+    def trajectories(
+        self, batch: PromptBatch, observers: Sequence[Observer], decoded: DecodedBatch
+    ) -> list[Trajectory]:
+        """The captured records, keyed by example and method."""
+        (capture,) = observers
+        assert isinstance(capture, TrajectoryCapture)
+        return capture.trajectories(
+            [decoded.uid(row) for row in range(len(batch.examples))],
+            [{"task": example.task, "method": batch.method} for example in batch.examples],
+        )

@@ -1,0 +1,165 @@
+"""Batches of intermediate canvases taken from trajectories.
+
+A state is the input of one forward: a canvas with masks, together with the tokens that the trace
+ended with. It comes from a step of the trace, or from masking a finished trace again at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lit_dlm.trajectories.record import Trajectory
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateExample:
+    """One state of one trace, on the host."""
+
+    trace: Trajectory
+    """Where it comes from: gives the prompt and the final tokens."""
+    response: NDArray[np.int32]
+    """``(G,)`` int32 response canvas before the step."""
+    features: NDArray[np.floating] | None = None
+    """``(R, F)`` features captured at that step, where stored ones are used."""
+    proposals: NDArray[np.int32] | None = None
+    """``(R,)`` int32 tokens proposed at that step, with ``features``."""
+    is_real: bool = True
+    """``False`` for a copy that only fills a batch; metrics must ignore it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateBatch:
+    """States of one batch: prompts padded on the left, responses on the right."""
+
+    ids: Tensor
+    """``(B, L)`` int64 canvas before the step; padding holds 0."""
+    target: Tensor
+    """``(B, L)`` int64 canvas the trace ended with; the mask id where nothing was written."""
+    masked: Tensor
+    """``(B, L)`` bool: response cells that hold a mask in ``ids``."""
+    pad_mask: Tensor
+    """``(B, L)`` bool, ``True`` on real tokens."""
+    is_real: Tensor
+    """``(B,)`` bool: ``False`` on copies that only fill the batch."""
+    start: int
+    """First response column, the same in every row."""
+    mask_id: int
+    """Id of the mask token."""
+    features: Tensor | None = None
+    """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
+    proposals: Tensor | None = None
+    """``(B, R)`` int64 stored proposals."""
+
+
+def trace_state(trace: Trajectory, step: int) -> StateExample:
+    """The state before a step of a trace.
+
+    Args:
+        trace: the trace.
+        step: ``0 .. num_steps - 1``.
+    """
+    return StateExample(trace=trace, response=trace.state_at(step))
+
+
+def remasked_state(trace: Trajectory, rng: np.random.Generator) -> StateExample:
+    """A finished trace with a random part of its written response masked again.
+
+    The number of masks is uniform in ``1 .. n`` over the ``n`` written positions. Such states are
+    not on the trace's own path: they teach the policy about canvases that other orders of
+    commitment lead to, its own among them.
+
+    Args:
+        trace: the trace; at least one position must be written.
+        rng: source of the draw.
+    """
+    written = np.flatnonzero((trace.commit_step >= 0) & (trace.tokens != trace.mask_id))
+    if not len(written):
+        raise ValueError(f"trajectory {trace.uid!r}: no written position to mask again")
+    count = int(rng.integers(1, len(written) + 1))
+    response = trace.tokens.copy()
+    response[rng.permutation(written)[:count]] = trace.mask_id
+    return StateExample(trace=trace, response=response)
+
+
+def collate_states(examples: Sequence[StateExample]) -> StateBatch:
+    """Pads states to one canvas.
+
+    Args:
+        examples: at least one; all with stored features or none, and one mask id.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: the examples do not fit together.
+    """
+    if not examples:
+        raise ValueError("collate_states: expected at least one example, got none")
+    mask_ids = {example.trace.mask_id for example in examples}
+    if len(mask_ids) > 1:
+        raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
+    mask_id = mask_ids.pop()
+    B = len(examples)
+    start = max(example.trace.num_prompt for example in examples)
+    L = start + max(example.trace.num_generated for example in examples)
+    ids = np.zeros((B, L), dtype=np.int64)
+    target = np.zeros((B, L), dtype=np.int64)
+    pad_mask = np.zeros((B, L), dtype=bool)
+    for row, example in enumerate(examples):
+        trace = example.trace
+        first, last = start - trace.num_prompt, start + trace.num_generated
+        ids[row, first:start] = target[row, first:start] = trace.prompt_ids
+        ids[row, start:last] = example.response
+        target[row, start:last] = trace.tokens
+        pad_mask[row, first:last] = True
+    masked = (ids == mask_id) & pad_mask
+    masked[:, :start] = False
+    features, proposals = _collate_features(examples, start, L)
+    return StateBatch(
+        ids=torch.from_numpy(ids),
+        target=torch.from_numpy(target),
+        masked=torch.from_numpy(masked),
+        pad_mask=torch.from_numpy(pad_mask),
+        is_real=torch.tensor([example.is_real for example in examples]),
+        start=start,
+        mask_id=mask_id,
+        features=features,
+        proposals=proposals,
+    )
+
+
+def _collate_features(
+    examples: Sequence[StateExample], start: int, L: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Stored features ``(B, R, F)`` float32 and proposals ``(B, R)``, padded like the canvas."""
+    if all(example.features is None for example in examples):
+        return None, None
+    widths = set()
+    for example in examples:
+        if example.features is None or example.proposals is None:
+            raise ValueError(
+                f"trajectory {example.trace.uid!r}: stored features are missing in a batch where "
+                "others have them"
+            )
+        layout_rows = example.features.shape[0] - example.trace.num_generated
+        widths.add((layout_rows > 0, example.features.shape[1]))
+    if len(widths) > 1:
+        raise ValueError(f"stored features: expected one layout and width, got {sorted(widths)}")
+    has_prompt, F = widths.pop()
+    begin = 0 if has_prompt else start
+    features = np.zeros((len(examples), L - begin, F), dtype=np.float32)
+    proposals = np.zeros((len(examples), L - begin), dtype=np.int64)
+    for row, example in enumerate(examples):
+        assert example.features is not None
+        assert example.proposals is not None
+        first = start - begin - (example.trace.num_prompt if has_prompt else 0)
+        last = first + len(example.features)
+        features[row, first:last] = example.features
+        proposals[row, first:last] = example.proposals
+    return torch.from_numpy(features), torch.from_numpy(proposals)

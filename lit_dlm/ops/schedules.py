@@ -1,0 +1,97 @@
+"""Which response cells a training state hides: how many, and which ones.
+
+The count is drawn, not the noise level: with ``n`` of ``G`` cells hidden, uniform ``n`` in
+``1..G`` and weight ``G / n``, the estimate has the expectation of the continuous-time one (LLaDA,
+arXiv 2502.09992, appendix A, says the same of its exact-count form) with less variance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def stratified_counts(num_rows: int, length: int, *, generator: torch.Generator) -> Tensor:
+    """Draws the number of hidden cells of each row, spread evenly over ``1..length``.
+
+    The range is cut into as many equal strata as there are rows, each row draws inside its own,
+    and the rows are shuffled. Every row alone is uniform on ``1..length``.
+
+    Args:
+        num_rows: number of rows ``B``.
+        length: number of cells ``G``.
+        generator: decides everything.
+
+    Returns:
+        ``(B,)`` int64 in ``1..G``.
+    """
+    within = torch.rand(num_rows, generator=generator, dtype=torch.float64)
+    share = (torch.arange(num_rows, dtype=torch.float64) + within) / num_rows
+    counts = (share * length).long().clamp(max=length - 1) + 1
+    return counts[torch.randperm(num_rows, generator=generator)]
+
+
+def uniform_cells(counts: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
+    """Chooses exactly ``counts`` cells of each row, every subset with equal chance.
+
+    Args:
+        counts: ``(B,)`` int64 in ``0..length``.
+        length: number of cells ``G``.
+        generator: decides everything.
+
+    Returns:
+        ``hidden`` ``(B, G)`` bool.
+    """
+    order = torch.rand(len(counts), length, generator=generator, dtype=torch.float64).argsort(1)
+    return order.argsort(1) < counts[:, None]
+
+
+def suffix_cells(counts: Tensor, length: int) -> Tensor:
+    """Chooses the last ``counts`` cells of each row: the states of left-to-right decoding.
+
+    Args:
+        counts: ``(B,)`` int64 in ``0..length``.
+        length: number of cells ``G``.
+
+    Returns:
+        ``hidden`` ``(B, G)`` bool.
+    """
+    return torch.arange(length, device=counts.device) >= length - counts[:, None]
+
+
+def hidden_cells(
+    num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
+) -> Tensor:
+    """Draws a training state for each row: uniform cells, or a suffix for some rows.
+
+    Args:
+        num_rows: number of rows ``B``.
+        length: number of cells ``G``.
+        suffix_share: chance that a row hides a suffix instead of uniform cells.
+        generator: decides everything.
+
+    Returns:
+        ``hidden`` ``(B, G)`` bool, at least one cell in every row.
+    """
+    counts = stratified_counts(num_rows, length, generator=generator)
+    uniform = uniform_cells(counts, length, generator=generator)
+    is_suffix = torch.rand(num_rows, generator=generator, dtype=torch.float64) < suffix_share
+    return torch.where(is_suffix[:, None], suffix_cells(counts, length), uniform)
+
+
+def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: float) -> float:
+    """Factor on the learning rate: linear warm-up, constant, linear decay to zero.
+
+    Args:
+        step: optimiser steps done, from 0.
+        num_steps: length of the run.
+        warmup_steps: steps of the warm-up; step ``k`` of it has factor ``(k + 1) / warmup_steps``.
+        decay_share: share of the run, at its end, over which the factor falls to zero.
+
+    Returns:
+        A factor in 0..1.
+    """
+    rising = (step + 1) / warmup_steps if warmup_steps else 1.0
+    left = 1.0 - step / num_steps
+    falling = left / decay_share if decay_share else 1.0
+    return max(0.0, min(1.0, rising, falling))

@@ -1,0 +1,230 @@
+"""Rows of a benchmark from a local file or a hub data set, with one clear error per bad input."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import logging
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One record and where it came from."""
+
+    index: int
+    """Place in the source from 0, before any shuffling or limit; part of the sample's uid."""
+    origin: str
+    """File and line (or data set and row), for error messages."""
+    fields: dict[str, Any]
+    """The record."""
+
+    def text(self, name: str) -> str:
+        """A field that must be a text.
+
+        Raises:
+            ValueError: Naming file, line and field, if it is missing or no text.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, str):
+            found = "is missing" if name not in self.fields else f"is {type(value).__name__}"
+            raise ValueError(f"{self.origin}: field {name!r} must be a text, but it {found}")
+        return value
+
+
+def read_rows(
+    source: str,
+    *,
+    split: str,
+    required: Sequence[str],
+    config: str | None = None,
+    option: str = "path",
+) -> list[Row]:
+    """Reads all rows of a local file, of one split in a local folder, or of a hub data set.
+
+    Args:
+        source: A ``.jsonl``, ``.jsonl.gz``, ``.json`` (a list of objects), ``.csv`` (all values
+            stay text) or ``.parquet`` file; a folder with a file named after the split; or a hub
+            id such as ``openai/gsm8k``, taken only if nothing local has that name.
+        split: File name in a folder, or split on the hub; not used for a file.
+        required: Fields every row must have.
+        config: Configuration on the hub.
+        option: Name of the setting that holds ``source``, for error messages.
+
+    Returns:
+        The rows in the order of the source; never an empty list.
+
+    Raises:
+        ValueError: For a missing, empty, truncated or malformed source and for a missing field,
+            naming the file and, where there is one, the line.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        path = _file_of_split(path, split, option)
+    if path.is_file():
+        rows = list(_read_file(path))
+        where = str(path)
+    elif _looks_local(source):
+        raise ValueError(f"{option}: there is no file or folder {source!r}")
+    else:
+        rows = _read_hub(source, config=config, split=split, option=option)
+        where = source
+    if not rows:
+        raise ValueError(f"{where}: expected at least one row, the source is empty")
+    for row in rows:
+        for name in required:
+            if name not in row.fields:
+                present = ", ".join(list(row.fields)[:8])
+                raise ValueError(f"{row.origin}: field {name!r} is missing (it has: {present})")
+    return rows
+
+
+def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> list[Row]:
+    """Shuffles by a seed, then takes the first ``limit``.
+
+    Args:
+        rows: All rows.
+        seed: Seed of the shuffle; ``None`` keeps the order.
+        limit: How many to keep at most; ``None`` keeps all.
+
+    Returns:
+        The chosen rows; what a row holds (and so its uid) does not depend on the choice.
+
+    Raises:
+        ValueError: If ``limit`` is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: expected at least 1 or null, got {limit}")
+    chosen = list(rows)
+    if seed is not None:
+        random.Random(seed).shuffle(chosen)
+    return chosen[:limit]
+
+
+def _looks_local(source: str) -> bool:
+    return source.endswith(_SUFFIXES) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+
+
+def _file_of_split(folder: Path, split: str, option: str) -> Path:
+    for suffix in _SUFFIXES:
+        if (path := folder / f"{split}{suffix}").is_file():
+            return path
+    raise ValueError(
+        f"{option}: the folder {str(folder)!r} holds no file for the split {split!r} "
+        f"(looked for {split} with {', '.join(_SUFFIXES)})"
+    )
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return _read_json_lines(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    if path.suffix == ".csv":
+        return _read_csv(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise ValueError(f"{path}: expected a file ending in {', '.join(_SUFFIXES)}")
+
+
+def _read_json_lines(path: Path) -> Iterator[Row]:
+    index = 0
+    line_number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for line_number, line in enumerate(file, start=1):
+                if line.strip():
+                    origin = f"{path}, line {line_number}"
+                    yield Row(index=index, origin=origin, fields=_parse_object(line, origin))
+                    index += 1
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: damaged or cut off after line {line_number} ({error})"
+        ) from None
+
+
+def _parse_object(line: bytes, origin: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError(f"{origin}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{origin}: not valid JSON ({error.msg}, column {error.colno})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{origin}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    try:
+        values = json.loads(path.read_bytes())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    if not isinstance(values, list):
+        raise ValueError(f"{path}: expected a JSON list of objects, got {type(values).__name__}")
+    for index, value in enumerate(values):
+        origin = f"{path}, item {index + 1}"
+        if not isinstance(value, dict):
+            raise ValueError(f"{origin}: expected a JSON object, got {type(value).__name__}")
+        yield Row(index=index, origin=origin, fields=value)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for index, fields in enumerate(reader):
+                origin = f"{path}, line {reader.line_num}"
+                if None in fields or None in fields.values():
+                    expected = len(reader.fieldnames or ())
+                    raise ValueError(f"{origin}: expected {expected} values as in the header")
+                yield Row(index=index, origin=origin, fields=dict(fields))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {reader.line_num + 1}: not UTF-8 text") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
+    for index, fields in enumerate(table.to_pylist()):
+        yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
+
+
+def _read_hub(source: str, *, config: str | None, split: str, option: str) -> list[Row]:
+    # Imported here: it takes seconds, and local files never need it.
+    import datasets
+    import requests
+
+    logger.info("loading %s (%s) from the hub or its cache", source, split)
+    try:
+        loaded = datasets.load_dataset(source, config, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError, requests.RequestException) as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise ValueError(
+            f"{option}: {source!r} is no local file, and it could not be loaded from the hub "
+            f"({type(e).__name__}: {reason}). Give a local file, or check the name and the network"
+        ) from None
+    return [
+        Row(index=index, origin=f"{source}/{split}, row {index + 1}", fields=dict(fields))
+        for index, fields in enumerate(loaded)
+    ]

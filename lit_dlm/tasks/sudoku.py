@@ -1,0 +1,285 @@
+"""4x4 Sudoku: the public test puzzles, and training puzzles made from the 288 complete grids.
+
+A puzzle is four rows of four digits with 0 for a blank; a completion repeats the grid with the
+blanks filled. Any valid grid that keeps the givens is right, whether or not it is the one the
+source lists. Training puzzles never meet a test puzzle: the digests of all public ones (d1, 500
+puzzles; Dream, nine files of 108) are shipped next to the task.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.digests import shipped_digests, short_digest
+from lit_dlm.tasks.generated import (
+    Problem,
+    check_split,
+    draw_of_split,
+    generated_examples,
+)
+
+CELLS = 16
+MIN_BLANKS, MAX_BLANKS = 4, 12
+"""Blanks of generated puzzles: the public files have 4 to 12."""
+
+_BOXES = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+_UNITS = (
+    [list(range(4 * r, 4 * r + 4)) for r in range(4)]
+    + [list(range(c, CELLS, 4)) for c in range(4)]
+    + _BOXES
+)
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+_GRID_RUN = re.compile(r"\d[\d\s|,]*")
+
+
+@lru_cache(maxsize=1)
+def complete_grids() -> tuple[str, ...]:
+    """Lists the 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
+    rows = ["".join(p) for p in itertools.permutations("1234")]
+    grids = []
+    for top in itertools.product(rows, repeat=2):
+        if not _boxes_differ(*top):
+            continue
+        for bottom in itertools.product(rows, repeat=2):
+            if _boxes_differ(*bottom) and is_complete("".join(top + bottom)):
+                grids.append("".join(top + bottom))
+    return tuple(sorted(grids))
+
+
+def _boxes_differ(first: str, second: str) -> bool:
+    """Whether two stacked rows repeat no digit inside a box."""
+    return all(len(set(first[c : c + 2] + second[c : c + 2])) == 4 for c in (0, 2))
+
+
+def is_complete(grid: str) -> bool:
+    """Whether 16 digits form a valid complete grid.
+
+    Args:
+        grid: digits in reading order.
+
+    Returns:
+        ``True`` when each row, column and box holds 1 to 4 once.
+    """
+    return len(grid) == CELLS and all({grid[i] for i in unit} == set("1234") for unit in _UNITS)
+
+
+def agrees(grid: str, puzzle: str) -> bool:
+    """Whether a grid keeps the givens of a puzzle.
+
+    Args:
+        grid: 16 digits.
+        puzzle: 16 digits, 0 for a blank.
+
+    Returns:
+        ``True`` when every given cell is unchanged.
+    """
+    return all(given in ("0", cell) for given, cell in zip(puzzle, grid, strict=True))
+
+
+def as_rows(grid: str) -> str:
+    """Writes 16 digits as four lines.
+
+    Args:
+        grid: 16 digits.
+
+    Returns:
+        Four rows joined by newlines.
+    """
+    return "\n".join(grid[i : i + 4] for i in range(0, CELLS, 4))
+
+
+def draw_puzzle(rng: random.Random) -> Problem:
+    """Blanks out random cells of a random complete grid.
+
+    Args:
+        rng: the generator that decides everything.
+
+    Returns:
+        The problem; its key is the puzzle, its reference holds ``puzzle`` and one ``solution``.
+    """
+    solution = rng.choice(complete_grids())
+    blanks = set(rng.sample(range(CELLS), rng.randint(MIN_BLANKS, MAX_BLANKS)))
+    puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))
+    return Problem(
+        key=puzzle, text=as_rows(puzzle), reference={"puzzle": puzzle, "solution": solution}
+    )
+
+
+def read_puzzles(path: str | Path) -> list[tuple[str, str]]:
+    """Reads a file of puzzles.
+
+    Args:
+        path: a CSV with the columns ``Puzzle`` and ``Solution`` (d1) or a JSON-lines file with
+            ``input`` and ``output`` (Dream).
+
+    Returns:
+        Pairs of 16 digits: the puzzle with 0 for a blank, and a solution.
+
+    Raises:
+        ValueError: if a row is not a puzzle with a solution that fits; names file and row.
+    """
+    path = Path(path)
+    with path.open(encoding="utf-8", newline="") as lines:
+        if path.suffix == ".csv":
+            rows = [(row.get("Puzzle"), row.get("Solution")) for row in csv.DictReader(lines)]
+        else:
+            records = [json.loads(line) for line in lines if line.strip()]
+            rows = [(record.get("input"), record.get("output")) for record in records]
+    pairs = []
+    for number, (puzzle, solution) in enumerate(rows):
+        first, second = (re.sub(r"\s", "", str(text)) for text in (puzzle, solution))
+        if not re.fullmatch(r"[0-4]{16}", first):
+            raise ValueError(f"{path}: row {number}: expected 16 digits 0 to 4, got {puzzle!r}")
+        if not is_complete(second) or not agrees(second, first):
+            raise ValueError(f"{path}: row {number}: {solution!r} does not solve {puzzle!r}")
+        pairs.append((first, second))
+    return pairs
+
+
+class Sudoku(Task):
+    """4x4 Sudoku puzzles from a file or generated, see the module."""
+
+    name = "sudoku"
+    runs_code = False
+
+    def __init__(
+        self,
+        split: str = "test",
+        path: str | None = None,
+        *,
+        limit: int | None = None,
+        num_examples: int = 500,
+        seed: int = 0,
+        exclude_paths: Sequence[str] = (),
+        instruction: str = "",
+    ) -> None:
+        """Sets up one split.
+
+        Args:
+            split: ``train`` or ``test``.
+            path: a file of puzzles (see :func:`read_puzzles`); ``None`` generates them.
+            limit: use only the first so many problems of the file.
+            num_examples: how many puzzles to generate without a file.
+            seed: seed of the generated list.
+            exclude_paths: further files whose puzzles training must never see.
+            instruction: text before the rows, for a model that does not know the task.
+
+        Raises:
+            ValueError: if the split is unknown, or training is asked for on a file.
+        """
+        self.split: str = check_split(self.name, split)
+        if path is not None and split == "train":
+            raise ValueError("sudoku.path: files hold test puzzles; training puzzles are generated")
+        self.path = path
+        self.limit = limit
+        self.num_examples = num_examples
+        self.seed = seed
+        self.instruction = instruction
+        self._excluded = shipped_digests("sudoku") | {
+            short_digest(puzzle) for other in exclude_paths for puzzle, _ in read_puzzles(other)
+        }
+
+    def is_excluded(self, problem: Problem) -> bool:
+        """Whether a puzzle is one of the public test puzzles or of ``exclude_paths``."""
+        return short_digest(problem.key) in self._excluded
+
+    def examples(self) -> Sequence[PromptExample]:
+        """Lists the problems."""
+        if self.path is None:
+            made = generated_examples(
+                draw_puzzle,
+                task=self.name,
+                split=check_split(self.name, self.split),
+                num_examples=self.num_examples,
+                seed=self.seed,
+                excluded=self.is_excluded,
+            )
+            return [self._instructed(example) for example in made]
+        stem = Path(self.path).stem
+        return [
+            self._instructed(
+                PromptExample(
+                    uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
+                    task=self.name,
+                    text=as_rows(puzzle),
+                    reference={"puzzle": puzzle, "solution": solution},
+                )
+            )
+            for index, (puzzle, solution) in enumerate(read_puzzles(self.path)[: self.limit])
+        ]
+
+    def _instructed(self, example: PromptExample) -> PromptExample:
+        """Puts the instruction before the rows."""
+        if not self.instruction:
+            return example
+        text = f"{self.instruction}\n{example.text}"
+        return PromptExample(
+            uid=example.uid, task=example.task, text=text, reference=example.reference
+        )
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        """Draws a training puzzle and the grid it was made from."""
+        problem = draw_of_split(draw_puzzle, rng, split="train", excluded=self.is_excluded)
+        return problem.text, as_rows(problem.reference["solution"])
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """Writes the listed solution as four rows."""
+        return as_rows(example.reference["solution"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """Finds the last grid.
+
+        Inside the last ``<answer>`` tags when there are any, else in the whole completion. A grid
+        is 16 digits 0 to 4 of one run, in one piece or in four rows of four (spaces, commas and
+        bars between digits are ignored).
+
+        Returns:
+            16 digits, or ``None``.
+        """
+        tagged = _TAGGED.findall(completion)
+        grids = []
+        for run in _GRID_RUN.findall(tagged[-1] if tagged else completion):
+            grids += _grids_of_run(run)
+        return grids[-1] if grids else None
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Checks that the last grid is complete, valid and keeps the givens.
+
+        The score is the share of blanks filled as in the listed solution.
+        """
+        puzzle, solution = example.reference["puzzle"], example.reference["solution"]
+        grid = self.extract(example, completion)
+        if grid is None:
+            return Verdict(status="no_answer", detail="no grid of 16 digits", score=0.0)
+        if is_complete(grid) and agrees(grid, puzzle):
+            return Verdict(status="right", answer=grid)
+        blanks = [i for i in range(CELLS) if puzzle[i] == "0"]
+        score = sum(grid[i] == solution[i] for i in blanks) / max(len(blanks), 1)
+        reason = "a given cell was changed" if not agrees(grid, puzzle) else "a digit repeats"
+        return Verdict(status="wrong", answer=grid, detail=reason, score=min(score, 0.99))
+
+
+def _grids_of_run(run: str) -> list[str]:
+    """Grids in a stretch of digits and separators: 16 in one line, or four lines of four."""
+    lines = [re.sub(r"\D", "", line) for line in run.splitlines()]
+    lines = [line for line in lines if line]
+    grids, at = [], 0
+    while at < len(lines):
+        if re.fullmatch(r"[0-4]{16}", lines[at]):
+            grids.append(lines[at])
+        elif at + 4 <= len(lines) and all(
+            re.fullmatch(r"[0-4]{4}", line) for line in lines[at : at + 4]
+        ):
+            grids.append("".join(lines[at : at + 4]))
+            at += 3
+        at += 1
+    return grids

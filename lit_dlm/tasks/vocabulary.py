@@ -1,0 +1,100 @@
+"""The tokenizer of the embedded models, built from the texts of the generated tasks.
+
+Digits are single tokens, words keep the spaces around them, a newline takes its indentation, and a
+function header is one token. Inside these pieces a byte-level BPE is trained until every piece of
+the templates is one token, so that the longest prompt has 28 tokens and the longest completion 32
+with the end of text. Any other text still encodes, byte by byte.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lit_dlm.tasks.generated import TrainingSource
+
+PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_PIECES = (
+    r"def f\([a-z,]+\):"  # a function header
+    r"|\n#### |\n *"  # the answer line; a newline with its indentation
+    r"|[0-9]"
+    r"|(?<![A-Za-z_])[a-z](?![A-Za-z_])"  # one-letter variables never take a space
+    r"| ?[A-Za-z_]+ ?"
+    r"| ?[^\sA-Za-z0-9_]+ ?"
+    r"|\s"
+)
+
+
+def build_tokenizer(
+    sources: Sequence[TrainingSource], *, num_texts: int = 6_000, seed: int = 0
+) -> PreTrainedTokenizerFast:
+    """Builds the tokenizer of the embedded models. Equal arguments give equal files.
+
+    Args:
+        sources: tasks whose prompts and completions define the vocabulary, in equal shares.
+        num_texts: number of pairs it is trained on.
+        seed: seed of those pairs.
+
+    Returns:
+        A fast tokenizer with left padding and a chat template.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4_096,  # far above what the closed set of pieces needs: merging ends by itself
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[PAD, END, MASK, USER, ASSISTANT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    core.train_from_iterator(_texts(sources, num_texts=num_texts, seed=seed), trainer=trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        mask_token=MASK,
+        additional_special_tokens=[USER, ASSISTANT],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Saves a tokenizer as the files that ``AutoTokenizer`` reads.
+
+    Args:
+        tokenizer: the tokenizer.
+        folder: where to; it is made when missing.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(folder))
+
+
+def _texts(sources: Sequence[TrainingSource], *, num_texts: int, seed: int) -> Iterator[str]:
+    """Yields prompts and completions of all sources in turn."""
+    rng = random.Random(f"vocabulary/{seed}")
+    for index in range(num_texts):
+        yield from sources[index % len(sources)].draw_pair(rng)

@@ -1,0 +1,178 @@
+"""Chains of additions and subtractions told as a story, graded like GSM8K.
+
+A small model can learn them, and the order of decoding matters: every partial sum needs the one
+before it. ``Tom has 34 pens, finds 7, loses 5. How many pens?`` is answered by
+``34+7=41 so 41-5=36`` and a last line ``#### 36``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+
+NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
+ITEMS = ("pens", "cups", "eggs", "keys", "figs", "nuts", "hats", "toys")
+GAINS = ("finds", "buys", "gets", "wins")
+LOSSES = ("loses", "sells", "eats", "gives")
+SEPARATORS = ("\n", " so ", " then ")
+
+MAX_COMPLETION_TOKENS = 31
+"""Longest completion, in pieces of the tiny tokenizer, that leaves room for the end of text."""
+
+_ANSWER = re.compile(r"####\s*(-?\d+)")
+
+
+def draw_word_problem(rng: random.Random) -> Problem:
+    """Draws one problem of either split.
+
+    Seven in ten are small (numbers 1 to 9, two to four steps), the others start with a number
+    from 10 to 59 and have one to three steps. The running total stays within 0..99 and the
+    completion within :data:`MAX_COMPLETION_TOKENS`.
+
+    Args:
+        rng: the generator that decides everything.
+
+    Returns:
+        The problem; its reference holds ``start``, ``moves`` (signed) and ``answer``.
+    """
+    while True:
+        if rng.random() < 0.7:
+            start, num_steps, low = rng.randint(1, 9), rng.randint(2, 4), 1
+        else:
+            start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
+        moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
+        totals = running_totals(start, moves)
+        if min(totals) >= 0 and max(totals) <= 99 and _num_pieces(start, moves) <= (
+            MAX_COMPLETION_TOKENS
+        ):
+            break
+    item = rng.choice(ITEMS)
+    told = ", ".join(f"{rng.choice(GAINS if m > 0 else LOSSES)} {abs(m)}" for m in moves)
+    return Problem(
+        key=f"{start}" + "".join(f"{m:+d}" for m in moves),
+        text=f"{rng.choice(NAMES)} has {start} {item}, {told}. How many {item}?",
+        reference={"start": start, "moves": moves, "answer": totals[-1]},
+    )
+
+
+def running_totals(start: int, moves: Sequence[int]) -> list[int]:
+    """Adds up a chain.
+
+    Args:
+        start: the first number.
+        moves: signed changes.
+
+    Returns:
+        The total after each change.
+    """
+    totals = []
+    for move in moves:
+        start += move
+        totals.append(start)
+    return totals
+
+
+def write_solution(start: int, moves: Sequence[int], rng: random.Random) -> str:
+    """Writes a right solution in a random style.
+
+    The free choices are the separator between steps and the order of the operands of each sum.
+
+    Args:
+        start: the first number.
+        moves: signed changes.
+        rng: the generator that makes the choices.
+
+    Returns:
+        The completion, ending in ``#### n``.
+    """
+    steps, total = [], start
+    for move in moves:
+        left, right = f"{total}", f"{abs(move)}"
+        if move > 0 and rng.random() < 0.5:
+            left, right = right, left
+        total += move
+        steps.append(f"{left}{'+' if move > 0 else '-'}{right}={total}")
+    return rng.choice(SEPARATORS).join(steps) + f"\n#### {total}"
+
+
+def _num_pieces(start: int, moves: Sequence[int]) -> int:
+    """Length of a solution in pieces: every digit and sign is one, so is every separator."""
+    text = write_solution(start, moves, random.Random(0))
+    return len(re.findall(r"\n#### |\d|[-+=]| so | then |\n", text))
+
+
+class WordProblems(Task):
+    """Generated word problems, see the module."""
+
+    name = "word_problems"
+    runs_code = False
+
+    def __init__(self, split: str = "test", num_examples: int = 500, seed: int = 0) -> None:
+        """Sets up one split.
+
+        Args:
+            split: ``train`` or ``test``; a hash of the numbers decides, the seed does not.
+            num_examples: how many distinct problems :meth:`examples` lists.
+            seed: seed of that list.
+
+        Raises:
+            ValueError: if the split is unknown.
+        """
+        self.split: str = check_split(self.name, split)
+        self.num_examples = num_examples
+        self.seed = seed
+
+    def examples(self) -> Sequence[PromptExample]:
+        """Lists the problems, distinct by their numbers."""
+        return generated_examples(
+            draw_word_problem,
+            task=self.name,
+            split=check_split(self.name, self.split),
+            num_examples=self.num_examples,
+            seed=self.seed,
+        )
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        """Draws a training problem and a solution in a random style."""
+        problem = draw_of_split(draw_word_problem, rng, split="train")
+        reference = problem.reference
+        return problem.text, write_solution(reference["start"], reference["moves"], rng)
+
+    def draw_drill(self, rng: random.Random) -> str:
+        """Draws a line of five independent sums and differences."""
+        equations = []
+        for _ in range(5):
+            a, b = rng.randint(0, 75), rng.randint(1, 9)
+            if rng.random() < 0.4:
+                a = rng.randint(1, 18)
+            if rng.random() < 0.5 and a >= b:
+                equations.append(f"{a}-{b}={a - b}")
+            else:
+                left, right = (a, b) if rng.random() < 0.5 else (b, a)
+                equations.append(f"{left}+{right}={a + b}")
+        return rng.choice(SEPARATORS).join(equations)
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """Writes a right solution; its style follows from the uid."""
+        reference = example.reference
+        return write_solution(reference["start"], reference["moves"], random.Random(example.uid))
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """Finds the number after the last ``####``."""
+        found = _ANSWER.findall(completion)
+        return str(int(found[-1])) if found else None
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Compares that number with the answer, exactly."""
+        answer = self.extract(example, completion)
+        if answer is None:
+            return Verdict(status="no_answer", detail="no number after '####'")
+        wanted = str(example.reference["answer"])
+        if answer == wanted:
+            return Verdict(status="right", answer=answer)
+        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")

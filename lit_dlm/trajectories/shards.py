@@ -1,0 +1,23 @@
+"""Shards of trajectories: the names to import.
+
+Files are written by :class:`TrajectoryShardWriter`, read by :class:`TrajectoryShardReader`, and
+kept in order by :func:`recover`, :func:`completed_uids` and :func:`merge_manifest`.
+"""
+
+from lit_dlm.trajectories.provenance import RunRecord
+from lit_dlm.trajectories.recovery import Recovered, merge_manifest, recover
+from lit_dlm.trajectories.shard_files import ShardName, SideFile, completed_uids
+from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
+from lit_dlm.trajectories.shard_writer import TrajectoryShardWriter
+
+__all__ = [
+    "Recovered",
+    "RunRecord",
+    "ShardName",
+    "SideFile",
+    "TrajectoryShardReader",
+    "TrajectoryShardWriter",
+    "completed_uids",
+    "merge_manifest",
+    "recover",
+]

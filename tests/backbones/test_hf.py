@@ -1,0 +1,269 @@
+"""The forward of the Hugging Face backbone on tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lit_dlm.backbones import load_backbone
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.hf import HFBackbone
+from tests.backbones.conftest import tiny_architecture
+
+Maker = Callable[..., HFBackbone]
+DECODERS = ["qwen2", "llama", "qwen3"]
+IDS = torch.tensor([[5, 9, 3, 7, 3, 11], [4, 3, 8, 3, 6, 2]])
+
+
+def test_it_is_a_backbone(make_backbone: Maker):
+    backbone = make_backbone()
+    assert isinstance(backbone, Backbone)
+    assert (backbone.hidden_size, backbone.num_layers, backbone.vocab_size) == (16, 3, 32)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_the_last_token_changes_the_logits_at_position_zero(
+    make_backbone: Maker, decoder: str, attn: str
+):
+    backbone = make_backbone(decoder=decoder, attn=attn)
+    other = IDS.clone()
+    other[:, -1] = 12
+    changed = backbone(IDS)[:, 0] - backbone(other)[:, 0]
+    assert (changed.abs().amax(dim=-1) > 1e-3).all()
+
+
+def test_a_layer_called_alone_is_not_causal(make_backbone: Maker):
+    """The attention modules' own constant decides when no mask is given."""
+    backbone = make_backbone()
+    assert not any(layer.self_attn.is_causal for layer in backbone.model.model.layers)
+    assert backbone.model.config.is_causal is False
+    assert backbone.model.config.use_cache is False
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_left_padded_row_equals_the_row_alone(
+    make_backbone: Maker, decoder: str, shift: int, attn: str
+):
+    """Two pads before the second row; logits and hidden states of its real tokens do not move."""
+    backbone = make_backbone(decoder=decoder, shift=shift, attn=attn)
+    ids = torch.tensor([[5, 9, 3, 7, 3, 11], [0, 0, 8, 3, 6, 2]])
+    pad_mask = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
+    together = backbone.denoise(ids, pad_mask=pad_mask, hidden_layers=(0, 2, -1))
+    for row, start in ((0, 0), (1, 2)):
+        alone = backbone.denoise(ids[row : row + 1, start:], hidden_layers=(0, 2, -1))
+        torch.testing.assert_close(together.logits[row, start:], alone.logits[0])
+        torch.testing.assert_close(together.hidden[row, start:], alone.hidden[0])
+
+
+def test_the_padding_id_does_not_matter(make_backbone: Maker):
+    backbone = make_backbone()
+    pad_mask = torch.tensor([[False] * 2 + [True] * 4] * 2)
+    other = IDS.clone()
+    other[:, :2] = 30
+    kept = torch.arange(2, 6).expand(2, -1)
+    torch.testing.assert_close(
+        backbone.denoise(IDS, pad_mask=pad_mask, columns=kept).logits,
+        backbone.denoise(other, pad_mask=pad_mask, columns=kept).logits,
+    )
+
+
+def test_an_all_true_pad_mask_equals_none(make_backbone: Maker):
+    backbone = make_backbone()
+    pad_mask = torch.ones_like(IDS, dtype=torch.bool)
+    torch.testing.assert_close(
+        backbone.denoise(IDS, pad_mask=pad_mask).logits, backbone.denoise(IDS).logits
+    )
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_selected_columns_equal_the_full_rows(make_backbone: Maker, shift: int):
+    backbone = make_backbone(shift=shift)
+    columns = torch.tensor([[4, 0, 2], [1, 5, 5]])
+    full = backbone.denoise(IDS)
+    some = backbone.denoise(IDS, columns=columns)
+    assert torch.equal(full.columns, torch.arange(6).expand(2, -1))
+    assert torch.equal(some.columns, columns)
+    expected = torch.stack([full.logits[b, columns[b]] for b in range(2)])
+    torch.testing.assert_close(some.logits, expected)
+
+
+def test_no_columns_give_no_rows(make_backbone: Maker):
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    assert make_backbone().denoise(IDS, columns=empty).logits.shape == (2, 0, 32)
+
+
+def test_the_head_sees_only_the_selected_columns(make_backbone: Maker):
+    backbone = make_backbone()
+    seen: list[tuple[int, ...]] = []
+    backbone.model.lm_head.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
+    backbone.denoise(IDS, columns=torch.tensor([[2], [3]]))
+    assert seen == [(2, 1, 16)]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_hidden_snapshots_equal_transformers_own(make_backbone: Maker, shift: int):
+    """Tuple of 4 states for 3 layers: embedding, after layers 1 and 2, after the final norm."""
+    backbone = make_backbone(shift=shift)
+    states = backbone.model.model(input_ids=IDS, output_hidden_states=True).hidden_states
+    assert len(states) == backbone.num_layers + 1
+    hidden = backbone.denoise(IDS, hidden_layers=(-1, 0, 2, 1, -2)).hidden
+    assert hidden.shape == (2, 6, 5, 16)
+    for place, index in enumerate((3, 0, 2, 1, 2)):
+        for column in range(6):
+            raw = states[index][:, max(column - shift, 0)]
+            torch.testing.assert_close(hidden[:, column, place], raw)
+
+
+def test_the_last_snapshot_times_the_head_gives_the_logits(make_backbone: Maker):
+    """Ties hidden alignment to logit alignment, with LLaDA's scaling and a forbidden pad."""
+    backbone = make_backbone(shift=1, logit_scale=0.25, forbidden_ids=(0,))
+    denoised = backbone.denoise(IDS, hidden_layers=(3,))
+    expected = denoised.hidden[:, :, 0] @ backbone.model.lm_head.weight.T * 0.25
+    expected[..., [0, 3]] = float("-inf")
+    torch.testing.assert_close(denoised.logits, expected)
+
+
+def test_no_hook_stays_behind(make_backbone: Maker):
+    backbone = make_backbone()
+    before = sum(len(m._forward_hooks) for m in backbone.modules())
+    backbone.denoise(IDS, hidden_layers=(0, 1, 2, 3))
+    assert sum(len(m._forward_hooks) for m in backbone.modules()) == before
+
+
+@pytest.mark.parametrize("index", [4, -5])
+def test_an_absent_hidden_layer_is_named(make_backbone: Maker, index: int):
+    with pytest.raises(ValueError, match=f"hidden_layers: expected indices from -4 to 3.*{index}"):
+        make_backbone().denoise(IDS, hidden_layers=(index,))
+
+
+def test_an_integer_four_dimensional_mask_is_refused(make_backbone: Maker):
+    with pytest.raises(ValueError, match="mask: expected"):
+        make_backbone()(IDS, torch.ones(1, 1, 6, 6))
+
+
+def test_an_explicit_mask_gives_the_same_by_both_routes(make_backbone: Maker):
+    """The eager route adds its mask; a boolean left as it is would count as 0 and 1."""
+    visible = (torch.arange(6)[:, None] // 2 >= torch.arange(6)[None] // 2)[None, None]
+    torch.testing.assert_close(
+        make_backbone()(IDS, visible), make_backbone(attn="eager")(IDS, visible)
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_gradients_reach_every_parameter_when_trainable(make_backbone: Maker, tie: bool):
+    backbone = make_backbone(trainable=True, tie_embeddings=tie)
+    denoised = backbone.denoise(IDS, columns=torch.tensor([[2, 4], [1, 3]]), hidden_layers=(1,))
+    loss = nn.functional.cross_entropy(denoised.logits.flatten(0, 1), torch.tensor([5, 6, 7, 8]))
+    (loss + denoised.hidden.sum()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone.parameters())
+    assert backbone.model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_the_padding_row_of_the_embedding_can_learn(make_backbone: Maker):
+    """Dream pads with its end-of-text id, which also stands in answers."""
+    backbone = make_backbone(trainable=True, pad_id=1)
+    backbone.denoise(torch.tensor([[5, 3, 1, 1]]), hidden_layers=(1,)).hidden.sum().backward()
+    assert backbone.model.model.embed_tokens.weight.grad[1].abs().sum() > 0
+
+
+def test_parameters_are_frozen_unless_trainable(make_backbone: Maker):
+    assert not any(p.requires_grad for p in make_backbone().parameters())
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_save_then_load_is_the_identity(
+    make_backbone: Maker, tmp_path: Path, decoder: str, tie: bool
+):
+    backbone = make_backbone(
+        decoder=decoder,
+        tie_embeddings=tie,
+        num_kv_heads=1,
+        head_dim=12,
+        rope_theta=100.0,
+        family="tiny",
+        shift=1,
+        forbidden_ids=(0,),
+        positions="arange",
+    )
+    backbone.save(tmp_path / "model")
+    again = load_backbone(str(tmp_path / "model"))
+    assert again.spec == backbone.spec
+    assert again.architecture.digest() == backbone.architecture.digest()
+    assert torch.equal(again(IDS), backbone(IDS))
+    assert ("lm_head.weight" in again.state_dict()) == ("lm_head.weight" in backbone.state_dict())
+    assert (again.model.lm_head.weight is again.model.model.embed_tokens.weight) == tie
+
+
+def test_equal_weights_are_saved_as_equal_bytes(make_backbone: Maker, tmp_path: Path):
+    for name in ("a", "b"):
+        make_backbone().save(tmp_path / name, dtype="float16")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_half_precision_files_load_into_float32(make_backbone: Maker, tmp_path: Path):
+    backbone = make_backbone()
+    backbone.save(tmp_path, dtype="bfloat16")
+    again = HFBackbone(str(tmp_path))
+    assert again.dtype == torch.float32
+    rounded = backbone.model.lm_head.weight.bfloat16().float()
+    assert torch.equal(again.model.lm_head.weight, rounded)
+
+
+def test_rotary_frequencies_stay_in_float32(make_backbone: Maker, tmp_path: Path):
+    """Rounded to bfloat16 (8 bits), a frequency would misplace token 1000 by several positions."""
+    backbone = make_backbone()
+    expected = backbone.model.model.rotary_emb.inv_freq.clone()
+    assert expected.dtype == torch.float32
+    backbone.save(tmp_path)
+    nn.ModuleList([backbone]).to(torch.bfloat16)
+    loaded = HFBackbone(str(tmp_path), dtype="bfloat16")
+    for cast in (backbone, loaded):
+        assert cast.dtype == torch.bfloat16
+        assert torch.equal(cast.model.model.rotary_emb.inv_freq, expected)
+        assert cast.denoise(IDS).logits.dtype == torch.bfloat16
+
+
+def test_description_tells_models_apart(make_backbone: Maker, tmp_path: Path):
+    backbone = make_backbone(tie_embeddings=True)
+    facts = backbone.describe()
+    # Per layer: attention 4 * 16 * 16 + 3 * 16 biases, gated MLP 3 * 16 * 24, two norms of 16.
+    assert facts["num_parameters"] == 32 * 16 + 3 * (1024 + 48 + 1152 + 32) + 16
+    assert facts["weights_sha256"] is None
+    backbone.save(tmp_path)
+    loaded = HFBackbone(str(tmp_path)).describe()
+    assert loaded["config_sha256"] == facts["config_sha256"]
+    assert len(loaded["weights_sha256"]) == 64
+    assert make_backbone(shift=1).describe()["config_sha256"] != facts["config_sha256"]
+
+
+@pytest.mark.parametrize("given", ["neither", "both"])
+def test_exactly_one_source_of_the_model(given: str):
+    values = {} if given == "neither" else {"path": "tiny", "architecture": tiny_architecture()}
+    with pytest.raises(ValueError, match=f"exactly one of path and architecture, got {given}"):
+        HFBackbone(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "value"), [("dtype", "int8"), ("attn_implementation", "flex")])
+def test_unknown_settings_are_named(option: str, value: str):
+    with pytest.raises(ValueError, match=f"HFBackbone.{option}: expected .*{value}"):
+        HFBackbone(architecture=tiny_architecture(), **{option: value})  # type: ignore[arg-type]
+
+
+def test_a_block_model_warns_that_it_sees_everything(
+    make_backbone: Maker, caplog: pytest.LogCaptureFixture
+):
+    make_backbone(attention="block", block_size=4, family="sdar")
+    assert "sdar was trained with block attention" in caplog.text

@@ -1,0 +1,145 @@
+import pytest
+import torch
+
+from lit_dlm.heads.acceptance import (
+    AcceptanceConfig,
+    AcceptanceHead,
+    frontier_distance,
+    response_offsets,
+    sinusoids,
+)
+
+SMALL = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=32, dropout=0.0)
+
+
+def small_head(**changes: object) -> AcceptanceHead:
+    torch.manual_seed(0)
+    values = {name: getattr(SMALL, name) for name in SMALL.__dataclass_fields__}
+    return AcceptanceHead(5, AcceptanceConfig(**{**values, **changes})).eval()
+
+
+def inputs(B: int = 2, R: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(B, R, 5, generator=generator)
+    state = torch.tensor([0, 0, 1, 2, 2, 2][:R]).expand(B, R)
+    return features, state, torch.ones(B, R, dtype=torch.bool)
+
+
+def test_published_sizes_give_6_340_226_parameters() -> None:
+    """in 833*384+384 = 320,256; table 257*384 = 98,688; token 384; five layers of 1,183,872
+    (qkv 443,520, out 147,840, ffn 295,680 + 295,296, norms 1,536); norm 768; two heads 770."""
+    config = AcceptanceConfig(positions="learned", use_state_embedding=False)
+    head = AcceptanceHead(833, config)
+    assert sum(p.numel() for p in head.parameters()) == 6_340_226
+
+
+def test_threshold_starts_at_zero() -> None:
+    output = small_head()(*inputs())
+    assert torch.equal(output.tau, torch.zeros(2))
+    assert torch.equal(output.decision_logits, output.logits)
+
+
+def test_decision_is_logit_minus_the_threshold_of_its_row() -> None:
+    head = small_head()
+    torch.nn.init.normal_(head.tau_head.weight)
+    output = head(*inputs())
+    assert output.tau.abs().min() > 0
+    for row in range(2):
+        torch.testing.assert_close(
+            output.decision_logits[row], output.logits[row] - output.tau[row]
+        )
+
+
+def test_fixed_threshold_stays_zero() -> None:
+    head = small_head(dynamic_threshold=False)
+    torch.nn.init.normal_(head.tau_head.weight)
+    assert torch.equal(head(*inputs()).tau, torch.zeros(2))
+
+
+@pytest.mark.parametrize("positions", ["frontier", "learned", "none"])
+def test_invisible_positions_change_nothing(positions: str) -> None:
+    head = small_head(positions=positions)
+    features, state, visible = inputs()
+    visible = visible.clone()
+    visible[:, 4:] = False
+    base = head(features, state, visible)
+    garbage = features.clone()
+    garbage[:, 4:] = float("nan")
+    other = head(garbage, state, visible)
+    assert torch.equal(base.logits[:, :4], other.logits[:, :4])
+    assert torch.equal(base.tau, other.tau)
+    short = head(features[:, :4], state[:, :4], visible[:, :4])
+    torch.testing.assert_close(base.logits[:, :4], short.logits)
+
+
+@pytest.mark.parametrize("positions", ["frontier", "learned"])
+def test_left_padding_changes_nothing(positions: str) -> None:
+    """Two padded columns in front, marked as prompt and invisible."""
+    head = small_head(positions=positions)
+    features, state, visible = inputs()
+    pad = torch.nn.functional.pad
+    padded = head(
+        pad(features, (0, 0, 2, 0), value=9.0),
+        pad(state, (2, 0)),
+        pad(visible, (2, 0), value=False),
+    )
+    torch.testing.assert_close(padded.logits[:, 2:], head(features, state, visible).logits)
+
+
+def test_every_visible_position_informs_every_other() -> None:
+    head = small_head()
+    features, state, visible = inputs(B=1)
+    features.requires_grad_()
+    head(features, state, visible).logits[0, 0].backward()
+    assert features.grad is not None
+    assert (features.grad[0].abs().sum(-1) > 0).all()
+
+
+def test_frontier_distance_counts_from_the_leftmost_masked_position() -> None:
+    is_gen = torch.tensor([[False, False, True, False, True], [True, True, False, False, False]])
+    assert frontier_distance(is_gen).tolist() == [[-2, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_response_offsets_start_behind_the_prompt_and_stop_at_the_table_end() -> None:
+    state = torch.tensor([[0, 0, 1, 2, 2, 2]])
+    assert response_offsets(state, 3).tolist() == [[0, 0, 1, 2, 3, 3]]
+
+
+def test_sinusoids_at_zero_and_quarter_period() -> None:
+    """Distance 0: sines 0, cosines 1. The first frequency is 1: sin(-1), cos(-1)."""
+    table = sinusoids(torch.tensor([0, -1]), 4)
+    assert table[0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    torch.testing.assert_close(table[1, 0], torch.sin(torch.tensor(-1.0)))
+    torch.testing.assert_close(table[1, 3], torch.cos(torch.tensor(-1e-4)))
+
+
+def test_target_masking_hides_masked_positions_in_training_only() -> None:
+    head = small_head(target_mask_prob=0.9)
+    assert head(*inputs()).kept is None
+    head.train()
+    features, state, visible = inputs()
+    torch.manual_seed(1)
+    first = head(features, state, visible)
+    assert first.kept is not None
+    hidden = ~first.kept & (state == 2)
+    assert hidden.any()
+    changed = torch.where(hidden[..., None], features + 5.0, features)
+    torch.manual_seed(1)
+    assert torch.equal(head(changed, state, visible).logits, first.logits)
+
+
+def test_half_precision_features_are_computed_in_float32() -> None:
+    features, state, visible = inputs()
+    assert small_head()(features.half(), state, visible).logits.dtype == torch.float32
+
+
+def test_wrong_feature_count_is_named() -> None:
+    _, state, visible = inputs()
+    with pytest.raises(ValueError, match="expected 5 per position, got 4"):
+        small_head()(torch.zeros(2, 6, 4), state, visible)
+
+
+@pytest.mark.parametrize(("option", "value"), [("width", 10), ("num_layers", 0), ("dropout", 1.0)])
+def test_bad_sizes_are_named(option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=option):
+        small_head(**{option: value})

@@ -1,0 +1,123 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
+
+
+def low_rank_hidden(num_rows: int, D: int = 12, rank: int = 2, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.randn(3, rank, D, generator=generator)
+    codes = torch.randn(num_rows, 3, 1, rank, generator=generator)
+    return (codes @ basis)[:, :, 0]
+
+
+def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
+    """Features of one depth depend on that depth; deltas on the difference of two depths."""
+    config = ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
+    projector = Projector.random_orthogonal(config)
+    assert config.groups == (4, 4, 4, 2, 2)
+    hidden = torch.randn(5, 3, 12)
+    z = projector(hidden)
+    assert projector.num_features == z.shape[-1] == 16
+    normalised = torch.nn.functional.layer_norm(hidden, (12,), eps=1e-6)
+    delta = torch.nn.functional.layer_norm(hidden[:, 2] - hidden[:, 1], (12,), eps=1e-6)
+    torch.testing.assert_close(z[:, 4:8], normalised[:, 1] @ projector.hidden_weight.T)
+    torch.testing.assert_close(z[:, 14:], delta @ projector.delta_weight.T)
+
+
+def test_published_widths_give_832_features() -> None:
+    config = ProjectorConfig(hidden_size=3584)
+    assert sum(config.groups) == 3 * 256 + 2 * 32 == 832
+
+
+def test_random_directions_are_orthonormal_and_seeded() -> None:
+    config = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
+    first, again = (Projector.random_orthogonal(config, seed=7) for _ in range(2))
+    other = Projector.random_orthogonal(config, seed=8)
+    torch.testing.assert_close(first.hidden_weight @ first.hidden_weight.T, torch.eye(6))
+    assert first.digest() == again.digest() != other.digest()
+
+
+def test_pca_equals_the_singular_vectors_of_the_centred_rows() -> None:
+    """Reference: SVD of all layer-normalised snapshots at once, up to sign and common scale."""
+    hidden = torch.randn(200, 3, 10, generator=torch.Generator().manual_seed(1)) * torch.arange(
+        1.0, 11.0
+    )
+    fitter = PCAFitter(ProjectorConfig(hidden_size=10, hidden_rank=3, delta_rank=2))
+    fitter.update(hidden)
+    projector = fitter.finish()
+    rows = torch.nn.functional.layer_norm(hidden, (10,), eps=1e-6).reshape(-1, 10).double()
+    centred = rows - rows.mean(0)
+    directions = torch.linalg.svd(centred, full_matrices=False).Vh[:3]
+    ours = torch.nn.functional.normalize(projector.hidden_weight.double(), dim=1)
+    torch.testing.assert_close((ours * directions).sum(1).abs(), torch.ones(3).double())
+    codes = projector(hidden)[:, :9].reshape(-1, 3)
+    # Rounding of a float32 sum over 600 rows.
+    torch.testing.assert_close(codes.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        codes.var(0, unbiased=False).mean(), torch.tensor(1.0), atol=1e-5, rtol=0
+    )
+
+
+def test_pca_does_not_depend_on_how_rows_are_batched() -> None:
+    hidden = torch.randn(64, 3, 8, generator=torch.Generator().manual_seed(2))
+    config = ProjectorConfig(hidden_size=8, hidden_rank=3, delta_rank=2)
+    whole, pieces = PCAFitter(config), PCAFitter(config)
+    whole.update(hidden)
+    for start in range(0, 64, 10):
+        pieces.update(hidden[start : start + 10])
+    torch.testing.assert_close(whole.finish().hidden_weight, pieces.finish().hidden_weight)
+
+
+def test_component_sign_makes_the_largest_entry_positive() -> None:
+    fitter = PCAFitter(ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2))
+    fitter.update(low_rank_hidden(100, rank=6))
+    weight = fitter.finish().hidden_weight
+    peak = weight.abs().argmax(dim=1, keepdim=True)
+    assert (weight.gather(1, peak) > 0).all()
+
+
+def test_saved_projector_loads_equal(tmp_path: Path) -> None:
+    fitter = PCAFitter(ProjectorConfig(hidden_size=12, hidden_rank=4, delta_rank=2))
+    fitter.update(low_rank_hidden(50))
+    projector = fitter.finish()
+    projector.save(tmp_path / "projector")
+    loaded = Projector.load(tmp_path / "projector")
+    hidden = low_rank_hidden(7, seed=3)
+    assert loaded.digest() == projector.digest()
+    assert torch.equal(loaded(hidden), projector(hidden))
+
+
+def test_changed_weights_are_refused(tmp_path: Path) -> None:
+    config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
+    Projector.random_orthogonal(config, seed=0).save(tmp_path)
+    weights = (tmp_path / "projector.safetensors").read_bytes()
+    Projector.random_orthogonal(config, seed=1).save(tmp_path)
+    (tmp_path / "projector.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="expected digest"):
+        Projector.load(tmp_path)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"projector\.json is missing"):
+        Projector.load(tmp_path)
+
+
+def test_too_few_rows_are_refused() -> None:
+    fitter = PCAFitter(ProjectorConfig(hidden_size=12, hidden_rank=8, delta_rank=2))
+    fitter.update(low_rank_hidden(5))
+    with pytest.raises(ValueError, match="at least 8 positions"):
+        fitter.finish()
+
+
+def test_rank_above_the_width_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden_rank.*hidden_size=96.*256"):
+        ProjectorConfig(hidden_size=96)
+
+
+def test_wrong_snapshot_shape_is_refused() -> None:
+    config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
+    with pytest.raises(ValueError, match="hidden: expected"):
+        Projector.random_orthogonal(config)(torch.zeros(2, 2, 8))

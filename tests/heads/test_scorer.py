@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.features import FeatureSettings
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+
+HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)
+
+
+def scorer(**changes: object) -> AcceptanceScorer:
+    torch.manual_seed(0)
+    config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
+    return AcceptanceScorer(
+        Projector.random_orthogonal(config),
+        head=HEAD,
+        **{"settings": ScorerSettings(features=FeatureSettings(entropy=False)), **changes},
+    )
+
+
+def test_saved_policy_scores_alike_and_keeps_its_facts(tmp_path: Path) -> None:
+    original = scorer(backbone={"hidden_size": 8, "family": "tiny"}, training={"seed": 3}).eval()
+    original.save(tmp_path)
+    loaded = AcceptanceScorer.load(tmp_path)
+    hidden, prob, margin = torch.randn(2, 5, 3, 8), torch.rand(2, 5), torch.rand(2, 5)
+    state, visible = torch.full((2, 5), 2), torch.ones(2, 5, dtype=torch.bool)
+    outputs = [
+        s(s.features(hidden, prob, margin=margin), state, visible) for s in (original, loaded)
+    ]
+    assert torch.equal(outputs[0].decision_logits, outputs[1].decision_logits)
+    assert not loaded.training
+    assert loaded.settings == original.settings
+    assert loaded.head.config == HEAD
+    assert loaded.backbone == {"hidden_size": 8, "family": "tiny"}
+    assert loaded.training_facts == {"seed": 3}
+    assert loaded.digest() == original.digest()
+
+
+def test_digest_sees_the_weights() -> None:
+    one, other = scorer(), scorer()
+    assert one.digest() == other.digest()
+    with torch.no_grad():
+        other.head.logit_head.bias += 1e-3
+    assert one.digest() != other.digest()
+
+
+def test_another_backbone_is_refused_by_name() -> None:
+    policy = scorer(backbone={"family": "dream", "hidden_size": 8})
+    policy.check_backbone({"family": "dream", "hidden_size": 8, "num_layers": 2})
+    with pytest.raises(ValueError, match=r"family='dream', got family='llada'"):
+        policy.check_backbone({"family": "llada", "hidden_size": 8})
+
+
+def test_folder_without_weights_is_named(tmp_path: Path) -> None:
+    scorer().save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        AcceptanceScorer.load(tmp_path)
+
+
+def test_unknown_version_is_refused(tmp_path: Path) -> None:
+    scorer().save(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**record, "version": 99}))
+    with pytest.raises(ValueError, match=r"version 1, got .* version 99"):
+        AcceptanceScorer.load(tmp_path)
+
+
+def test_projector_needs_one_snapshot_per_layer() -> None:
+    with pytest.raises(ValueError, match=r"hidden_layers: expected 3 layers"):
+        scorer(settings=ScorerSettings(hidden_layers=(-1,)))

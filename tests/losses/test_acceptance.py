@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+
+from lit_dlm.losses.acceptance import (
+    AcceptanceLossSettings,
+    acceptance_loss,
+    acceptance_weights,
+    prefix_crop,
+)
+
+
+def rows(*values: str) -> torch.Tensor:
+    """One bool row per string, ``1`` is True."""
+    return torch.tensor([[char == "1" for char in row] for row in values])
+
+
+def test_weights_match_hand_values() -> None:
+    """Eight columns: prompt, locked, five masked, and a tail of two, one of them cropped.
+
+    Masked ranks 0..4, front factor 1 - 0.5 r / 4: 1, .875, .75, .625, .5.
+    Labels 1 0 1 1 0: positives keep their factor, negatives weigh 2.
+    Two tail positions in the whole row: 1/2 for the visible one.
+    """
+    weight = acceptance_weights(
+        label=rows("001011011"),
+        is_gen=rows("001111111"),
+        is_tail=rows("000000011"),
+        visible=rows("111111110"),
+    )
+    expected = torch.tensor([[0.0, 0.0, 1.0, 2.0, 0.75, 0.625, 2.0, 0.5, 0.0]])
+    torch.testing.assert_close(weight, expected)
+
+
+def test_front_rank_counts_visible_masked_positions_only() -> None:
+    """Three visible of four masked, locked in between: factors 1, .75, .5."""
+    weight = acceptance_weights(
+        label=rows("111111"),
+        is_gen=rows("101011"),
+        is_tail=rows("000000"),
+        visible=rows("111110"),
+    )
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.0, 0.75, 0.0, 0.5, 0.0]]))
+
+
+def test_single_masked_position_keeps_full_weight() -> None:
+    weight = acceptance_weights(
+        label=rows("01"), is_gen=rows("01"), is_tail=rows("00"), visible=rows("11")
+    )
+    torch.testing.assert_close(weight, torch.tensor([[0.0, 1.0]]))
+
+
+def test_steep_front_slope_stops_at_zero() -> None:
+    """Slope 2 over three positives: 1, 1 - 2/2 = 0, max(1 - 4/2, 0) = 0."""
+    weight = acceptance_weights(
+        label=rows("111"),
+        is_gen=rows("111"),
+        is_tail=rows("000"),
+        visible=rows("111"),
+        settings=AcceptanceLossSettings(front_slope=2.0),
+    )
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.0, 0.0]]))
+
+
+def test_kept_positions_get_the_keep_weight_and_the_tail_does_not() -> None:
+    weight = acceptance_weights(
+        label=rows("101"),
+        is_gen=rows("111"),
+        is_tail=rows("001"),
+        visible=rows("111"),
+        kept=rows("101"),
+        settings=AcceptanceLossSettings(keep_weight=3.0),
+    )
+    torch.testing.assert_close(weight, torch.tensor([[3.0, 2.0, 1.0]]))
+
+
+def test_tail_counts_like_other_positions_when_not_shared() -> None:
+    weight = acceptance_weights(
+        label=rows("110"),
+        is_gen=rows("111"),
+        is_tail=rows("011"),
+        visible=rows("111"),
+        settings=AcceptanceLossSettings(share_tail_weight=False),
+    )
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.75, 2.0]]))
+
+
+def test_loss_matches_hand_value() -> None:
+    """Logits 1 and 0, tau 1: decisions 0 (label 1) and -1 (label 0), weights 1 and 2.
+
+    BCE: log 2 and log(1 + e^-1); loss = (log 2 + 2 log(1 + e^-1)) / 3 + 0.001 * 1.
+    """
+    terms = acceptance_loss(
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([1.0]),
+        rows("10"),
+        torch.tensor([[1.0, 2.0]]),
+    )
+    bce = (math.log(2) + 2 * math.log(1 + math.exp(-1))) / 3
+    assert terms.total.item() == pytest.approx(bce + 0.001, rel=1e-6)
+    assert terms.parts["bce"].item() == pytest.approx(bce, rel=1e-6)
+    assert terms.parts["tau_penalty"].item() == pytest.approx(0.001, rel=1e-6)
+
+
+def test_raw_logits_add_their_own_cross_entropy() -> None:
+    """The same numbers: raw BCE is (log(1 + e^-1) + 2 log 2) / 3 on top."""
+    terms = acceptance_loss(
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([1.0]),
+        rows("10"),
+        torch.tensor([[1.0, 2.0]]),
+        settings=AcceptanceLossSettings(decision_only=False),
+    )
+    decided = (math.log(2) + 2 * math.log(1 + math.exp(-1))) / 3
+    raw = (math.log(1 + math.exp(-1)) + 2 * math.log(2)) / 3
+    assert terms.total.item() == pytest.approx(decided + raw + 0.001, rel=1e-6)
+
+
+def test_loss_is_normalised_over_the_batch_not_per_row() -> None:
+    """Rows with weight 1 and 3 positions: four equal weights, mean of four cross-entropies."""
+    logits = torch.tensor([[0.5, 0.0, 0.0], [1.0, -1.0, 2.0]])
+    weight = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    label = rows("100", "101")
+    terms = acceptance_loss(logits, torch.zeros(2), label, weight)
+    values = [math.log(1 + math.exp(-x)) for x in (0.5, 1.0, 1.0, 2.0)]
+    assert terms.total.item() == pytest.approx(sum(values) / 4, rel=1e-6)
+
+
+def test_gradient_is_zero_outside_the_loss_set() -> None:
+    logits = torch.randn(1, 6, requires_grad=True)
+    label, is_gen, visible = rows("001010"), rows("001111"), rows("111110")
+    weight = acceptance_weights(label, is_gen, torch.zeros_like(is_gen), visible)
+    acceptance_loss(logits, torch.zeros(1), label, weight).total.backward()
+    assert logits.grad is not None
+    assert (logits.grad[0] != 0).tolist() == [False, False, True, True, True, False]
+
+
+def test_empty_loss_set_gives_zero_with_a_gradient() -> None:
+    logits = torch.randn(2, 3, requires_grad=True)
+    terms = acceptance_loss(
+        logits, torch.zeros(2), torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3)
+    )
+    terms.total.backward()
+    assert terms.total.item() == 0.0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_crop_keeps_prompt_and_the_rounded_share_of_the_response() -> None:
+    """Five response columns: ratio 0.5 rounds 2.5 to 2 (half to even), 0.25 to 1, 1 keeps all."""
+    in_response = rows("0011111").expand(3, -1)
+    masked = in_response
+    visible = prefix_crop(torch.tensor([0.5, 0.25, 1.0]), in_response, masked, masked)
+    assert visible.tolist() == rows("1111000", "1110000", "1111111").tolist()
+
+
+def test_crop_counts_the_response_of_each_row() -> None:
+    """A response of two in a batch with one of four: half of two is one, of four is two."""
+    in_response = rows("01100", "01111")
+    visible = prefix_crop(torch.tensor([0.5, 0.5]), in_response, in_response, in_response)
+    assert (visible & in_response).tolist() == rows("01000", "01100").tolist()
+
+
+@pytest.mark.parametrize("label", ["0001", "1000"])
+def test_crop_is_undone_when_the_prefix_has_no_masked_positive(label: str) -> None:
+    """The prefix of two holds a masked negative (or a positive that is already written)."""
+    visible = prefix_crop(torch.tensor([0.5]), rows("1111"), rows("0111"), rows(label))
+    assert visible.all()

@@ -1,0 +1,84 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.reports import ResultFolder, ResultRow
+
+
+def row(uid: str = "t/test/0", **changes) -> ResultRow:
+    base = ResultRow(
+        uid=uid,
+        task="t",
+        method="m",
+        correct=True,
+        verdict="right",
+        detail="",
+        answer="4",
+        completion="2+2=4\n#### 4",
+        nfe=8,
+        policy_forwards=0,
+        idle_steps=0,
+        stalled_steps=0,
+        num_tokens=12,
+        response_length=32,
+        seconds=0.25,
+        status="complete",
+        seed=7,
+    )
+    return replace(base, **changes)
+
+
+def test_rows_come_back_sorted_by_uid_from_all_ranks(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("t/test/2"), row("t/test/0")], rank=1)
+    folder.append([row("t/test/1", completion="größer\n")], rank=0)
+    assert [r.uid for r in folder.rows("t", "m")] == ["t/test/0", "t/test/1", "t/test/2"]
+    assert folder.rows("t", "m")[1].completion == "größer\n"
+    assert folder.completed("t", "m") == {"t/test/0", "t/test/1", "t/test/2"}
+
+
+@pytest.mark.parametrize("cut", [1, 20, 100])
+def test_a_torn_last_line_counts_as_missing_and_is_replaced(tmp_path: Path, cut: int):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("a"), row("b")])
+    path = tmp_path / "t" / "m" / "part-r00000.jsonl"
+    os.truncate(path, path.stat().st_size - cut)
+    assert folder.completed("t", "m") == {"a"}
+    folder.append([row("b"), row("c")])
+    assert [r.uid for r in folder.rows("t", "m")] == ["a", "b", "c"]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("a"), row("b")])
+    path = tmp_path / "t" / "m" / "part-r00000.jsonl"
+    path.write_text("{broken\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"part-r00000\.jsonl, line 1: expected a JSON object"):
+        folder.completed("t", "m")
+
+
+def test_the_same_sample_twice_is_an_error(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("a")], rank=0)
+    folder.append([row("a")], rank=1)
+    with pytest.raises(ValueError, match="sample a was written twice"):
+        folder.rows("t", "m")
+
+
+def test_other_settings_are_refused_and_the_difference_is_named(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.claim("t", "m", {"decoder": {"policy": {"threshold": 0.9}}, "seed": 0})
+    folder.claim("t", "m", {"decoder": {"policy": {"threshold": 0.9}}, "seed": 0})
+    with pytest.raises(ValueError, match=r"decoder\.policy\.threshold: 0\.9, now 0\.8"):
+        folder.claim("t", "m", {"decoder": {"policy": {"threshold": 0.8}}, "seed": 0})
+    stored = json.loads((tmp_path / "t" / "m" / "settings.json").read_text())
+    assert stored["decoder"]["policy"]["threshold"] == 0.9
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
+def test_names_that_are_no_folder_names_are_refused(tmp_path: Path, name: str):
+    with pytest.raises(ValueError, match="method"):
+        ResultFolder(tmp_path).method_folder("t", name)

@@ -1,0 +1,73 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.reports import (
+    ResultFolder,
+    markdown_tables,
+    plot_front,
+    summarise,
+    summarise_folder,
+    write_summary,
+)
+from lit_dlm.reports.plots import family
+from tests.reports.test_results import row
+
+
+def test_means_and_standard_error_have_hand_computed_values():
+    """3 of 4 right: p = 0.75, se = sqrt(0.75 * 0.25 / 4) = 0.2165; 8 + 8 + 8 + 40 = 64 forwards."""
+    rows = [
+        row("a", nfe=8, num_tokens=10),
+        row("b", nfe=8, num_tokens=6),
+        row("c", nfe=8, num_tokens=0, correct=False, verdict="timeout"),
+        row("d", nfe=40, num_tokens=16, status="step_limit", seconds=1.25),
+    ]
+    found = summarise(rows)
+    assert found.n == 4
+    assert found.accuracy == 0.75
+    assert found.stderr == pytest.approx(math.sqrt(3) / 8)
+    assert found.nfe == 16.0
+    assert found.tokens_per_step == 4 * 32 / 64
+    assert found.useful_tokens_per_step == 32 / 64
+    assert found.seconds == pytest.approx((3 * 0.25 + 1.25) / 4)
+    assert (found.timeouts, found.unfinished) == (0.25, 0.25)
+
+
+def test_folder_summary_follows_the_given_order_and_writes_json(tmp_path: Path):
+    folder = ResultFolder(tmp_path / "results")
+    for method in ("alpha", "beta", "gamma"):
+        folder.claim("t", method, {})
+        folder.append([row(method=method, nfe=len(method))])
+    summaries = summarise_folder(tmp_path / "results", order=["gamma", "alpha"])
+    assert [s.method for s in summaries] == ["gamma", "alpha", "beta"]
+    write_summary(tmp_path / "summary.json", summaries)
+    records = json.loads((tmp_path / "summary.json").read_text())
+    keys = {"task", "method", "accuracy", "stderr", "nfe", "tokens_per_step", "seconds", "n"}
+    assert keys <= records[0].keys()
+    assert records[0]["nfe"] == 5.0
+
+
+def test_markdown_has_a_table_per_task_with_errors():
+    text = markdown_tables([summarise([row()]), summarise([row(task="u", correct=False)])])
+    assert "### t" in text
+    assert "### u" in text
+    assert "| m | 100.0 ± 0.0 % | 8.0 | 4.00 | 250.0 | 1 |" in text
+
+
+def test_methods_of_one_family_share_a_curve():
+    assert family("threshold-0.95") == "threshold"
+    assert family("tracelock_0.9995") == "tracelock"
+    assert family("entropy") == "entropy"
+
+
+def test_plot_is_a_picture_with_one_panel_per_task(tmp_path: Path):
+    summaries = [
+        summarise([row(task=task, method=f"threshold-0.{n}", nfe=n)])
+        for task in ("t", "u")
+        for n in (5, 9)
+    ]
+    plot_front(summaries, tmp_path / "front.png")
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["front.png"]

@@ -1,0 +1,90 @@
+"""Facts about the tree itself: import costs, names, forbidden calls."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [
+    path
+    for folder in ("lit_dlm", "datamodules", "callbacks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+] + [ROOT / "cli.py"]
+
+
+@pytest.mark.parametrize(
+    "package", ["ops", "losses", "backbones", "heads", "decoding", "trajectories"]
+)
+def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
+    code = (
+        f"import sys, lit_dlm.{package}; "
+        "print([m for m in ('lightning', 'jsonargparse', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_generic_package_names_resolve_inside_this_repository():
+    code = "import cli, callbacks, datamodules; print(cli.__file__, callbacks.__file__, datamodules.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for file in done.stdout.split()[-3:]:
+        assert Path(file).resolve().is_relative_to(ROOT)
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    empty = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
+    assert not [path for path in SOURCES if path.name in empty]
+
+
+def test_files_stay_readable():
+    long = {path: len(path.read_text().splitlines()) for path in SOURCES}
+    assert not {str(path): lines for path, lines in long.items() if lines > 500}
+
+
+def test_command_line_holds_no_logic():
+    assert len((ROOT / "cli.py").read_text().splitlines()) <= 140
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"\bpickle\b", "pickles run code when they are loaded"),
+        (r"trust_remote_code\s*=\s*True", "remote code"),
+        (r"weights_only\s*=\s*False", "pickled checkpoints"),
+        (r"shell\s*=\s*True", "shell commands"),
+        (r"except Exception", "hides faults"),
+        (r"\bTODO\b|\bFIXME\b", "unfinished"),
+    ],
+)
+def test_forbidden_calls_do_not_occur(pattern: str, why: str):
+    found = []
+    for path in SOURCES:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            code = line.split("#")[0]
+            if re.search(pattern, code) and not _is_prose(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, why
+
+
+def _is_prose(line: str) -> bool:
+    """Words in documentation are not calls: no bracket, dot or import on the line."""
+    return not re.search(r"pickle\.|import|[(=]|except", line)
+
+
+def test_only_the_backbones_know_model_families():
+    pattern = re.compile(r"family\s*(==|in|!=)|==\s*[\"'](dream|llada|sdar|mmada|trado)[\"']")
+    found = [
+        f"{path.relative_to(ROOT)}"
+        for path in SOURCES
+        if "backbones" not in path.parts and pattern.search(path.read_text())
+    ]
+    assert not found
