@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Read by webdataset when it is imported: refuse pickles and shell commands in shards.
 os.environ.setdefault("WDS_SECURE", "1")
@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 # Imported so that configurations may use short class names.
-import callbacks  # noqa: F401
+import callbacks
 import datamodules  # noqa: F401
 import lit_dlm.backbones.hf
 import lit_dlm.decoding.policies.tracelock
@@ -44,6 +44,7 @@ class RunConfigCallback(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
+        assert trainer.state.fn is not None
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
@@ -58,6 +59,12 @@ class CLI(LightningCLI):
         parser.add_argument(
             "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
         )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds the progress bar unless it is switched off."""
+        if self.config_init[self.subcommand].trainer.enable_progress_bar is not False:
+            self.trainer_defaults["callbacks"] = callbacks.ProgressBar()
+        return super().instantiate_trainer(**kwargs)
 
     def before_predict(self) -> None:
         """Predictions go to disk batch by batch; none is kept in memory."""
@@ -103,7 +110,7 @@ def main(args: list[str] | None = None) -> None:
     except (ValueError, OSError, PermissionError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {error}\n")
+        sys.stderr.write(f"lit-dlm: error: {explain(str(error))}\n")
         raise SystemExit(1) from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,18 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from rich.console import Console
 
+from callbacks.grading_queue import GradingQueue
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports import ResultFolder, ResultRow, summarise_folder
 from lit_dlm.reports.command import write_report
-from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tasks import Task
 
 logger = logging.getLogger(__name__)
 
 
 class ResultWriter(BasePredictionWriter):
     """Writes one JSON line per sample, and at the end a summary, a table and a plot.
-
-    Grading runs in threads (each grades in its own child process where code is executed), so it
-    overlaps with decoding. A completion that several methods share is graded once.
 
     Args:
         run_dir: folder of the run; results go to ``{run_dir}/results``.
@@ -43,9 +40,7 @@ class ResultWriter(BasePredictionWriter):
         self.results = ResultFolder(self.run_dir / "results")
         self.num_workers = num_workers
         self.order = order
-        self._pool: ThreadPoolExecutor | None = None
-        self._verdicts: dict[tuple[str, str], Future[Verdict]] = {}
-        self._pending: list[tuple[DecodedBatch, list[Future[Verdict]]]] = []
+        self._queue: GradingQueue | None = None
         self._rank = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -61,22 +56,12 @@ class ResultWriter(BasePredictionWriter):
         if trainer.is_global_zero:
             for task in tasks:
                 for method in methods:
-                    if method in pl_module.decoders:
-                        settings = self._settings(pl_module, datamodule, task, method)
-                        self.results.claim(task.name, method, settings)
-        self._pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="grading")
-
-    @staticmethod
-    def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) -> dict[str, Any]:
-        describe = getattr(module.backbone, "describe", None)
-        return {
-            "backbone": describe() if describe else type(module.backbone).__name__,
-            "decoder": module.decoders[method].describe(),
-            "response_length": datamodule.response_length,
-            "seed": module.seed,
-            "split": task.split,
-            "tokenizer": module.tokenizer_path,
-        }
+                    settings = _settings(pl_module, datamodule, task, method)
+                    self.results.claim(task.name, method, settings)
+            logger.info("Results go to %s", self.results.folder)
+        self._queue = GradingQueue(
+            {task.name: task for task in tasks}, num_workers=self.num_workers
+        )
 
     def write_on_batch_end(
         self,
@@ -89,66 +74,61 @@ class ResultWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Hands a batch to the graders and writes every batch whose grades are complete."""
-        assert self._pool is not None
-        assert isinstance(prediction, DecodedBatch)
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        futures = [
-            self._grade(datamodule.task(example.task), example, completion)
-            for example, completion in zip(prediction.examples, prediction.completions, strict=True)
-        ]
-        prediction.trajectories = []
-        self._pending.append((prediction, futures))
-        while self._pending and all(future.done() for future in self._pending[0][1]):
-            self._write_first()
+        assert self._queue is not None
+        self._queue.submit(prediction)
+        self._write_finished()
 
-    def _grade(self, task: Task, example: PromptExample, completion: str) -> Future[Verdict]:
-        assert self._pool is not None
-        key = (example.uid, completion)
-        if key not in self._verdicts:
-            self._verdicts[key] = self._pool.submit(task.grade, example, completion)
-        return self._verdicts[key]
+    def _write_finished(self, *, wait: bool = False) -> None:
+        assert self._queue is not None
+        for decoded, verdicts in self._queue.finished(wait=wait):
+            rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
+            self.results.append(rows, rank=self._rank)
 
-    def _write_first(self) -> None:
-        decoded, futures = self._pending[0]
-        verdicts = [future.result() for future in futures]
-        self.results.append(
-            [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)],
-            rank=self._rank,
-        )
-        self._pending.pop(0)
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Waits for the last grades, then rank 0 writes the summary, the tables and the plot.
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the last grades, then rank 0 writes the summary, the tables and the plot."""
-        while self._pending:
-            self._write_first()
+        Not in ``on_predict_end``: Lightning skips that where a process has no work left, and all
+        processes must meet here.
+        """
+        if self._queue is None:
+            return
+        self._write_finished(wait=True)
+        self._close()
         trainer.strategy.barrier("results")
         if trainer.is_global_zero:
             assert isinstance(pl_module, DecodeModule)
-            self.report(self.order or list(pl_module.decoders))
+            summaries = summarise_folder(
+                self.results.folder, self.order or list(pl_module.decoders)
+            )
+            write_report(summaries, self.run_dir, Console())
 
-    def report(self, order: Sequence[str] = ()) -> None:
-        """Writes ``summary.json``, ``summary.md`` and ``front.png`` and prints the tables."""
-        summaries = summarise_folder(self.results.folder, order)
-        if not summaries:
-            logger.warning("%s: no results to report", self.results.folder)
-            return
-        write_report(summaries, self.run_dir, Console())
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stops the grading threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+    def _close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Keeps what is already graded when the run breaks off."""
-        while self._pending and all(
-            future.done() and future.exception() is None for future in self._pending[0][1]
-        ):
-            self._write_first()
-        self.teardown(trainer, pl_module, "predict")
+        if self._queue is not None:
+            try:
+                self._write_finished()
+            finally:
+                self._close()
+
+
+def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) -> dict[str, Any]:
+    """Everything that decides the results of a method on a task."""
+    describe = getattr(module.backbone, "describe", None)
+    return {
+        "backbone": describe() if describe else type(module.backbone).__name__,
+        "decoder": module.decoders[method].describe(),
+        "response_length": datamodule.response_length,
+        "seed": module.seed,
+        "split": task.split,
+        "tokenizer": module.tokenizer_path,
+    }
 
 
 def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
-from lit_dlm.trajectories.shard_files import completed_uids
+from lit_dlm.trajectories.shards import completed_uids, recover
 
 
 class PromptDataModule(LightningDataModule):
@@ -88,7 +88,14 @@ class PromptDataModule(LightningDataModule):
                 f"got {', '.join(methods) or 'none'}"
             )
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        done = completed_uids(Path(self.trajectories_dir)) if self.trajectories_dir else set()
+        done: set[str] = set()
+        if self.trajectories_dir:
+            folder = Path(self.trajectories_dir)
+            if self.trainer.is_global_zero:
+                # What a killed run left half-written counts as done too.
+                recover(folder)
+            self.trainer.strategy.barrier("recovered")
+            done = completed_uids(folder)
         results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
         self._work = []
         for task in self.tasks:
@@ -111,9 +118,8 @@ class PromptDataModule(LightningDataModule):
         return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
 
     def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
-        """One loader per task and method that has work left (an empty one when there is none)."""
-        work = self._work or [("", [])]
-        return [self._loader(method, examples) for method, examples in work]
+        """One loader per task and method that has work left; none when all is done."""
+        return [self._loader(method, examples) for method, examples in self._work]
 
     def transfer_batch_to_device(
         self, batch: PromptBatch, device: torch.device, dataloader_idx: int

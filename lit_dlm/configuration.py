@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import sys
 from collections.abc import Iterable
 from pydoc import locate
 
@@ -15,13 +16,18 @@ _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^'
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-_TYPE = re.compile(r"<class '([\w.]+)'>")
+_UNION_START = "Does not validate against any of the Union subtypes"
+_UNION = re.compile(
+    _UNION_START + r"\s+Subtypes:.*?\n\s*Errors:\n(?P<items>.*?)\n\s*Given value type:[^\n]*"
+    r"(\n\s*Given value:[^\n]*)?",
+    re.DOTALL,
+)
 _MOST_LISTED = 20
 _KEY = re.compile(r'Parser key "([^"]+)"')
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'threshold'?``, or a short list of all names when none is near.
+    """A hint such as ``; did you mean 'threshold'?``, else a list of all names if it is short.
 
     Args:
         name: what was given.
@@ -37,27 +43,30 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
 
 
-def explain(message: str, parser: ArgumentParser) -> str:
+def explain(message: str, parser: ArgumentParser | None = None) -> str:
     """Condenses an error of the argument parser.
 
     Args:
         message: the parser's own report, possibly nested over many lines.
-        parser: the parser, for its known keys.
+        parser: the parser, for its known keys; ``None`` when a class was being built.
 
     Returns:
-        The place, the fault and a suggestion; the report itself when it has none of the known forms.
+        The place, the fault and a suggestion on one line.
     """
     place = ".".join(_KEY.findall(message))
+    message = _innermost(message)
     at = f"{place}: " if place else ""
     if found := _UNKNOWN_OPTION.search(message):
-        classes = _CLASS.findall(message[: found.start()])
-        owner = classes[-1] if classes else ""
-        hint = nearest(found[1], _parameters(owner))
-        return f"{at}{owner.rsplit('.', 1)[-1]} has no option '{found[1]}'{hint}"
+        owners = [target for name in _CLASS.findall(message) if callable(target := locate(name))]
+        known = _parameters(owners[-1:] or _own_classes())
+        owner = (
+            f"{_CLASS.findall(message)[-1].rsplit('.', 1)[-1]} has no option"
+            if owners
+            else "unknown option"
+        )
+        return f"{at}{owner} '{found[1]}'{nearest(found[1], known)}"
     if found := _UNKNOWN_CLASS.search(message):
-        # The innermost list of accepted types before the fault is the one that was not met.
-        bases = _TYPE.findall(message[: found.start()].rsplit("Subtypes:", 1)[-1])
-        names = [name for base in bases for name in _subclasses(base)]
+        names = [one.__name__ for one in _own_classes()]
         return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
     if found := _UNKNOWN_KEY.search(message):
         key = f"{found[1]}.{found[2]}" if found[1] else found[2]
@@ -65,29 +74,42 @@ def explain(message: str, parser: ArgumentParser) -> str:
     if found := _UNKNOWN_FLAG.search(message):
         flag = found[1].split("=")[0]
         return f"unknown option '{flag}'{nearest(flag, (f'--{k}' for k in _keys(parser)))}"
+    told = " ".join(_KEY.sub("", message).replace(":\n", " ").split())
+    return f"{at}{told.removeprefix(': ')}"
+
+
+def _innermost(message: str) -> str:
+    """Replaces every "no member of the union fits" by the first fault that is not about None."""
+    while (start := message.rfind(_UNION_START)) >= 0:
+        found = _UNION.match(message, start)
+        if found is None:
+            break
+        items = re.split(r"\n\s*- ", "\n" + found["items"].strip("\n"))[1:]
+        faults = [item for item in items if "NoneType" not in item.split("\n")[0]]
+        message = message[:start] + (faults or items)[0] + message[found.end() :]
     return message
 
 
-def _parameters(class_path: str) -> list[str]:
-    target = locate(class_path)
-    if not callable(target):
+def _own_classes() -> list[type]:
+    """Public classes of this project that are loaded."""
+    found: dict[str, type] = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("lit_dlm", "datamodules", "callbacks"):
+            own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
+            own = {k: v for k, v in own.items() if not issubclass(v, BaseException)}
+            found.update((k, v) for k, v in own.items() if v.__module__ == name)
+    return list(found.values())
+
+
+def _parameters(owners: Iterable[object]) -> list[str]:
+    names: set[str] = set()
+    for owner in owners:
+        if callable(owner):
+            names.update(inspect.signature(owner).parameters)
+    return sorted(names - {"self", "args", "kwargs"})
+
+
+def _keys(parser: ArgumentParser | None) -> list[str]:
+    if parser is None:
         return []
-    return [name for name in inspect.signature(target).parameters if name != "self"]
-
-
-def _subclasses(class_path: str) -> list[str]:
-    """Names of all public subclasses of a class of ours or of Lightning's."""
-    root = locate(class_path)
-    if not isinstance(root, type) or root.__module__ == "builtins":
-        return []
-    found: list[str] = []
-    pending = [root]
-    while pending:
-        children = pending.pop().__subclasses__()
-        pending.extend(children)
-        found.extend(child.__name__ for child in children if not child.__name__.startswith("_"))
-    return found
-
-
-def _keys(parser: ArgumentParser) -> list[str]:
     return [action.dest for action in parser._actions if action.dest]

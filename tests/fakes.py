@@ -62,7 +62,10 @@ class TableBackbone:
         hidden = None
         if hidden_layers:
             hidden = torch.stack(
-                [ids.float()[..., None].expand(-1, -1, 4) * (layer + 10) for layer in hidden_layers],
+                [
+                    ids.float()[..., None].expand(-1, -1, 4) * (layer + 10)
+                    for layer in hidden_layers
+                ],
                 dim=2,
             )
         return Denoised(logits=logits, columns=columns, hidden=hidden)

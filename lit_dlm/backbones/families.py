@@ -10,7 +10,6 @@ SDAR's).
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 from lit_dlm.backbones.architecture import Architecture, Decoder
 from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.backbones.location import read_json_object
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: expected a model folder with config.json")
-    return _json_object(path)
+    return read_json_object(path)
 
 
 def read_added_tokens(folder: Path) -> dict[str, int]:
@@ -228,26 +228,16 @@ def read_added_tokens(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        for token_id, entry in _json_object(path).get("added_tokens_decoder", {}).items():
+        for token_id, entry in read_json_object(path).get("added_tokens_decoder", {}).items():
             found[entry["content"]] = int(token_id)
     path = folder / "added_tokens.json"
     if path.is_file():
-        found |= _json_object(path)
+        found |= read_json_object(path)
     path = folder / "tokenizer.json"
     if path.is_file():
-        for entry in _json_object(path).get("added_tokens", []):
+        for entry in read_json_object(path).get("added_tokens", []):
             found[entry["content"]] = int(entry["id"])
     return found
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _family_name(model_type: Any, *, source: str, wanted: str | None) -> str:

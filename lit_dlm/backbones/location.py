@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -60,3 +62,18 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
             f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {error}"
         ) from error
     return Path(found)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads one of a model's description files.
+
+    Raises:
+        ValueError: the file, by name, holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from lit_dlm.backbones.location import read_json_object
 
 _SHOWN = 5
 
@@ -30,7 +31,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: expected an object weight_map")
+        names = sorted(set(weight_map.values()))
         files = [folder / name for name in names]
         absent = [path.name for path in files if not path.is_file()]
         if absent:
@@ -105,6 +109,7 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
     partial = path.with_name(path.name + ".partial")
     save_file(plain, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors makes files that only their owner may read
     os.replace(partial, path)
 
 

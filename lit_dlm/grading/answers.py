@@ -76,7 +76,7 @@ def parse_number(text: str) -> Fraction | None:
 
 def _without_currency(text: str) -> str:
     """Removes currency signs, and LaTeX's and typographic spellings of minus and comma."""
-    return re.sub(r"[$€£]|\\\$", "", text.replace("−", "-").replace("{,}", ","))
+    return re.sub(r"[$€£]|\\\$", "", text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
 
 
 def _find_numbers(text: str) -> list[Fraction]:

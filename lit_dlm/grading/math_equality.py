@@ -101,10 +101,10 @@ class MathEquality:
         atexit.register(self.close)
 
     def equal(self, gold: str, answer: str) -> bool | None:
-        """Whether two LaTeX expressions are equal.
+        r"""Whether two LaTeX expressions are equal.
 
         Args:
-            gold: The true answer, the content of a ``\\boxed{}``.
+            gold: The true answer, the content of a ``\boxed{}``.
             answer: The answer to judge, likewise.
 
         Returns:

@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -198,7 +198,7 @@ def run_python_calls(
         SandboxError: If the sandbox cannot be set up on this machine.
     """
     require_permission(allow_code_execution)
-    seconds = [call_seconds] * len(calls) if isinstance(call_seconds, float) else call_seconds
+    seconds = [call_seconds] * len(calls) if isinstance(call_seconds, int | float) else call_seconds
     if len(seconds) != len(calls):
         raise ValueError(f"call_seconds must have one number for each of {len(calls)} calls")
     early = _refuse_early(code)
@@ -253,11 +253,15 @@ def run_python_program(
     )
 
 
-def read_reply(reply: bytes) -> tuple[bool, Any]:
+def read_reply(
+    reply: bytes, *, from_handle: Callable[[int], Any] | None = None
+) -> tuple[bool, Any]:
     """Opens one reply of :func:`run_python_calls`.
 
     Args:
         reply: As stored in ``CallReplies.replies``.
+        from_handle: Makes what stands for a value that cannot leave the sandbox; without it such
+            a value counts as an error.
 
     Returns:
         ``(True, value)``, made of builtin types, or ``(False, "Type: message")`` for an exception
@@ -267,7 +271,7 @@ def read_reply(reply: bytes) -> tuple[bool, Any]:
         message = wire.parse(reply)
         if "error" in message:
             return False, ": ".join(str(part) for part in message["error"])
-        return True, wire.decode(message["value"])
+        return True, wire.decode(message["value"], from_handle=from_handle)
     except wire.WireError as error:
         return False, str(error)
 
@@ -296,9 +300,10 @@ def isolation_level() -> IsolationLevel:
     Raises:
         SandboxError: If not even a limited process can be started.
     """
-    for level in ("namespaces", "process"):
+    levels: tuple[IsolationLevel, ...] = ("namespaces", "process")
+    for level in levels:
         try:
-            _probe(cast(IsolationLevel, level), user=None)
+            _probe(level, user=None)
         except SandboxError as error:
             logger.debug("isolation level %s is not available: %s", level, error)
             continue
@@ -309,7 +314,7 @@ def isolation_level() -> IsolationLevel:
             )
         else:
             logger.info("model-written code runs in its own namespaces")
-        return cast(IsolationLevel, level)
+        return level
     raise SandboxError("no sandboxed Python process can be started on this machine")
 
 

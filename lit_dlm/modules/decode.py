@@ -159,6 +159,6 @@ class DecodeModule(LightningModule):
             length = int(ends[0, 0]) if len(ends) else len(row)
             kept: Tensor = row[:length]
             kept = kept[kept != self.backbone.spec.mask_id]
-            texts.append(self.tokenizer.decode(kept, skip_special_tokens=True))
+            texts.append(str(self.tokenizer.decode(kept, skip_special_tokens=True)))
             lengths.append(length)
         return texts, lengths

@@ -7,7 +7,7 @@ ended with. It comes from a step of the trace, or from masking a finished trace 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -55,6 +55,15 @@ class StateBatch:
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None
     """``(B, R)`` int64 stored proposals."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StateBatch:
+        """The same batch on a device."""
+        tensors = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def trace_state(trace: Trajectory, step: int) -> StateExample:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding import Decoder
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -32,6 +32,7 @@ from lit_dlm.losses.acceptance import (
     prefix_crop,
 )
 from lit_dlm.metrics.acceptance import RolloutProxy
+from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.ops.scores import confidence, entropy, margin
 
@@ -61,14 +62,16 @@ class ObservedStates:
     """``(B, R)`` bool: everything but padding."""
 
 
-class TraceLockModule(LightningModule):
+class TraceLockModule(DecodeModule):
     """Trains the acceptance network and exports it as a folder that decoding loads."""
 
     def __init__(
         self,
+        backbone: Backbone,
         *,
-        projector: str | Path | Projector,
-        backbone: Backbone | None = None,
+        tokenizer: str,
+        projector: str | Projector,
+        decoders: dict[str, Decoder] | None = None,
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         loss: AcceptanceLossSettings | None = None,
@@ -80,14 +83,15 @@ class TraceLockModule(LightningModule):
         ),
         lr_scheduler: LRSchedulerCallable | None = None,
         seed: int = 0,
-        export_dir: str | Path | None = None,
+        export_dir: str | None = None,
     ) -> None:
         """Sets up training.
 
         Args:
+            backbone: the frozen denoiser; it runs only where features are recomputed.
+            tokenizer: folder, embedded name or hub id of the tokenizer (for ``predict``).
             projector: folder of the projector that made (or will make) the features.
-            backbone: the frozen denoiser; needed to recompute features, and to know its special
-                tokens.
+            decoders: decoding methods by name (for ``predict``).
             head: architecture of the network.
             settings: what the network is shown; must match stored features.
             loss: weights of the loss.
@@ -99,30 +103,22 @@ class TraceLockModule(LightningModule):
             optimizer: constructor of the optimiser.
             lr_scheduler: constructor of a schedule, stepped every optimiser step. A plateau
                 schedule watches ``val/loss`` and is stepped at every validation.
-            seed: seed of crops and dropout.
+            seed: seed of crops and dropout, and of decoded samples.
             export_dir: where the policy folder is written at the end; ``policy`` inside the
                 trainer's root directory by default.
         """
-        super().__init__()
-        self.save_hyperparameters(ignore=["backbone", "projector"])
+        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
         if not 0.0 < min_crop_ratio <= 1.0:
             raise ValueError(f"min_crop_ratio: expected a number in (0, 1], got {min_crop_ratio}")
         if tail_ids is None:
-            if backbone is None:
-                raise ValueError(
-                    "tail_ids: expected token ids where there is no backbone"
-                )
             tail_ids = (backbone.spec.pad_id, backbone.spec.eos_ids[0])
         if not isinstance(projector, Projector):
             projector = Projector.load(projector)
-        # Checkpoints hold what is trained; the backbone is an input of the run.
-        self.strict_loading = False
-        self.backbone = backbone
         self.scorer = AcceptanceScorer(
             projector,
             head=head,
             settings=settings,
-            backbone=backbone_facts(backbone) if backbone is not None else None,
+            backbone=backbone_facts(backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
         self.register_buffer(
@@ -131,7 +127,6 @@ class TraceLockModule(LightningModule):
         self.min_crop_ratio = min_crop_ratio
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
         self.auroc = BinaryAUROC()
         self.average_precision = BinaryAveragePrecision()
@@ -166,10 +161,6 @@ class TraceLockModule(LightningModule):
 
     @torch.no_grad()
     def _recompute(self, batch: StateBatch) -> tuple[Tensor, Tensor]:
-        if self.backbone is None:
-            raise ValueError(
-                "backbone: needed because the shards hold no features (or give a feature folder)"
-            )
         settings = self.scorer.settings
         L = batch.ids.shape[1]
         first = batch.start if settings.layout == "generation" else 0
@@ -197,6 +188,11 @@ class TraceLockModule(LightningModule):
         return features, rows(proposals)
 
     # -- training --------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Keeps the frozen backbone in evaluation mode."""
+        if isinstance(self.backbone, torch.nn.Module):
+            self.backbone.eval()
 
     def on_train_batch_start(self, batch: StateBatch, batch_idx: int) -> None:
         """Seeds crops and dropout from the step alone, so that a resumed run repeats them."""

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Literal
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample, Task
@@ -107,32 +108,78 @@ def _random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step] | No
     return steps
 
 
+def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int]] | None:
+    """Follows the sign of every given number through sums and differences.
+
+    Returns:
+        Pairs of number and sign in the given order, or ``None`` when another operation occurs.
+    """
+    if any(sign in "*/" for _, sign, _, _ in steps):
+        return None
+    pool: list[tuple[int, list[tuple[int, int]]]] = [
+        (number, [(index, 1)]) for index, number in enumerate(numbers)
+    ]
+    for a, sign, b, result in steps:
+        left = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == a))
+        right = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == b))
+        factor = 1 if sign == "+" else -1
+        pool.append((result, left[1] + [(index, s * factor) for index, s in right[1]]))
+    return [(numbers[index], sign) for index, sign in sorted(pool[0][1])]
+
+
 def _sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
     """Rewrites a chain of sums and differences as all sums, then all differences.
 
     Returns:
         The chain, or ``None`` when another operation occurs.
     """
-    if any(sign in "*/" for _, sign, _, _ in steps):
+    signs = _signs(numbers, steps)
+    if signs is None:
         return None
-    # Follow the sign of every given number through the steps.
-    signed: list[tuple[int, list[tuple[int, int]]]] = [(n, [(n, 1)]) for n in numbers]
-    for a, sign, b, result in steps:
-        left = signed.pop(next(i for i, (value, _) in enumerate(signed) if value == a))
-        right = signed.pop(next(i for i, (value, _) in enumerate(signed) if value == b))
-        factor = 1 if sign == "+" else -1
-        signed.append((result, left[1] + [(n, s * factor) for n, s in right[1]]))
-    parts = signed[0][1]
-    added = [n for n, s in parts if s > 0]
-    taken = [n for n, s in parts if s < 0]
+    first, *added = [n for n, sign in signs if sign > 0]
     chain: list[Step] = []
-    total = added[0]
-    for sign, group in (("+", added[1:]), ("-", taken)):
-        for n in group:
-            result = total + n if sign == "+" else total - n
-            chain.append((total, sign, n, result))
-            total = result
+    total = first
+    for n in added:
+        chain.append((total, "+", n, total + n))
+        total += n
+    for n in (n for n, sign in signs if sign < 0):
+        chain.append((total, "-", n, total - n))
+        total -= n
     return chain
+
+
+def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
+    """Writes steps as one expression, followed by its value: ``79-44+15=50``.
+
+    Sums and differences alone keep the given order of the numbers, after the first added one: then
+    only the signs are to be found. Otherwise the tree of the steps is written with the parentheses
+    it needs.
+
+    Args:
+        numbers: the given numbers.
+        steps: steps that use them.
+
+    Returns:
+        The completion.
+    """
+    target = steps[-1][3]
+    signs = _signs(numbers, steps)
+    if signs is not None:
+        first = next(i for i, (_, sign) in enumerate(signs) if sign > 0)
+        ordered = [signs[first], *signs[:first], *signs[first + 1 :]]
+        text = "".join(f"{'+' if sign > 0 else '-'}{n}" for n, sign in ordered)
+        return f"{text[1:]}={target}"
+    # Value, text and loosest operation of every part that is not used yet.
+    parts = [(n, str(n), "") for n in numbers]
+    for a, sign, b, result in steps:
+        left = parts.pop(next(i for i, part in enumerate(parts) if part[0] == a))
+        right = parts.pop(next(i for i, part in enumerate(parts) if part[0] == b))
+        loose_left = sign in "*/" and left[2] in ("+", "-")
+        loose_right = right[2] != "" and (sign != "+") and (sign != "-" or right[2] in "+-")
+        first_text = f"({left[1]})" if loose_left else left[1]
+        second_text = f"({right[1]})" if loose_right else right[1]
+        parts.append((result, f"{first_text}{sign}{second_text}", sign))
+    return f"{parts[0][1]}={target}"
 
 
 def write_steps(steps: Sequence[Step]) -> str:
@@ -312,6 +359,7 @@ class Countdown(Task):
         num_examples: int = 500,
         counts: Sequence[int] = (3, 4),
         seed: int = 0,
+        style: Literal["steps", "expression"] = "steps",
         exclude_paths: Sequence[str] = (),
         instruction: str = "",
     ) -> None:
@@ -324,6 +372,8 @@ class Countdown(Task):
             num_examples: how many problems to generate without a file.
             counts: how many numbers a generated problem has, each with equal chance.
             seed: seed of the generated list.
+            style: how training solutions are written. An ``expression`` is easier for a very small
+                model, which need not compute the values in between.
             exclude_paths: further files whose problems training must never see.
             instruction: text before the numbers, for a model that does not know the task.
 
@@ -341,6 +391,7 @@ class Countdown(Task):
         self.num_examples = num_examples
         self.counts = tuple(counts)
         self.seed = seed
+        self.style = style
         self.instruction = instruction
         self._excluded = shipped_digests("countdown") | {
             short_digest(canonical(numbers, target))
@@ -393,10 +444,12 @@ class Countdown(Task):
         )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training problem and a solution with sums in random operand order."""
+        """Draws a training problem and a solution; steps come in random operand order."""
         problem = draw_of_split(self._draw, rng, split="train", excluded=self.is_excluded)
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
+        if self.style == "expression":
+            return problem.text, write_expression(problem.reference["numbers"], steps)
         return problem.text, write_steps([_swapped(step, rng) for step in steps])
 
     def draw_drill(self, rng: random.Random) -> str:

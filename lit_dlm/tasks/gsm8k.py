@@ -1,7 +1,7 @@
-"""GSM8K: grade-school word problems with one number as answer (arXiv 2110.14168).
+r"""GSM8K: grade-school word problems with one number as answer (arXiv 2110.14168).
 
 Graded by exact equality of the final number: the one after the last ``####``, else in the last
-``\\boxed{}``, else the last of the text. No judge, all 1,319 test questions.
+``\boxed{}``, else the last of the text. No judge, all 1,319 test questions.
 """
 
 from __future__ import annotations

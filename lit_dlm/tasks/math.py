@@ -1,12 +1,13 @@
-"""MATH: competition problems with an expression as answer (arXiv 2103.03874); MATH-500 by default.
+r"""MATH: competition problems with an expression as answer (arXiv 2103.03874).
 
-Graded by math-verify on the content of the last ``\\boxed{}``.
+The default is MATH-500. Graded by math-verify on the content of the last ``\boxed{}``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_math, grade_math, last_boxed
@@ -61,7 +62,9 @@ class MATH:
         return (last_boxed(solution) or "").strip()
 
     def _example(self, row: Row) -> PromptExample:
-        kept = {key: row.fields[key] for key in ("subject", "level") if key in row.fields}
+        kept: dict[str, Any] = {
+            key: row.fields[key] for key in ("subject", "level") if key in row.fields
+        }
         return PromptExample(
             uid=f"{self.name}/{self.split}/{row.index:05d}",
             task=self.name,

@@ -41,7 +41,8 @@ def draw_function(rng: random.Random) -> Problem:
 def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
     """Draws a fold: what to collect, of which values, over which elements."""
     test = rng.choice(("even", "odd", "positive", "negative", "above", "below", "divisible"))
-    bound = {"above": rng.randint(0, 9), "below": rng.randint(0, 9), "divisible": rng.randint(3, 9)}
+    # Bounds that would say "positive", "negative" or "even" in other words are left out.
+    bound = {"above": rng.randint(1, 9), "below": rng.randint(1, 9), "divisible": rng.randint(3, 9)}
     # Counting ignores the value, so it has few distinct problems and gets a smaller share.
     fold = rng.choice(("sum",) * 4 + ("list",) * 4 + ("count",))
     value, amount = "value", 0

@@ -148,9 +148,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
                     yield Row(index=index, origin=origin, fields=_parse_object(line, origin))
                     index += 1
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: damaged or cut off after line {line_number} ({error})"
-        ) from None
+        raise ValueError(f"{path}: damaged or cut off after line {line_number} ({error})") from None
 
 
 def _parse_object(line: bytes, origin: str) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def recover(folder: str | Path) -> list[Recovered]:
     for path in sorted(folder.iterdir()):
         parsed = ShardName.parse(path)
         if parsed is None or path in OPEN_FILES:
+            if ".json.tmp-" in path.name and not _process_lives(path):
+                path.unlink(missing_ok=True)  # a side file or manifest that was being written
             continue
         name, is_unfinished = parsed
         if not is_unfinished and side_path(path).exists():
@@ -152,15 +154,20 @@ class _Salvage:
 
 def _is_orphan(path: Path, was_free: bool | None) -> bool:
     """Whether the process that wrote a file is dead; without locks, by the id in its name."""
-    if was_free is not None or ".tmp-" not in path.name:
-        return bool(was_free) or was_free is None
+    if was_free is None:
+        return ".tmp-" not in path.name or not _process_lives(path)
+    return was_free
+
+
+def _process_lives(path: Path) -> bool:
+    """Whether this machine runs the process whose id ends the name ``{file}.tmp-{pid}``."""
     try:
         os.kill(int(path.name.rpartition("-")[2]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
+    except (ProcessLookupError, ValueError):
         return False
-    return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _recover_file(

@@ -214,6 +214,12 @@ class TrajectoryShardReader:
         """Records of one shard; everything its side file promises, or an error."""
         side = self._sides[path]
         left = {entry.key: index for index, entry in enumerate(side.blocks)}
+        size = path.stat().st_size
+        if size != side.bytes:
+            cut = ShardError(f"{path}: expected {side.bytes} bytes, got {size}")
+            if self.on_error == "raise":
+                raise cut
+            logger.warning("%s", cut)
         try:
             with path.open("rb") as stream:
                 for sample in self._samples(path, stream):

@@ -54,7 +54,7 @@ def main() -> NoReturn:
             result = {"status": "right", "detail": "", "stdout": text}
     except WorkerLostError as lost:
         result = {"status": lost.status, "detail": lost.detail}
-    except Exception as error:  # noqa: BLE001 - the candidate's error while loading, any class
+    except Exception as error:  # the candidate's error while loading, any class
         status, detail = remote.failure or ("runtime_error", f"{type(error).__name__}: {error}")
         result = {"status": status, "detail": detail}
     os.close(life_fd)
@@ -193,7 +193,7 @@ def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
         if remote.failure is None:
             return {"status": "wrong", "detail": _failing_line(error, source)}
         status, detail = remote.failure
-    except Exception as error:  # noqa: BLE001 - tests may raise anything on a strange value
+    except Exception as error:  # tests may raise anything on a strange value
         status, detail = remote.failure or ("wrong", f"{type(error).__name__}: {error}"[:500])
     else:
         return None

@@ -270,9 +270,7 @@ def drop_privileges(user: int | None, limits: dict[str, Any]) -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.install(
-        allow_processes=limits["processes"] > 1, allow_files=limits["file_bytes"] > 0
-    )
+    seccomp.install(allow_processes=limits["processes"] > 1, allow_files=limits["file_bytes"] > 0)
 
 
 def run_as_process_one(main: Callable[[], NoReturn], *, keep_open: int) -> NoReturn:

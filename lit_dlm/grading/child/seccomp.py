@@ -158,14 +158,11 @@ def build_program(machine: str, *, allow_processes: bool, allow_files: bool) -> 
         (_LOAD_WORD, "", "", 0),
         (_JUMP_AT_LEAST, "refuse", "", _X32_BIT),
     ]
-    for numbers in refused.values():
-        if (number := numbers[column]) is not None:
-            code.append((_JUMP_EQUAL, "refuse", "", number))
-    for numbers in absent:
-        if (number := numbers[column]) is not None:
-            code.append((_JUMP_EQUAL, "absent", "", number))
-    for numbers, argument, bits, refused_if_set in by_flags:
-        if (number := numbers[column]) is not None:
+    for label, calls in (("refuse", refused.values()), ("absent", absent)):
+        numbers = (call[column] for call in calls)
+        code += [(_JUMP_EQUAL, label, "", number) for number in numbers if number is not None]
+    for call, argument, bits, refused_if_set in by_flags:
+        if (number := call[column]) is not None:
             set_label, clear_label = ("refuse", "allow") if refused_if_set else ("allow", "refuse")
             code += [
                 (_JUMP_EQUAL, "", "+2", number),
@@ -210,7 +207,7 @@ def install(*, allow_processes: bool, allow_files: bool) -> bool:
     )
 
     class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]  # noqa: RUF012
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
 
     buffer = ctypes.create_string_buffer(code, len(code))
     program = Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))

@@ -93,7 +93,11 @@ class _Encoder:
         # Unbound base-class iterators: a subclass cannot show one content and hide another.
         for base, tag in _SEQUENCES:
             if isinstance(value, base):
-                return [tag, *self._items(base.__iter__(value))]
+                items = list(base.__iter__(value))
+                if _are_plain(items):
+                    self._spend(len(items))
+                    return [tag, *items]
+                return [tag, *self._items(items)]
         if isinstance(value, dict):
             return ["d", *([self.encode(k), self.encode(v)] for k, v in dict.items(value))]
         if isinstance(value, bytes | bytearray):
@@ -103,8 +107,9 @@ class _Encoder:
             return ["c", value.real, value.imag]
         if isinstance(value, range):
             return ["r", *self._items((value.start, value.stop, value.step))]
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-            return ["n", value.__name__]
+        name = getattr(value, "__name__", None) if isinstance(value, type) else None
+        if name is not None and getattr(builtins, name, None) is value:
+            return ["n", name]
         for view, kind in _VIEWS:
             if isinstance(value, view):
                 return ["v", kind, *self._items(view.__iter__(value))]
@@ -121,6 +126,17 @@ class _Encoder:
         raise WireError(f"a value of type {type(value).__name__} cannot be sent")
 
 
+def _are_plain(items: list[Any]) -> bool:
+    """Whether all items stand for themselves: the fast way for long leaves."""
+    types = set(map(type, items))
+    if not types <= _PLAIN_TYPES:
+        return False
+    if int not in types:
+        return True
+    return types == {int} and -_EXACT_INT < min(items) and max(items) < _EXACT_INT
+
+
+_PLAIN_TYPES = {int, float, str, bool, type(None)}
 _SEQUENCES: tuple[tuple[Any, str], ...] = (
     (list, "l"),
     (tuple, "t"),
@@ -184,6 +200,8 @@ def _decode(wire: Any, from_handle: Callable[[int], Any] | None) -> Any:
         raise WireError("malformed value")
     tag, rest = wire[0], wire[1:]
     if tag in _FROM_ITEMS:
+        if _are_plain(rest):
+            return _FROM_ITEMS[tag](rest)
         return _FROM_ITEMS[tag]([_decode(item, from_handle) for item in rest])
     if tag == "d":
         return {_decode(k, from_handle): _decode(v, from_handle) for k, v in rest}

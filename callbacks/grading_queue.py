@@ -1,0 +1,67 @@
+"""Grading beside the decode loop: batches go in, graded batches come out in the same order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from lit_dlm.grading import Verdict
+from lit_dlm.modules.decode import DecodedBatch
+from lit_dlm.tasks import PromptExample, Task
+
+
+class GradingQueue:
+    """Grades completions in threads; where code is executed, each in its own child process.
+
+    A completion that several methods share is graded once.
+
+    Args:
+        tasks: the graders, by task name.
+        num_workers: threads.
+    """
+
+    def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        self.tasks = tasks
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
+        self._verdicts: dict[tuple[str, str], Future[Verdict]] = {}
+        self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]]]] = deque()
+
+    def submit(self, decoded: DecodedBatch) -> None:
+        """Starts to grade a batch."""
+        futures = [
+            self._grade(example, completion)
+            for example, completion in zip(decoded.examples, decoded.completions, strict=True)
+        ]
+        self._pending.append((decoded, futures))
+
+    def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
+        key = (example.uid, completion)
+        if key not in self._verdicts:
+            task = self.tasks[example.task]
+            self._verdicts[key] = self._pool.submit(task.grade, example, completion)
+        return self._verdicts[key]
+
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[DecodedBatch, list[Verdict]]]:
+        """Takes graded batches from the front.
+
+        Args:
+            wait: wait for all of them; otherwise stop at the first that is still being graded.
+
+        Yields:
+            Each batch with one verdict per example. A grader's error is raised here, and its
+            batch stays in the queue.
+        """
+        while self._pending:
+            decoded, futures = self._pending[0]
+            if not wait and not all(future.done() for future in futures):
+                return
+            verdicts = [future.result() for future in futures]
+            self._pending.popleft()
+            yield decoded, verdicts
+
+    def close(self) -> None:
+        """Stops the threads; what has not begun is dropped."""
+        self._pool.shutdown(cancel_futures=True)

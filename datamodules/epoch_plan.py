@@ -1,0 +1,146 @@
+"""Which examples go into which batch: pure functions of seed, batch number and rank.
+
+A plan yields batches of example references. Because batch ``n`` can be computed without the ones
+before it, a resumed run starts at the batch it stopped at, and replays or skips nothing. Both
+plans are distributed samplers of their own, so that Lightning leaves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+
+class ExampleRef(NamedTuple):
+    """One slot of a batch."""
+
+    index: int
+    """Number of the example."""
+    epoch: int
+    """Pass over the data; examples with a random part differ from pass to pass."""
+    is_real: bool = True
+    """``False`` on a copy that only fills a batch."""
+
+
+class EpochPlan(DistributedSampler[list[ExampleRef]]):
+    """Endless shuffled passes over examples that lie in blocks of files.
+
+    Each pass shuffles the blocks, cuts them into groups and shuffles the examples of each group, so
+    that a reader touches few blocks at a time. Every rank gets equally many full batches; the few
+    examples left over at the end of a pass are others in the next one.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[int] | NDArray[np.integer],
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        blocks_per_group: int = 64,
+        batches_done: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Sets up the plan.
+
+        Args:
+            blocks: block number of every example.
+            batch_size: examples per batch and rank.
+            seed: seed of the shuffles.
+            rank: number of this process.
+            world_size: number of processes.
+            blocks_per_group: blocks whose examples are mixed.
+            batches_done: asked at each start of iteration: batches that each rank has consumed
+                since the beginning of training.
+        """
+        if not len(blocks):
+            raise ValueError("EpochPlan: expected at least one example, got none")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        self.blocks = np.asarray(blocks)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.blocks_per_group = blocks_per_group
+        self.batches_done = batches_done
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        """Batches of one pass and rank."""
+        return max(1, len(self.blocks) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[ExampleRef]]:
+        """One pass worth of batches, from where training stands."""
+        first = self.batches_done()
+        for number in range(first, first + len(self)):
+            yield self.batch(number)
+
+    def batch(self, number: int) -> list[ExampleRef]:
+        """This rank's batch ``number``, counted from the beginning of training."""
+        epoch, offset = divmod(number, len(self))
+        first = (offset * self.world_size + self.rank) * self.batch_size
+        chosen = self.order(epoch)[first : first + self.batch_size]
+        return [ExampleRef(index, epoch) for index in chosen.tolist()]
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """All examples in the order of one pass; repeated where they do not fill one batch."""
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            names, block = np.unique(self.blocks, return_inverse=True)
+            group = rng.permutation(len(names))[block] // self.blocks_per_group
+            order = np.lexsort((rng.random(len(self.blocks)), group))
+            needed = len(self) * self.batch_size * self.world_size
+            self._order = (epoch, np.resize(order, max(needed, len(order))))
+        return self._order[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: the pass follows from the batches that are done."""
+        del epoch
+
+
+class FixedPlan(DistributedSampler[list[ExampleRef]]):
+    """One pass over given examples in order, dealt out evenly; copies fill the last batches."""
+
+    def __init__(
+        self, indices: Sequence[int], *, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Sets up the plan.
+
+        Args:
+            indices: examples of all ranks.
+            batch_size: examples per batch and rank.
+            rank: number of this process.
+            world_size: number of processes.
+        """
+        if not len(indices):
+            raise ValueError("FixedPlan: expected at least one example, got none")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        per_rank = -(-len(indices) // world_size)
+        self.batches = []
+        for first in range(0, per_rank, batch_size):
+            slots = range(first, min(first + batch_size, per_rank))
+            positions = [slot * world_size + rank for slot in slots]
+            self.batches.append(
+                [
+                    ExampleRef(int(indices[at % len(indices)]), 0, at < len(indices))
+                    for at in positions
+                ]
+            )
+
+    def __len__(self) -> int:
+        """Batches per rank, the same on every rank."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[ExampleRef]]:
+        """The batches of this rank."""
+        return iter(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: the order is fixed."""
+        del epoch

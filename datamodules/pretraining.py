@@ -1,0 +1,251 @@
+"""Endless pre-training batches from task generators, drawn on the fly.
+
+Batch ``n`` is a function of seed, step and rank alone, so a resumed run continues with the batch it
+would have seen, and nothing has to be stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
+from lit_dlm.ops.schedules import hidden_cells
+from lit_dlm.tasks.generated import DrillSource, TrainingSource
+
+POOL_STEPS = 8
+"""Steps whose problems are drawn together and sorted by prompt length, to save padding."""
+
+RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
+"""How often a drill hides a digit of a result, and any other token."""
+
+
+class PretrainBatches(IterableDataset[PretrainBatch]):
+    """Batches from a step onwards, without end."""
+
+    def __init__(
+        self,
+        sources: Sequence[TrainingSource],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        shares: Sequence[float] | None = None,
+        batch_size: int = 64,
+        response_length: int = 32,
+        suffix_share: float = 0.25,
+        drills: DrillSource | None = None,
+        dense_drill_steps: int = 700,
+        drill_every: int = 5,
+        seed: int = 0,
+        rank: int = 0,
+        first_step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Sets up the stream.
+
+        Args:
+            sources: tasks that give prompts and completions.
+            tokenizer: turns text into tokens.
+            shares: share of each source; equal by default.
+            batch_size: rows of a batch ``B``.
+            response_length: cells of every response ``G``.
+            suffix_share: share of rows that hide a suffix.
+            drills: task that gives drills, if any.
+            dense_drill_steps: until this step every second batch has drills.
+            drill_every: every so many steps a batch has drills, throughout.
+            seed: seed of problems, styles and masks.
+            rank: number of this process.
+            first_step: asked at each start of iteration.
+        """
+        super().__init__()
+        self.sources = list(sources)
+        self.tokenizer = tokenizer
+        self.shares = [1.0] * len(self.sources) if shares is None else list(shares)
+        self.batch_size = batch_size
+        self.response_length = response_length
+        self.suffix_share = suffix_share
+        self.drills = drills
+        self.dense_drill_steps = dense_drill_steps
+        self.drill_every = drill_every
+        self.seed = seed
+        self.rank = rank
+        self.first_step = first_step
+        self._pool: tuple[int, list[list[tuple[list[int], list[int]]]]] | None = None
+
+    def __iter__(self) -> Iterator[PretrainBatch]:
+        step = self.first_step()
+        while True:
+            yield self.batch(step)
+            step += 1
+
+    def batch(self, step: int) -> PretrainBatch:
+        """Draws the batch of one step.
+
+        Args:
+            step: optimiser steps done before it.
+
+        Returns:
+            The batch, equal on every call.
+
+        Raises:
+            ValueError: a completion does not fit into the response.
+        """
+        number = step // POOL_STEPS
+        if self._pool is None or self._pool[0] != number:
+            self._pool = (number, self._draw_pool(number))
+        rows = self._pool[1][step % POOL_STEPS]
+        generator = torch.Generator().manual_seed(self._mask_seed(step))
+        ids, pad_mask, start = self._layout(rows)
+        hidden = hidden_cells(
+            len(rows), self.response_length, suffix_share=self.suffix_share, generator=generator
+        )
+        has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (
+            step % self.drill_every == 0
+        )
+        drill = self._draw_drills(step, generator) if self.drills and has_drill else None
+        return PretrainBatch(ids=ids, pad_mask=pad_mask, start=start, hidden=hidden, drill=drill)
+
+    def _mask_seed(self, step: int) -> int:
+        """Seed of the masks of one step."""
+        text = f"masks/{self.seed}/{self.rank}/{step}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+    def _draw_pool(self, number: int) -> list[list[tuple[list[int], list[int]]]]:
+        """Token ids of prompts and completions of :data:`POOL_STEPS` batches."""
+        rng = random.Random(f"problems/{self.seed}/{self.rank}/{number}")
+        pairs = [
+            rng.choices(self.sources, self.shares)[0].draw_pair(rng)
+            for _ in range(self.batch_size * POOL_STEPS)
+        ]
+        prompts = self.tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt, _ in pairs],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        completions = self.tokenizer([completion for _, completion in pairs])["input_ids"]
+        rows = sorted(zip(prompts, completions, strict=True), key=lambda row: len(row[0]))
+        batches = [rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
+        rng.shuffle(batches)
+        return batches
+
+    def _layout(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, int]:
+        """Canvas of prompts, left-padded, and completions, filled with end of text."""
+        start = max(len(prompt) for prompt, _ in rows)
+        width = start + self.response_length
+        ids = torch.full((len(rows), width), self.tokenizer.eos_token_id)
+        pad_mask = torch.ones(len(rows), width, dtype=torch.bool)
+        for row, (prompt, completion) in enumerate(rows):
+            if len(completion) >= self.response_length:
+                raise ValueError(
+                    f"response_length: a completion of {len(completion)} tokens and its end do not "
+                    f"fit into {self.response_length}"
+                )
+            first = start - len(prompt)
+            ids[row, :first] = self.tokenizer.pad_token_id
+            pad_mask[row, :first] = False
+            ids[row, first : start + len(completion)] = torch.tensor(prompt + completion)
+        return ids, pad_mask, start
+
+    def _draw_drills(self, step: int, generator: torch.Generator) -> DrillBatch:
+        """Lines of equations whose results are mostly hidden."""
+        assert self.drills is not None
+        rng = random.Random(f"drills/{self.seed}/{self.rank}/{step}")
+        texts = [self.drills.draw_drill(rng) for _ in range(self.batch_size)]
+        lines = self.tokenizer(texts)["input_ids"]
+        width = max(len(line) for line in lines)
+        ids = torch.full((len(lines), width), self.tokenizer.pad_token_id)
+        chance = torch.zeros(len(lines), width)
+        for row, line in enumerate(lines):
+            first = width - len(line)
+            ids[row, first:] = torch.tensor(line)
+            chance[row, first:] = torch.tensor(self._hide_chances(line))
+        hidden = torch.rand(chance.shape, generator=generator) < chance
+        return DrillBatch(ids=ids, pad_mask=ids != self.tokenizer.pad_token_id, hidden=hidden)
+
+    def _hide_chances(self, line: Sequence[int]) -> list[float]:
+        """Chance of each token to be hidden: high for the digits behind an equals sign."""
+        chances = []
+        in_result = False
+        for token in self.tokenizer.convert_ids_to_tokens(line):
+            in_result = token == "=" or (in_result and token.isdigit())
+            is_result = in_result and token != "="
+            chances.append(RESULT_HIDE_CHANCE if is_result else OTHER_HIDE_CHANCE)
+        return chances
+
+
+class PretrainDataModule(LightningDataModule):
+    """The stream of :class:`PretrainBatches` for ``fit``; it resumes at the trainer's step.
+
+    Args:
+        sources: tasks that give prompts and completions of their training split.
+        tokenizer: folder, embedded name or hub id.
+        shares: share of each source; equal by default.
+        batch_size: rows of a batch.
+        response_length: cells of every response.
+        suffix_share: share of rows that hide a suffix instead of uniform cells.
+        drills: task that gives drills, if any.
+        dense_drill_steps: until this step every second batch has drills.
+        drill_every: every so many steps a batch has drills, throughout.
+        seed: seed of problems, styles and masks.
+
+    Raises:
+        ValueError: there is no source, or ``shares`` does not fit.
+    """
+
+    def __init__(
+        self,
+        sources: list[TrainingSource],
+        *,
+        tokenizer: str,
+        shares: list[float] | None = None,
+        batch_size: int = 64,
+        response_length: int = 32,
+        suffix_share: float = 0.25,
+        drills: DrillSource | None = None,
+        dense_drill_steps: int = 700,
+        drill_every: int = 5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not sources:
+            raise ValueError("sources: expected at least one task, got none")
+        if shares is not None and (len(shares) != len(sources) or min(shares) <= 0):
+            raise ValueError(f"shares: expected {len(sources)} positive numbers, got {shares}")
+        if drill_every < 1:
+            raise ValueError(f"drill_every: expected at least 1, got {drill_every}")
+        self.sources = sources
+        self.tokenizer = tokenizer
+        self.shares = shares
+        self.batch_size = batch_size
+        self.response_length = response_length
+        self.suffix_share = suffix_share
+        self.drills = drills
+        self.dense_drill_steps = dense_drill_steps
+        self.drill_every = drill_every
+        self.seed = seed
+
+    def train_dataloader(self) -> DataLoader[PretrainBatch]:
+        """The endless stream; ``trainer.max_steps`` ends it."""
+        trainer = self.trainer
+        assert trainer is not None
+        batches = PretrainBatches(
+            self.sources,
+            load_tokenizer(self.tokenizer),
+            shares=self.shares,
+            batch_size=self.batch_size,
+            response_length=self.response_length,
+            suffix_share=self.suffix_share,
+            drills=self.drills,
+            dense_drill_steps=self.dense_drill_steps,
+            drill_every=self.drill_every,
+            seed=self.seed,
+            rank=trainer.global_rank,
+            first_step=lambda: trainer.global_step,
+        )
+        return DataLoader(batches, batch_size=None)

@@ -1,0 +1,186 @@
+"""Pre-training of a small masked diffusion model from scratch: the recipe of the embedded models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.decoding import Decoder
+from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.ops.muon import MuonAdamW
+from lit_dlm.ops.schedules import trapezoid
+
+
+@dataclass
+class DrillBatch:
+    """Lines without a prompt, partly hidden."""
+
+    ids: Tensor
+    """``(B, L)`` int64, clean, left-padded."""
+    pad_mask: Tensor
+    """``(B, L)`` bool, ``True`` on real tokens."""
+    hidden: Tensor
+    """``(B, L)`` bool, cells shown as mask; never padding."""
+
+
+@dataclass
+class PretrainBatch:
+    """Prompts with completions, and what of the completions is hidden."""
+
+    ids: Tensor
+    """``(B, L)`` int64, clean: left padding, prompt, response filled with end of text."""
+    pad_mask: Tensor
+    """``(B, L)`` bool, ``True`` on real tokens."""
+    start: int
+    """First response column."""
+    hidden: Tensor
+    """``(B, L - start)`` bool, response cells shown as mask."""
+    drill: DrillBatch | None = None
+    """Drills of this step, where it has any."""
+
+
+class PretrainModule(DecodeModule):
+    """Trains every weight of a backbone on the masked diffusion bound, plus drills.
+
+    Matrices learn with Muon, embeddings, norms and biases with AdamW; both learning rates warm up
+    linearly, stay, and fall linearly to zero. At the end the backbone and the tokenizer are
+    exported as a folder that ``HFBackbone`` loads.
+
+    Args:
+        backbone: a trainable backbone, usually with random weights of an architecture.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        decoders: decoding methods by name, for ``predict``.
+        seed: base seed of decoding.
+        drill_weight: factor on the drills' cross-entropy.
+        matrix_lr: Muon's learning rate.
+        other_lr: AdamW's learning rate.
+        warmup_steps: steps of the warm-up.
+        decay_share: share of the run over which the learning rates fall.
+        export_dir: where the trained model goes; ``None`` exports nothing.
+        export_dtype: of the exported weights.
+        compile: whether to compile the forward: 1.4 times faster on a CPU, needs a C++ compiler.
+
+    Raises:
+        ValueError: the backbone is frozen.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        drill_weight: float = 0.7,
+        matrix_lr: float = 0.01,
+        other_lr: float = 3e-3,
+        warmup_steps: int = 50,
+        decay_share: float = 0.4,
+        export_dir: str | None = None,
+        export_dtype: str = "float16",
+        compile: bool = False,
+    ) -> None:
+        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        if not all(parameter.requires_grad for parameter in backbone.parameters()):
+            raise ValueError("backbone.trainable: expected true, pre-training updates every weight")
+        self.save_hyperparameters(ignore=["backbone", "decoders"])
+        self.drill_weight = drill_weight
+        self.matrix_lr = matrix_lr
+        self.other_lr = other_lr
+        self.warmup_steps = warmup_steps
+        self.decay_share = decay_share
+        self.export_dir = None if export_dir is None else Path(export_dir)
+        self.export_dtype = export_dtype
+        self._denoise = (
+            torch.compile(backbone.denoise, dynamic=True) if compile else backbone.denoise
+        )
+
+    def training_step(self, batch: PretrainBatch, batch_idx: int = 0) -> Tensor:
+        """Bound of the responses plus weighted cross-entropy of the drills.
+
+        Args:
+            batch: the batch.
+            batch_idx: unused.
+
+        Returns:
+            The scalar to minimise.
+        """
+        mask_id = self.backbone.spec.mask_id
+        targets = batch.ids[:, batch.start :]
+        shown = torch.cat(
+            [batch.ids[:, : batch.start], targets.masked_fill(batch.hidden, mask_id)], dim=1
+        )
+        columns = torch.arange(batch.start, batch.ids.shape[1], device=batch.ids.device)
+        logits = self._denoise(
+            shown, pad_mask=batch.pad_mask, columns=columns.expand(len(shown), -1)
+        ).logits
+        terms = masked_nelbo(logits, targets, batch.hidden)
+        size = len(batch.ids)
+        self.log("train/nelbo", terms.total.detach(), prog_bar=True, batch_size=size)
+        for name, value in terms.parts.items():
+            self.log(f"train/{name}", value, batch_size=size)
+        if batch.drill is None:
+            return terms.total
+        return terms.total + self.drill_weight * self._drill_loss(batch.drill)
+
+    def _drill_loss(self, drill: DrillBatch) -> Tensor:
+        """Mean cross-entropy of the hidden cells of the drills."""
+        shown = drill.ids.masked_fill(drill.hidden, self.backbone.spec.mask_id)
+        logits = self._denoise(shown, pad_mask=drill.pad_mask).logits[drill.hidden].float()
+        targets = drill.ids[drill.hidden]
+        hit = (logits.detach().argmax(-1) == targets).float().mean()
+        self.log("train/drill_accuracy", hit, batch_size=len(drill.ids))
+        return F.cross_entropy(logits, targets)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Muon for the layers' matrices, AdamW for the rest, one schedule for both.
+
+        Raises:
+            ValueError: the trainer has no ``max_steps``, which the schedule needs.
+        """
+        num_steps = self.trainer.max_steps
+        if num_steps < 1:
+            raise ValueError(f"trainer.max_steps: expected at least 1, got {num_steps}")
+        matrices, others = _split_parameters(self.backbone)
+        optimizer = MuonAdamW(
+            matrices, others, matrix_lr=self.matrix_lr, other_lr=self.other_lr
+        )
+        scheduler = LambdaLR(
+            optimizer,
+            lambda step: trapezoid(
+                step,
+                num_steps,
+                warmup_steps=self.warmup_steps,
+                decay_share=self.decay_share,
+            ),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_fit_end(self) -> None:
+        """Exports the trained model and its tokenizer."""
+        if self.export_dir is None or not self.trainer.is_global_zero:
+            return
+        self.backbone.save(self.export_dir, dtype=self.export_dtype)
+        self.tokenizer.save_pretrained(str(self.export_dir))
+
+
+def _split_parameters(backbone: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Separates matrices between hidden spaces from embeddings, norms and biases."""
+    tables = {
+        id(module.weight) for module in backbone.modules() if isinstance(module, nn.Embedding)
+    }
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for parameter in backbone.parameters():
+        is_matrix = parameter.ndim == 2 and id(parameter) not in tables
+        (matrices if is_matrix else others).append(parameter)
+    return matrices, others

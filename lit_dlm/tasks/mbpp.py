@@ -1,0 +1,283 @@
+"""MBPP (arXiv 2108.07732) and MBPP+ (arXiv 2305.01210): a Python function from one sentence.
+
+MBPP is graded by its assertions, MBPP+ by inputs and the reference solution. MBPP+ stores its
+inputs as JSON, from which the ``evalplus`` package (extra ``code``) restores tuples, sets and
+complex numbers; its lists of problems with more than one right output are used as well. Nothing
+of it executes code here, and none of the functions called reads a file or the network.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from lit_dlm.grading import SandboxLimits, Verdict
+from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
+from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.humaneval import plus_fields
+from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+
+HUB_ID = "google-research-datasets/mbpp"
+_SPLITS = {
+    "prompt": range(1, 11),
+    "test": range(11, 511),
+    "validation": range(511, 601),
+    "train": range(601, 975),
+}
+_INSTRUCTION = "Answer with the code in one fenced python block."
+# Problem 123 takes 8 s with its canonical solution.
+_LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
+
+
+class MBPP:
+    """The 974 problems of MBPP in their official splits (11 to 510 are the test split).
+
+    Args:
+        path: a local file or folder with the fields ``task_id``, ``text``, ``code`` and
+            ``test_list``, or a hub id. Rows of other splits in the file are left out.
+        split: ``test``, ``train``, ``validation`` or ``prompt``.
+        limit: most examples to take; all by default.
+        seed: shuffles before the limit; the file's order by default.
+        tests_in_prompt: shows the assertions, as the benchmark is meant: they alone say how the
+            function is called. Without them the prompt gives the function's name and arguments.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        limits: what one sample may use.
+    """
+
+    name = "mbpp"
+    runs_code = True
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        split: str = "test",
+        limit: int | None = None,
+        seed: int | None = None,
+        tests_in_prompt: bool = True,
+        allow_code_execution: bool = False,
+        limits: SandboxLimits | None = None,
+    ) -> None:
+        if split not in _SPLITS:
+            raise ValueError(f"split: expected {', '.join(_SPLITS)}, got {split!r}")
+        self.split = split
+        self.tests_in_prompt = tests_in_prompt
+        self.allow_code_execution = allow_code_execution
+        self._limits = limits or _LIMITS
+        source = path or HUB_ID
+        required = ("task_id", "text", "code", "test_list")
+        rows = read_rows(source, config="full", split=split, required=required)
+        of_split = [row for row in rows if _number(row) in _SPLITS[split]]
+        if not of_split:
+            raise ValueError(f"{source}: no problem of the split {split!r} ({_SPLITS[split]})")
+        self._examples = [self._example(row) for row in pick_rows(of_split, seed=seed, limit=limit)]
+
+    def _example(self, row: Row) -> PromptExample:
+        tests = row.fields["test_list"]
+        if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
+            raise ValueError(f"{row.origin}: field 'test_list' must be a list of assertions")
+        code = row.text("code")
+        entry_point, signature = _entry_point(code, tests, row.origin)
+        shown = "\n".join(tests)
+        if self.tests_in_prompt:
+            task = f"The code must pass these tests:\n```python\n{shown}\n```"
+        else:
+            task = f"The function must be called as {signature}."
+        return PromptExample(
+            uid=f"{self.name}/{self.split}/{_number(row):05d}",
+            task=self.name,
+            text=f"{row.text('text').strip()}\n\n{task}\n\n{_INSTRUCTION}",
+            reference={
+                "task_id": _number(row),
+                "entry_point": entry_point,
+                "check": f"{row.fields.get('test_setup_code') or ''}\n{shown}",
+                "code": code,
+            },
+        )
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The chosen problems in a stable order."""
+        return self._examples
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The data set's solution in a fenced block."""
+        return f"```python\n{example.reference['code'].strip()}\n```"
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The code of the completion."""
+        return extract_code(completion, example.reference["entry_point"]).code
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Runs the assertions against the completion, in the sandbox."""
+        return grade_by_tests(
+            completion,
+            example.reference["check"],
+            example.reference["entry_point"],
+            limits=self._limits,
+            allow_code_execution=self.allow_code_execution,
+        )
+
+
+class MBPPPlus:
+    """The 378 problems of MBPP+ (v0.2.0), with about 35 times as many tests.
+
+    Args:
+        path: a local ``MbppPlus.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
+        split: a label, part of every uid.
+        limit: most examples to take; all by default.
+        seed: shuffles before the limit; the file's order by default.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        cache_dir: folder for expected outputs, private to its owner; memory only by default.
+        base_only: grades by the original inputs alone.
+    """
+
+    name = "mbpp+"
+    runs_code = True
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        split: str = "test",
+        limit: int | None = None,
+        seed: int | None = None,
+        allow_code_execution: bool = False,
+        cache_dir: str | None = None,
+        base_only: bool = False,
+    ) -> None:
+        if path is None:
+            raise ValueError(
+                f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
+                "MbppPlus.jsonl.gz (its hub copy lacks the inputs)"
+            )
+        self.split = split
+        self.allow_code_execution = allow_code_execution
+        self._base_only = base_only
+        self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
+        required = ("task_id", "prompt", "entry_point", "canonical_solution")
+        rows = read_rows(path, split=split, required=required)
+        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+
+    def _example(self, row: Row) -> PromptExample:
+        number = row.text("task_id").rpartition("/")[2]
+        description = row.text("prompt").strip().strip('"').strip()
+        return PromptExample(
+            uid=f"{self.name}/{self.split}/{number.zfill(5)}",
+            task=self.name,
+            text=f"{description}\n\n{_INSTRUCTION}",
+            reference={
+                "task_id": row.text("task_id"),
+                "entry_point": row.text("entry_point"),
+                "code": row.text("canonical_solution"),
+                **plus_fields(row),
+            },
+        )
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The chosen problems in a stable order."""
+        return self._examples
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The release's solution in a fenced block."""
+        return f"```python\n{example.reference['code'].strip()}\n```"
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The code of the completion."""
+        return extract_code(completion, example.reference["entry_point"]).code
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Compares the completion's outputs with the reference solution's on all inputs."""
+        found = extract_code(completion, example.reference["entry_point"])
+        if (verdict := ungradable(found)) is not None:
+            return verdict
+        assert found.code is not None
+        return self._grader.grade(found.code, self.problem(example), base_only=self._base_only)
+
+    @staticmethod
+    def problem(example: PromptExample) -> PlusProblem:
+        """The inputs, re-typed, and the reference solution in the form the grader takes."""
+        reference = example.reference
+        restore = _evalplus_restore()
+        return PlusProblem(
+            name=reference["task_id"],
+            entry_point=reference["entry_point"],
+            reference_code=reference["code"],
+            base_inputs=restore(reference["task_id"], reference["base_input"]),
+            plus_inputs=restore(reference["task_id"], reference["plus_input"]),
+            atol=reference["atol"],
+            match=_special_rule(reference["entry_point"], reference["atol"]),
+        )
+
+
+def _number(row: Row) -> int:
+    value = row.fields["task_id"]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{row.origin}: field 'task_id' must be an integer, got {value!r}")
+    return value
+
+
+def _entry_point(code: str, tests: Sequence[str], origin: str) -> tuple[str, str]:
+    """The function under test, and how it is called: defined by the solution, used by the tests."""
+    try:
+        defined = ast.parse(code).body
+        used = {
+            node.id
+            for test in tests
+            for node in ast.walk(ast.parse(test))
+            if isinstance(node, ast.Name)
+        }
+    except SyntaxError as error:
+        raise ValueError(f"{origin}: the code or a test does not parse ({error.msg})") from None
+    functions = [n for n in defined if isinstance(n, ast.FunctionDef) and n.name in used]
+    if functions:
+        chosen = functions[-1]
+        return chosen.name, f"{chosen.name}({ast.unparse(chosen.args)})"
+    raise ValueError(f"{origin}: the tests call no function that the field 'code' defines")
+
+
+def _evalplus_restore() -> Any:
+    try:
+        from evalplus.data.mbpp import mbpp_deserialize_inputs
+    except ImportError as error:
+        raise _evalplus_missing(error) from None
+    return mbpp_deserialize_inputs
+
+
+def _evalplus_missing(error: ImportError) -> ValueError:
+    return ValueError(
+        "the task 'mbpp+' needs the package evalplus 0.3.1: pip install 'lit-dlm[code]' "
+        f"({error.name or error} is missing)"
+    )
+
+
+def _special_rule(entry_point: str, atol: float) -> MatchRule | None:
+    """EvalPlus's rules for problems that have more than one right output."""
+    try:
+        from evalplus.eval import _special_oracle as special
+    except ImportError as error:
+        raise _evalplus_missing(error) from None
+    if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
+        return lambda _inputs, output, expected: set(output) == set(expected)
+    if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:
+        return _same_presence
+    if entry_point == "are_equivalent":
+        return lambda _inputs, _output, _expected: True
+    if entry_point == "sum_div":
+        return lambda _inputs, output, expected: output in (expected, 0)
+    if entry_point == "surface_Area":
+        area = special._surface_Area
+        return lambda inputs, output, expected: (
+            output == expected or abs(output - area(*inputs)) <= atol
+        )
+    if entry_point == "digit_distance_nums":
+        distance = special._digit_distance_nums
+        return lambda inputs, output, expected: output in (expected, distance(*inputs))
+    return None
+
+
+def _same_presence(_inputs: Sequence[Any], output: Any, expected: Any) -> bool:
+    """Both found something or both nothing; a ``bool`` of the candidate says so itself."""
+    found = output if isinstance(output, bool) else output is not None
+    return found == (expected is not None)

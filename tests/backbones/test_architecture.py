@@ -1,0 +1,60 @@
+"""Checks of a denoiser's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lit_dlm.backbones.base import BackboneSpec
+from tests.backbones.conftest import tiny_architecture
+
+
+def test_the_specification_always_forbids_the_mask():
+    spec = tiny_architecture(forbidden_ids=[0], eos_ids=[1, 2], shift=1).spec()
+    assert spec == BackboneSpec(
+        family="custom", mask_id=3, pad_id=0, eos_ids=(1, 2), shift=1, forbidden_ids=(0, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder": "gpt2"}, "Architecture.decoder: expected one of .*'gpt2'"),
+        ({"num_layers": 0}, "Architecture.num_layers: expected a positive integer, got 0"),
+        ({"num_heads": 3}, "Architecture.num_heads: hidden_size 16 is not a multiple of 3"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "Architecture.num_kv_heads: 3 does not divide"),
+        ({"mask_id": 32}, "Architecture.mask_id: expected an id below vocab_size 32, got 32"),
+        ({"eos_ids": (1, 40)}, "Architecture.eos_ids: .* got 40"),
+        ({"eos_ids": ()}, "eos_ids: expected at least one id"),
+        ({"attention": "block"}, "block attention needs a block size"),
+    ],
+)
+def test_impossible_descriptions_are_refused_by_name(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        tiny_architecture(**changes)
+
+
+def test_the_digest_follows_sizes_and_specification():
+    base = tiny_architecture().digest()
+    assert tiny_architecture().digest() == base
+    assert tiny_architecture(num_kv_heads=2).digest() == base  # the default, spelled out
+    changes: list[dict[str, Any]] = [{"rope_theta": 100.0}, {"positions": "arange"}, {"bos_id": 4}]
+    assert len({base, *(tiny_architecture(**change).digest() for change in changes)}) == 4
+
+
+def test_the_command_line_reads_it_as_plain_values():
+    from jsonargparse import ArgumentParser
+
+    from lit_dlm.backbones.base import Backbone
+
+    parser = ArgumentParser()
+    parser.add_argument("--backbone", type=Backbone)
+    sizes = "{vocab_size: 32, hidden_size: 16, intermediate_size: 24, num_layers: 1, num_heads: 2"
+    init = f"{{architecture: {sizes}, mask_id: 3, pad_id: 0, eos_ids: [1]}}, dtype: bfloat16}}"
+    parsed = parser.parse_args(
+        [f"--backbone={{class_path: lit_dlm.backbones.HFBackbone, init_args: {init}}}"]
+    )
+    backbone = parser.instantiate(parsed).backbone
+    assert (backbone.spec.eos_ids, backbone.spec.mask_id) == ((1,), 3)
+    assert backbone.describe()["dtype"] == "bfloat16"

@@ -1,0 +1,113 @@
+"""Reading safetensors shards under a key map."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.weights import files_digest, load_weights, save_weights, weight_files
+from tests.backbones.conftest import SHARED, tiny_architecture
+
+
+def targets() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(2), "b": torch.zeros(3)}
+
+
+def test_shards_of_an_index_are_all_read(tmp_path: Path):
+    save_file({"x.a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    save_file({"x.b": torch.full((3,), 2.0, dtype=torch.float16)}, tmp_path / "model-2.safetensors")
+    index = {"weight_map": {"x.b": "model-2.safetensors", "x.a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = targets()
+    load_weights(weight_files(tmp_path), loaded, rename=lambda key: key.removeprefix("x."))
+    assert loaded["a"].tolist() == [1.0, 1.0]
+    assert loaded["b"].tolist() == [2.0, 2.0, 2.0]
+    assert loaded["b"].dtype == torch.float32
+
+
+def test_an_absent_shard_is_named(tmp_path: Path):
+    index = {"weight_map": {"a": "model-9.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model-9\.safetensors is not in the folder"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
+def test_a_broken_index_is_named(tmp_path: Path, text: str):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        weight_files(tmp_path)
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"expected model\.safetensors"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"a": torch.ones(2)}, r"1 keys are absent, such as \['b'\]"),
+        ({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, r"unexpected keys.*\['c'\]"),
+        ({"a": torch.ones(2), "b": torch.ones(4)}, r"b has shape \(4,\), expected \(3,\)"),
+    ],
+)
+def test_keys_and_shapes_must_fit(tmp_path: Path, tensors: dict[str, torch.Tensor], message: str):
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=message):
+        load_weights([path], targets(), rename=lambda key: key)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    save_weights(targets(), path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a readable safetensors file"):
+        load_weights([path], targets(), rename=lambda key: key)
+
+
+def test_a_renamer_may_drop_a_key(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    save_file({**targets(), "rotary.inv_freq": torch.ones(4)}, path)
+    load_weights([path], targets(), rename=lambda key: key if len(key) == 1 else None)
+
+
+@pytest.mark.parametrize("stored_head", [False, True])
+def test_a_tied_llada_may_store_its_head_or_not(tmp_path: Path, stored_head: bool):
+    folder = SHARED / "parity" / "llada"
+    if not folder.is_dir():
+        pytest.skip(f"no parity fixtures at {folder}")
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    embedding, head = "model.transformer.wte.weight", "model.transformer.ff_out.weight"
+    del tensors[head]
+    if stored_head:
+        tensors[head] = tensors[embedding].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "weight_tying": True}))
+    backbone = HFBackbone(str(tmp_path))
+    assert torch.equal(backbone.model.lm_head.weight, tensors[embedding])
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path):
+    HFBackbone(architecture=tiny_architecture(num_layers=2)).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match="unexpected keys"):
+        HFBackbone(str(tmp_path))
+
+
+def test_the_digest_is_the_sha256_of_the_contents_in_order(tmp_path: Path):
+    """SHA-256 of the text ``abc`` is a published test vector (FIPS 180-2, appendix B.1)."""
+    (tmp_path / "1").write_bytes(b"ab")
+    (tmp_path / "2").write_bytes(b"c")
+    digest = files_digest([tmp_path / "1", tmp_path / "2"])
+    assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

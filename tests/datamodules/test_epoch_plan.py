@@ -1,0 +1,87 @@
+from itertools import chain
+
+import pytest
+
+from datamodules.epoch_plan import EpochPlan, FixedPlan
+
+
+def plan(num: int = 40, **changes: object) -> EpochPlan:
+    values: dict[str, object] = {"batch_size": 4, "seed": 0}
+    return EpochPlan([i // 5 for i in range(num)], **{**values, **changes})  # type: ignore[arg-type]
+
+
+def indices(batches: object) -> list[list[int]]:
+    return [[ref.index for ref in batch] for batch in batches]  # type: ignore[attr-defined]
+
+
+def test_a_pass_shows_every_example_once() -> None:
+    assert sorted(chain.from_iterable(indices(plan()))) == list(range(40))
+
+
+@pytest.mark.parametrize("done", [0, 3, 10, 17, 25])
+def test_a_resumed_plan_continues_where_it_stopped(done: int) -> None:
+    """Ten batches a pass: the stream of thirty, cut anywhere, goes on with the next batch."""
+    whole = plan()
+    stream = [whole.batch(number) for number in range(40)]
+    resumed = list(plan(batches_done=lambda: done))
+    assert resumed == stream[done : done + 10]
+
+
+def test_passes_differ_and_are_reproducible() -> None:
+    one = plan()
+    assert one.order(0).tolist() != one.order(1).tolist()
+    assert one.order(0).tolist() == plan().order(0).tolist()
+    assert plan(seed=1).order(0).tolist() != one.order(0).tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_a_pass_without_overlap_in_equally_many_batches(world_size: int) -> None:
+    parts = [indices(plan(rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(batch) == 4 for part in parts for batch in part)
+    seen = [index for part in parts for batch in part for index in batch]
+    assert len(seen) == len(set(seen))
+
+
+def test_two_ranks_see_together_what_one_rank_with_twice_the_batch_sees() -> None:
+    alone = indices(plan(batch_size=8))
+    parts = [indices(plan(rank=rank, world_size=2)) for rank in range(2)]
+    assert [a + b for a, b in zip(*parts, strict=True)] == alone
+
+
+def test_few_blocks_are_open_at_a_time() -> None:
+    """Eight blocks of five in groups of two: every ten examples come from two blocks."""
+    order = plan(blocks_per_group=2).order(0)
+    for start in range(0, 40, 10):
+        assert len({index // 5 for index in order[start : start + 10].tolist()}) == 2
+
+
+def test_fewer_examples_than_a_batch_are_repeated() -> None:
+    small = plan(3, batch_size=8)
+    (batch,) = indices(small)
+    assert len(batch) == 8
+    assert set(batch) == {0, 1, 2}
+
+
+def test_random_parts_know_their_pass() -> None:
+    assert {ref.epoch for ref in plan().batch(9)} == {0}
+    assert {ref.epoch for ref in plan().batch(10)} == {1}
+
+
+@pytest.mark.parametrize(("num", "world_size"), [(10, 1), (10, 2), (7, 3), (2, 4)])
+def test_fixed_plan_shows_everything_once_and_marks_the_copies(num: int, world_size: int) -> None:
+    chosen = [100 + i for i in range(num)]
+    plans = [
+        list(FixedPlan(chosen, batch_size=3, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    real = [ref.index for part in plans for batch in part for ref in batch if ref.is_real]
+    assert sorted(real) == chosen
+    assert len({tuple(len(batch) for batch in part) for part in plans}) == 1
+
+
+def test_no_examples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one example"):
+        EpochPlan([], batch_size=1, seed=0)
+    with pytest.raises(ValueError, match="at least one example"):
+        FixedPlan([], batch_size=1)

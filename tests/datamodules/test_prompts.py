@@ -1,0 +1,144 @@
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from datamodules import PromptDataModule
+from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
+from lit_dlm.modules import DecodeModule
+from lit_dlm.reports import ResultFolder
+from lit_dlm.tasks import PromptExample, Task
+from tests.fakes import TableBackbone, logits_for
+from tests.reports.test_results import row
+
+
+class Letters(Task):
+    """Seven problems; the prompt is one letter."""
+
+    name = "letters"
+    split = "test"
+    runs_code = False
+
+    def examples(self) -> list[PromptExample]:
+        return [
+            PromptExample(uid=f"letters/test/{n}", task=self.name, text="abcdefg"[n])
+            for n in range(7)
+        ]
+
+    def reference_completion(self, example):
+        return example.text
+
+    def extract(self, example, completion):
+        return completion
+
+    def grade(self, example, completion):
+        raise AssertionError("not graded here")
+
+
+@dataclass
+class ByteTokenizer:
+    """Byte ids plus 10; the template adds a turn marker."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def apply_chat_template(self, turns, *, add_generation_prompt: bool, return_dict: bool):
+        assert add_generation_prompt
+        assert not return_dict
+        (turn,) = turns
+        self.calls.append(turn["content"])
+        return [7, *(10 + byte for byte in turn["content"].encode())]
+
+
+def _module() -> DecodeModule:
+    module = DecodeModule(
+        TableBackbone(logits_for([4], [0.9])),
+        tokenizer="none",
+        decoders={
+            "one": Decoder(policy=ConfidencePolicy()),
+            "two": Decoder(policy=RandomPolicy()),
+        },
+    )
+    module.__dict__["tokenizer"] = ByteTokenizer()
+    return module
+
+
+def _work(data: PromptDataModule, *, rank: int = 0, world: int = 1) -> list[tuple[str, str]]:
+    data.trainer = SimpleNamespace(lightning_module=_module(), global_rank=rank, world_size=world)
+    data.setup("predict")
+    return [
+        (batch.method, example.uid)
+        for loader in data.predict_dataloader()
+        for batch in loader
+        for example in batch.examples
+    ]
+
+
+def test_each_method_sees_each_example_once_and_in_order():
+    work = _work(PromptDataModule([Letters()], batch_size=3))
+    assert work == [(m, f"letters/test/{n}") for m in ("one", "two") for n in range(7)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_examples_without_overlap(world: int):
+    whole = _work(PromptDataModule([Letters()]))
+    parts = [_work(PromptDataModule([Letters()]), rank=r, world=world) for r in range(world)]
+    assert sorted(sum(parts, [])) == sorted(whole)
+
+
+def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row(f"letters/test/{n}", task="letters", method="one") for n in (0, 3)], rank=4)
+    parts = [
+        _work(PromptDataModule([Letters()], results_dir=str(tmp_path)), rank=r, world=2)
+        for r in range(2)
+    ]
+    left = sorted(uid for method, uid in sum(parts, []) if method == "one")
+    assert left == [f"letters/test/{n}" for n in (1, 2, 4, 5, 6)]
+    assert sum(method == "two" for method, _ in sum(parts, [])) == 7
+
+
+def test_one_method_per_example_covers_all_examples_and_uses_both():
+    work = _work(PromptDataModule([Letters()], assignment="one"))
+    assert sorted(uid for _, uid in work) == [f"letters/test/{n}" for n in range(7)]
+    assert {method for method, _ in work} == {"one", "two"}
+
+
+def test_batches_hold_token_ids_after_the_template():
+    data = PromptDataModule([Letters()], methods=["two"])
+    data.trainer = SimpleNamespace(lightning_module=_module(), global_rank=0, world_size=1)
+    data.setup("predict")
+    (loader,) = data.predict_dataloader()
+    batch = next(iter(loader))
+    assert batch.prompt_ids[1] == [7, 10 + ord("b")]
+
+
+def test_first_batches_do_not_depend_on_what_is_done(tmp_path: Path):
+    ResultFolder(tmp_path).append([row("letters/test/0", task="letters", method="one")])
+    data = PromptDataModule([Letters()], results_dir=str(tmp_path), batch_size=2)
+    _work(data)
+    uids = [e.uid for batch in data.first_batches(3, "one") for e in batch.examples]
+    assert uids == [f"letters/test/{n}" for n in range(3)]
+
+
+def test_a_prompt_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"letters/test/0: the prompt has 2 tokens, .* = 1"):
+        _work(PromptDataModule([Letters()], max_prompt_length=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": []}, "tasks: expected at least one"),
+        ({"tasks": [Letters(), Letters()]}, "each task may be named once, got letters, letters"),
+        ({"tasks": [Letters()], "batch_size": 0}, "batch_size: expected at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        PromptDataModule(**options)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="expected some of one, two, got three"):
+        _work(PromptDataModule([Letters()], methods=["three"]))

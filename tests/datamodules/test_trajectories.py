@@ -1,0 +1,195 @@
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from datamodules.trajectories import REMASKED, TrajectoryDataModule, is_validation
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.projection import Projector
+from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.trajectories.errors import ShardError
+from tests.traces import (
+    PROJECTOR,
+    feature_capture,
+    recorded,
+    small_backbone,
+    small_projector,
+    write_shards,
+)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    features = feature_capture(small_projector())
+    records = recorded(small_backbone(), 24, features=features)
+    return write_shards(tmp_path_factory.mktemp("shards"), records)
+
+
+def ready(shards: Path, **options: object) -> TrajectoryDataModule:
+    values: dict[str, object] = {"batch_size": 8, "val_fraction": 0.3}
+    module = TrajectoryDataModule(shards, **{**values, **options})  # type: ignore[arg-type]
+    module.setup("fit")
+    return module
+
+
+def test_split_is_the_hash_of_the_prompt_uid() -> None:
+    digest = hashlib.sha256(b"7:gsm8k/train/00012").digest()
+    fraction = int.from_bytes(digest[:8], "big") / 2**64
+    for uid in ("gsm8k/train/00012", "gsm8k/train/00012@entropy", "gsm8k/train/00012@random"):
+        assert is_validation(uid, seed=7, fraction=fraction + 1e-6)
+        assert not is_validation(uid, seed=7, fraction=fraction - 1e-6)
+
+
+def test_split_shares_are_near_the_fraction() -> None:
+    """Binomial(5000, 0.1): standard deviation 21, allowed 4 of them."""
+    chosen = sum(is_validation(f"x/{i}", seed=0, fraction=0.1) for i in range(5000))
+    assert abs(chosen - 500) < 85
+
+
+def test_stored_features_belong_to_their_state(shards: Path) -> None:
+    """Every batch row equals the record's own kept step, found by its canvas."""
+    module = ready(shards)
+    originals = {
+        t.prompt_ids.tobytes() + t.state_at(int(step)).tobytes(): (t.features, kept)
+        for t in recorded(small_backbone(), 24, features=feature_capture(small_projector()))
+        for kept, step in enumerate(t.features.kept_steps)
+    }
+    checked = 0
+    for batch in module.train_dataloader():
+        assert batch.features is not None
+        for row in range(len(batch.ids)):
+            real = batch.pad_mask[row, : batch.start]
+            prompt = batch.ids[row, : batch.start][real].numpy().astype(np.int32)
+            state = batch.ids[row, batch.start :].numpy().astype(np.int32)
+            features, kept = originals[prompt.tobytes() + state.tobytes()]
+            expected = torch.from_numpy(features.dequantized()[kept])
+            torch.testing.assert_close(batch.features[row], expected)
+            assert batch.proposals[row].tolist() == features.proposals[kept].tolist()
+            checked += 1
+    assert checked >= 80
+
+
+def test_stored_and_recomputed_features_agree(shards: Path) -> None:
+    """Capture in the decode loop against the module's own forward on the same states."""
+    module = TraceLockModule(
+        small_backbone(), tokenizer="unused", projector=small_projector(), head=SMALL_HEAD
+    )
+    dataset = ready(shards)._dataset
+    assert dataset is not None
+    stored = next(iter(ready(shards).train_dataloader()))
+    bare = type(stored)(**{**vars(stored), "features": None, "proposals": None})
+    with_features, without = module.observe(stored), module.observe(bare)
+    # Stored as float16.
+    torch.testing.assert_close(with_features.features, without.features, atol=1e-2, rtol=1e-2)
+    assert torch.equal(with_features.label, without.label)
+    assert torch.equal(with_features.state, without.state)
+
+
+def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Path) -> None:
+    module = ready(shards, source="tokens", step_ratio=0.5, remasks_per_trace=2)
+    index = module._dataset.index
+    per_record = np.bincount(index.trace)
+    assert set(per_record.tolist()) == {4 + 2}
+    loader = module.train_dataloader()
+    assert next(iter(loader)).features is None
+    remask = int(np.flatnonzero(index.step[module.train_indices] == REMASKED)[0])
+    ref = loader.sampler.batch(0)[0]
+    first, again, later = (
+        loader.dataset[[ref._replace(index=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+
+
+def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
+    """Eight of the validation states in four quarters of time: two of each."""
+    module = ready(shards, max_val_examples=8)
+    index = module._dataset.index
+    steps = index.step[module.val_indices]
+    assert np.bincount(steps // 2).tolist() == [2, 2, 2, 2]
+    assert ready(shards, max_val_examples=8).val_indices.tolist() == module.val_indices.tolist()
+    assert not set(module.val_indices) & set(module.train_indices)
+
+
+def test_wrong_answers_can_be_left_out(shards: Path) -> None:
+    index = ready(shards, only_correct=True)._dataset.index
+    assert {trace.meta["correct"] for trace in index.traces} == {True}
+    assert len(index.traces) == 16
+
+
+def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -> None:
+    """Ten batches a pass, accumulation of four: steps end after 4, 8 and 10 batches."""
+    module = ready(shards)
+
+    class Progress:
+        accumulate_grad_batches = 4
+        global_step = 0
+
+    module.trainer = Progress()  # type: ignore[assignment]
+    done = []
+    for step in range(7):
+        Progress.global_step = step
+        done.append(module._batches_done(10))
+    assert done == [0, 4, 8, 10, 14, 18, 20]
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="nothing_here"):
+        ready(tmp_path / "nothing_here")
+
+
+def test_empty_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="no trajectory shards"):
+        ready(tmp_path)
+
+
+def test_shards_without_features_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, recorded(small_backbone(), 8))
+    with pytest.raises(ValueError, match="holds no features"):
+        ready(tmp_path)
+
+
+def test_ungraded_records_cannot_be_filtered(tmp_path: Path) -> None:
+    records = [record.with_meta() for record in recorded(small_backbone(), 8)]
+    for record in records:
+        record.meta.pop("correct")
+    write_shards(tmp_path, records)
+    with pytest.raises(ValueError, match="was not graded"):
+        ready(tmp_path, source="tokens", only_correct=True)
+
+
+def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path) -> None:
+    other = Projector.random_orthogonal(PROJECTOR, seed=6)
+    module = TraceLockModule(small_backbone(), tokenizer="unused", projector=other, head=SMALL_HEAD)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_steps=1,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TrajectoryDataModule(shards, val_fraction=0.3)
+    with pytest.raises(ValueError, match="another projector digest"):
+        trainer.fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"source": "logits"}, "source"),
+        ({"val_fraction": 0.0}, "val_fraction"),
+        ({"step_ratio": 2.0}, "step_ratio"),
+        ({"remasks_per_trace": 3}, "remasks_per_trace"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        TrajectoryDataModule("unused", **options)  # type: ignore[arg-type]
+
+
+SMALL_HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16)

@@ -1,0 +1,73 @@
+"""Runs of the command line for end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cli
+from lit_dlm.reports import ResultFolder, ResultRow
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def run(*arguments: str) -> None:
+    """Runs the command line in this process."""
+    cli.main(list(arguments))
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs the command line, expects it to fail, and returns its one-line error."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        cli.main(list(arguments))
+    assert done.value.code not in (0, None)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    """Starts the command line in its own process group."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "cli.py"), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def finished(process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
+    """Waits for a started command and shows its errors when it fails."""
+    _, errors = process.communicate(timeout=seconds)
+    assert process.returncode == 0, errors.decode()[-4000:]
+
+
+def timeless(rows: list[ResultRow]) -> list[ResultRow]:
+    """Rows without their wall time."""
+    return [replace(row, seconds=0.0) for row in rows]
+
+
+def results(run_dir: Path) -> dict[tuple[str, str], list[ResultRow]]:
+    """All results of a run, without wall times."""
+    folder = ResultFolder(run_dir / "results")
+    return {pair: timeless(folder.rows(*pair)) for pair in folder.pairs()}
+
+
+def write_config(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)

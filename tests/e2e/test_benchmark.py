@@ -1,0 +1,142 @@
+"""Benchmark decoding through the command line on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT, fails, finished, results, run, start, write_config
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+run_dir: {run_dir}
+trainer:
+  accelerator: cpu
+  devices: {devices}
+  logger: false
+  enable_progress_bar: false
+  callbacks:
+  - class_path: ResultWriter
+    init_args:
+      run_dir: ${{run_dir}}
+model:
+  class_path: DecodeModule
+  init_args:
+    backbone: {root}/configs/backbone/tiny.yaml
+    tokenizer: tiny
+    decoders:
+      random: {root}/configs/decode/random.yaml
+      threshold-0.9: {root}/configs/decode/threshold_0.9.yaml
+      drawn:
+        policy: EntropyPolicy
+        sampler: {{temperature: 1.0}}
+data:
+  class_path: PromptDataModule
+  init_args:
+    tasks:
+    - class_path: WordProblems
+      init_args: {{split: test, num_examples: {num_examples}}}
+    response_length: 32
+    batch_size: {batch_size}
+    results_dir: ${{run_dir}}/results
+"""
+
+
+def config(
+    tmp_path: Path, name: str, *, batch_size: int = 4, devices: int = 1, num_examples: int = 12
+) -> str:
+    text = CONFIG.format(
+        run_dir=tmp_path / name,
+        root=ROOT,
+        batch_size=batch_size,
+        devices=devices,
+        num_examples=num_examples,
+    )
+    return write_config(tmp_path / f"{name}.yaml", text)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run in batches of 4."""
+    folder = tmp_path_factory.mktemp("whole")
+    run("predict", "--config", config(folder, "whole"))
+    return folder / "whole"
+
+
+def test_a_run_leaves_results_summary_table_plot_and_its_configuration(whole: Path):
+    records = json.loads((whole / "summary.json").read_text())
+    assert [(r["task"], r["method"], r["n"]) for r in records] == [
+        ("word_problems", "random", 12),
+        ("word_problems", "threshold-0.9", 12),
+        ("word_problems", "drawn", 12),
+    ]
+    assert records[0]["nfe"] == 32.0
+    assert records[1]["nfe"] < 32.0
+    assert "| random |" in (whole / "summary.md").read_text()
+    assert (whole / "front.png").stat().st_size > 10_000
+    assert (whole / "predict.yaml").exists()
+
+
+def test_the_saved_configuration_runs_again_and_redoes_nothing(whole: Path):
+    parts = {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")}
+    before = results(whole)
+    run("predict", "--config", str(whole / "predict.yaml"))
+    assert results(whole) == before
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")} == parts
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_batch_size_changes_nothing(whole: Path, tmp_path: Path, batch_size: int):
+    run("predict", "--config", config(tmp_path, "other", batch_size=batch_size))
+    assert results(tmp_path / "other") == results(whole)
+
+
+@pytest.mark.ddp
+def test_two_processes_give_the_same_results(whole: Path, tmp_path: Path):
+    finished(start("predict", "--config", config(tmp_path, "two", devices=2)))
+    assert results(tmp_path / "two") == results(whole)
+    assert len(list((tmp_path / "two").rglob("part-r00001.jsonl"))) == 3
+
+
+def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
+    path = config(tmp_path, "killed", batch_size=1)
+    process = start("predict", "--config", path)
+    folder = tmp_path / "killed" / "results" / "word_problems" / "random"
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("part-*.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = sum(len(rows) for rows in results(tmp_path / "killed").values())
+    assert 0 < done < 36
+    run("predict", "--config", path)
+    assert results(tmp_path / "killed") == results(whole)
+
+
+def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
+    error = fails(
+        capsys, "predict", "--config", str(whole / "predict.yaml"), "--model.init_args.seed=5"
+    )
+    assert "seed: 0, now 5" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.init_args.backbone.init_args.path=nowhere/model"], "nowhere/model"),
+        (["--data.init_args.methods=[randm]"], "got randm"),
+        (["--data.init_args.batch_sise=3"], "'batch_sise'; did you mean 'batch_size'?"),
+        (["--trainer.max_epochz=3"], "did you mean '--trainer.max_epochs'?"),
+        (["--data.init_args.tasks=[{class_path: Sudoko}]"], "did you mean 'Sudoku'?"),
+        (["--data.init_args.batch_size=x"], "batch_size: Expected a <class 'int'>. Got value: x"),
+    ],
+)
+def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flags, message):
+    error = fails(capsys, "predict", "--config", config(tmp_path, "bad"), *flags)
+    assert message in error

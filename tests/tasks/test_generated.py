@@ -1,0 +1,82 @@
+"""Splits, stable numbering and determinism of the generated tasks."""
+
+import random
+
+import pytest
+
+from lit_dlm.tasks.countdown import Countdown, canonical
+from lit_dlm.tasks.generated import Problem, draw_of_split, generated_examples, is_held_out
+from lit_dlm.tasks.python_functions import PythonFunctions, draw_function
+from lit_dlm.tasks.sudoku import Sudoku
+from lit_dlm.tasks.word_problems import WordProblems, draw_word_problem
+
+TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown]
+
+
+def test_one_key_in_ten_is_held_out() -> None:
+    """2,000 keys: 200 expected, standard deviation 13."""
+    assert abs(sum(is_held_out(f"key {n}") for n in range(2_000)) - 200) < 55
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problem_i_does_not_depend_on_how_many_are_asked_for(task: type) -> None:
+    few = task(split="test", num_examples=7).examples()
+    many = task(split="test", num_examples=30).examples()
+    assert list(many[:7]) == list(few)
+    assert few[3].uid == f"{task.name}/test/00003"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
+    texts = [
+        {example.text for example in task(split=split, num_examples=40, seed=seed).examples()}
+        for split, seed in (("test", 0), ("test", 1), ("train", 0))
+    ]
+    assert len(texts[0] & texts[1]) < 20
+    assert not texts[0] & texts[2]
+    assert not texts[1] & texts[2]
+
+
+@pytest.mark.parametrize("draw", [draw_word_problem, draw_function])
+def test_the_test_split_holds_500_distinct_keys_that_training_never_draws(draw: object) -> None:
+    rng = random.Random(0)
+    held_out = set()
+    while len(held_out) < 500:
+        held_out.add(draw_of_split(draw, rng, split="test").key)  # type: ignore[arg-type]
+    trained = {draw_of_split(draw, rng, split="train").key for _ in range(3_000)}  # type: ignore[arg-type]
+    assert not held_out & trained
+
+
+@pytest.mark.parametrize("task", [WordProblems, PythonFunctions])
+def test_500_test_problems_can_be_listed_and_differ(task: type) -> None:
+    examples = task(split="test", num_examples=500).examples()
+    keys = {str(e.reference.get("spec") or (e.reference["start"], e.reference["moves"]))
+            for e in examples}
+    assert len(keys) == 500
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_equal_generators_draw_equal_pairs(task: type) -> None:
+    source = task(split="train")
+    first, second = ([source.draw_pair(r) for _ in range(5)] for r in map(random.Random, (3, 3)))
+    assert first == second
+
+
+def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
+    def draw(rng: random.Random) -> Problem:
+        key = str(rng.randrange(40))
+        return Problem(key=key, text=key, reference={})
+
+    available = sum(is_held_out(str(n)) for n in range(40))
+    with pytest.raises(ValueError, match=f"few.num_examples: the test split ran out at {available} "):
+        generated_examples(draw, task="few", split="test", num_examples=40, seed=0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_unknown_split_is_named(task: type) -> None:
+    with pytest.raises(ValueError, match=rf"{task.name}\.split: expected 'train' or 'test'"):
+        task(split="dev")
+
+
+def test_canonical_ignores_the_order_of_the_numbers() -> None:
+    assert canonical([44, 15, 79], 50) == canonical([79, 44, 15], 50) == "15,44,79=50"

@@ -1,0 +1,120 @@
+"""Python functions: every style runs right, and the checks catch near misses."""
+
+import random
+from typing import Any
+
+import pytest
+
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.python_functions import (
+    PythonFunctions,
+    describe,
+    draw_function,
+    evaluate,
+    write_check,
+    write_function,
+)
+
+ABOVE = {"kind": "list", "fold": "sum", "value": "square", "amount": 0, "test": "above", "bound": 3}
+CHAIN = {"kind": "chain", "start": "x", "operations": [["+", "3"], ["*", "y"], ["-", "2"]]}
+
+
+def passes(code: str, check: str) -> bool:
+    """Runs our own generated code in process; model-written code only ever runs in the sandbox."""
+    names: dict[str, Any] = {}
+    exec(code + "\n" + check, names)
+    try:
+        names["check"](names["f"])
+    except AssertionError:
+        return False
+    return True
+
+
+def test_it_is_a_task() -> None:
+    assert isinstance(PythonFunctions(), Task)
+
+
+def test_evaluate_by_hand() -> None:
+    """Squares of 4 and 5: 16 + 25 = 41. (1 + 3) * 2 - 2 = 6."""
+    assert evaluate(ABOVE, [3, 4, 5]) == 41
+    assert evaluate(CHAIN, 1, 2) == 6
+
+
+def test_descriptions() -> None:
+    assert describe(ABOVE) == "Write f(xs): sum squares of xs above 3."
+    assert describe(CHAIN) == "Write f(x,y): start with x, add 3, times y, minus 2."
+
+
+def test_styles_of_a_list_function_are_two_forms_and_the_names() -> None:
+    """Three comprehensions (loop variable), nine loops (loop variable and temporary)."""
+    written = {write_function(ABOVE, random.Random(seed)) for seed in range(300)}
+    assert len(written) == 12
+    assert "def f(xs):\n    return sum(v*v for v in xs if v>3)" in written
+    loop = "def f(xs):\n    t=0\n    for x in xs:\n        if x>3:\n            t+=x*x\n    return t"
+    assert loop in written
+
+
+def test_styles_of_a_chain_are_one_expression_or_a_temporary() -> None:
+    """One expression; a cut after the first or second operation with three names: 1 + 6."""
+    written = {write_function(CHAIN, random.Random(seed)) for seed in range(300)}
+    assert len(written) == 7
+    assert "def f(x,y):\n    return (x+3)*y-2" in written
+    assert "def f(x,y):\n    z=x+3\n    return z*y-2" in written
+
+
+def test_every_style_passes_its_check() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        reference = draw_function(rng).reference
+        assert passes(write_function(reference["spec"], rng), reference["check"])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("v>3", "v>=3"), ("v>3", "v>4"), ("v*v", "v"), ("sum", "list"), ("v>3", "v<3")],
+)
+def test_a_near_miss_fails_the_check(right: str, wrong: str) -> None:
+    code = "def f(xs):\n    return sum(v*v for v in xs if v>3)"
+    check = write_check(ABOVE, seed="s")
+    assert passes(code, check)
+    assert not passes(code.replace(right, wrong), check)
+
+
+def test_different_list_functions_have_different_checks() -> None:
+    """A completion for one description must not pass for another one."""
+    rng = random.Random(1)
+    problems = {p.key: p for p in (draw_function(rng) for _ in range(120))}
+    functions = {
+        key: write_function(p.reference["spec"], rng)
+        for key, p in problems.items()
+        if p.reference["spec"]["kind"] == "list"
+    }
+    confused = [
+        (key, other)
+        for key, code in functions.items()
+        for other in functions
+        if key != other and passes(code, problems[other].reference["check"])
+    ]
+    assert not confused
+
+
+EXAMPLE = PromptExample(
+    uid="python_functions/test/00000",
+    task="python_functions",
+    text=describe(CHAIN),
+    reference={"spec": CHAIN, "entry_point": "f", "check": write_check(CHAIN, seed="s")},
+)
+
+
+def test_code_runs_only_with_permission() -> None:
+    task = PythonFunctions()
+    with pytest.raises(ValueError, match="allow_code_execution"):
+        task.grade(EXAMPLE, task.reference_completion(EXAMPLE))
+
+
+def test_grades_in_the_sandbox() -> None:
+    task = PythonFunctions(allow_code_execution=True)
+    assert task.grade(EXAMPLE, task.reference_completion(EXAMPLE)).is_correct
+    assert task.grade(EXAMPLE, "def f(x,y):\n    return x").status == "wrong"
+    assert task.grade(EXAMPLE, "def f(x,y):\n    return (x").status == "syntax_error"
+    assert task.grade(EXAMPLE, "x+3").status == "no_answer"

@@ -1,0 +1,104 @@
+"""Recorded decodes of a small random model, for tests that read trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from lit_dlm.trajectories.features import Layout, Scheme
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+
+VOCAB = 24
+MASK, PAD, EOS = 2, 0, 1
+PROJECTOR = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
+
+
+def small_backbone(seed: int = 0) -> HFBackbone:
+    torch.manual_seed(seed)
+    return HFBackbone(
+        architecture=Architecture(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=2,
+            initializer_range=0.3,
+            family="tiny",
+            mask_id=MASK,
+            pad_id=PAD,
+            eos_ids=(EOS,),
+            forbidden_ids=(PAD,),
+        )
+    ).eval()
+
+
+def small_projector() -> Projector:
+    return Projector.random_orthogonal(PROJECTOR, seed=5)
+
+
+def feature_capture(
+    projector: Projector,
+    *,
+    settings: FeatureSettings | None = None,
+    scheme: Scheme = "fp16",
+    layout: Layout = "generation",
+    step_ratio: float = 1.0,
+) -> FeatureCapture:
+    settings = settings or FeatureSettings()
+    return FeatureCapture(
+        function=partial(acceptance_features, projector, settings=settings),
+        hidden_layers=(-3, -2, -1),
+        groups=feature_groups(projector.config, settings),
+        projector_digest=projector.digest(),
+        step_ratio=step_ratio,
+        scheme=scheme,
+        layout=layout,
+        scores=frozenset(n for n in ("entropy", "margin") if getattr(settings, n)),
+    )
+
+
+def recorded(
+    backbone: HFBackbone,
+    num_records: int = 12,
+    *,
+    response_length: int = 8,
+    features: FeatureCapture | None = None,
+    decoder: Decoder | None = None,
+) -> list[Trajectory]:
+    """Decodes random prompts of one to four tokens in one padded batch."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, VOCAB, (1 + row % 4,), generator=generator) for row in range(num_records)
+    ]
+    capture = TrajectoryCapture(
+        vocab_size=VOCAB, level="features" if features else "tokens", features=features
+    )
+    canvas = prompt_canvas(
+        prompts, response_length=response_length, spec=backbone.spec, seeds=range(num_records)
+    )
+    (decoder or Decoder(policy=EntropyPolicy()))(backbone, canvas, [capture])
+    return capture.trajectories(
+        [f"fake/train/{row:05d}@entropy" for row in range(num_records)],
+        [{"task": "fake", "correct": row % 3 > 0} for row in range(num_records)],
+    )
+
+
+def write_shards(folder: Path, records: Sequence[Trajectory], *, block_size: int = 4) -> Path:
+    empty: dict[str, str] = {}
+    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    with TrajectoryShardWriter(
+        folder, name="traces", split="train", rank=0, run=run, block_size=block_size
+    ) as writer:
+        for record in records:
+            writer.put(record)
+    return folder

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_dlm.ops.masking import state_at
+from lit_dlm.trajectories import Trajectory, diff, from_history
+from tests.trajectories.samples import MASK, VOCAB, random_history, random_record
+
+
+def tiny(**changes) -> Trajectory:
+    values = {
+        "uid": "a",
+        "prompt_ids": np.array([3]),
+        "tokens": np.array([4, 5, 6]),
+        "commit_step": np.array([1, 0, 2]),
+        "num_steps": 3,
+        "mask_id": MASK,
+        "vocab_size": VOCAB,
+    }
+    return Trajectory(**{**values, **changes})
+
+
+def test_states_follow_the_step_convention():
+    """Commit steps 1, 0, 2: before step 0 all is masked, before step 1 the second token shows,
+    before step 2 the first two, before step 3 (the end) all."""
+    record = tiny()
+    expected = [[9, 9, 9], [9, 5, 9], [4, 5, 9], [4, 5, 6]]
+    assert record.all_states().tolist() == expected
+    assert [record.state_at(t).tolist() for t in range(4)] == expected
+    assert record.canvas(1).tolist() == [3, 9, 5, 9]
+    assert record.canvas().tolist() == [3, 4, 5, 6]
+    assert record.events().tolist() == [[0, 1, 5], [1, 0, 4], [2, 2, 6]]
+
+
+def test_from_history_keeps_the_writes_that_were_overwritten():
+    """One position: written 3 at step 0, masked at 1, written 4 at 2, edited to 5 at 3."""
+    record = from_history(
+        [[MASK], [3], [MASK], [4], [5]], uid="a", prompt_ids=[], mask_id=MASK, vocab_size=VOCAB
+    )
+    assert record.tokens.tolist() == [5]
+    assert record.commit_step.tolist() == [3]
+    assert record.superseded is not None
+    assert record.superseded.tolist() == [[0, 0, 3], [1, 0, MASK], [2, 0, 4]]
+    # Masked before steps 0 and 2.
+    assert record.masked_rows().tolist() == [[0, 0], [2, 0]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_generated=st.integers(1, 40),
+    num_steps=st.integers(0, 20),
+    remask=st.sampled_from([0.0, 0.1, 0.5]),
+    fixed=st.sampled_from([0.0, 0.4]),
+    fill=st.sampled_from([1.0, 0.6]),
+)
+def test_replay_equals_the_history(seed, num_generated, num_steps, remask, fixed, fill):
+    history = random_history(
+        np.random.default_rng(seed),
+        num_generated=num_generated,
+        num_steps=num_steps,
+        remask=remask,
+        given=fixed,
+        fill=fill,
+    )
+    record = from_history(history, uid="a", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB)
+    np.testing.assert_array_equal(record.all_states(), history)
+    np.testing.assert_array_equal(record.initial(), history[0])
+    for t in range(num_steps + 1):
+        np.testing.assert_array_equal(record.state_at(t), history[t])
+    replayed = history[0].copy()
+    for t in range(num_steps):
+        np.testing.assert_array_equal(
+            record.committed_at(t), np.flatnonzero(history[t + 1] != history[t])
+        )
+        for _, position, token in record.events()[record.events()[:, 0] == t]:
+            replayed[position] = token
+        np.testing.assert_array_equal(replayed, history[t + 1])
+    rows = [(t, i) for t in range(num_steps) for i in range(num_generated) if history[t, i] == MASK]
+    assert [tuple(row) for row in record.masked_rows()] == rows
+    assert record.num_masked_rows() == len(rows)
+
+
+def test_torch_state_equals_the_record_without_superseded_writes():
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, given=0.2, fill=0.7) for _ in range(4)]
+    tokens = torch.from_numpy(np.stack([r.tokens for r in records]))
+    commit = torch.from_numpy(np.stack([r.commit_step for r in records]))
+    for t in range(8):
+        expected = torch.from_numpy(np.stack([r.state_at(t) for r in records]))
+        assert torch.equal(state_at(tokens, commit, t, MASK), expected)
+    steps = torch.tensor([0, 3, 5, 7])
+    expected = torch.from_numpy(
+        np.stack([r.state_at(int(t)) for r, t in zip(records, steps, strict=True)])
+    )
+    assert torch.equal(state_at(tokens, commit, steps, MASK), expected)
+
+
+def test_digest_is_the_published_hash():
+    """Lengths (P, G, T, mask, events), prompt, tokens, commit steps as unsigned 32-bit numbers."""
+    record = tiny(tokens=[4, 5, MASK], commit_step=[1, 0, -1])
+    numbers = [1, 3, 3, MASK, 0, 3, 4, 5, MASK, 1, 0, 0xFFFFFFFF]
+    expected = hashlib.sha256(b"ldt.traj.v1\0" + struct.pack("<12I", *numbers)).digest()[:16]
+    assert record.digest() == expected
+    assert tiny(uid="other", seed=5).digest() == tiny().digest()
+    assert tiny(commit_step=[1, 0, 1]).digest() != tiny().digest()
+
+
+def test_digest_tells_given_from_written_tokens():
+    fixed = tiny(given=[True, False, False], commit_step=[-1, 0, 2])
+    written = tiny(commit_step=[0, 0, 2])
+    assert fixed.digest() != written.digest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"commit_step": [1, 0, 3]}, "commit_step must be in"),
+        ({"commit_step": [1, 0, -1]}, "must hold the mask id"),
+        ({"tokens": [4, 5, VOCAB]}, "tokens must be in"),
+        ({"tokens": [4, 5, -2]}, "tokens must be in"),
+        ({"prompt_ids": [VOCAB]}, "prompt_ids must be in"),
+        ({"given": [True, False, False]}, "given position has a commit step"),
+        ({"tokens": [4, 5, MASK]}, "ends as a mask after a write"),
+        ({"superseded": [[2, 0, 7]]}, "not earlier than the last write"),
+        ({"superseded": [[0, 0, 4]]}, "repeats the value"),
+        ({"superseded": [[0, 0, MASK]]}, "repeats the value"),
+        ({"superseded": [[1, 2, 7], [0, 2, 8]]}, "out of"),
+        ({"superseded": [[0, 3, 7]]}, "outside the canvas"),
+        ({"superseded": [[0, 0, VOCAB]]}, "superseded must be in"),
+        ({"status": "done"}, "status must be one of"),
+        ({"seed": -1}, "seed must be in"),
+        ({"uid": ""}, "uid must have"),
+        ({"commit_step": [0, 0]}, "shape"),
+        ({"signals": {"commit_prob": np.zeros(2, dtype=np.float16)}}, "commit_prob"),
+        ({"signals": {"prob": np.zeros(3)}}, "unknown signal"),
+    ],
+)
+def test_validate_names_what_is_wrong(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes).validate()
+
+
+def test_from_history_refuses_a_changed_given_token():
+    with pytest.raises(ValueError, match="given position 1 changed"):
+        from_history(
+            [[MASK, 3], [MASK, 4]], uid="a", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB
+        )
+
+
+def test_diff_finds_the_first_step_that_differs():
+    """Both write position 1 at step 0. At step 1 one writes position 0, the other position 2."""
+    a = tiny(signals={"commit_margin": np.array([0.25, 1, 1], dtype=np.float16)})
+    b = tiny(commit_step=[2, 0, 1])
+    result = diff(a, b)
+    assert (result.same, result.same_prompt, result.first_step) == (False, True, 1)
+    assert (result.only_a.tolist(), result.only_b.tolist()) == ([0], [2])
+    assert result.num_final_differing == 0
+    assert result.margins[0] is not None
+    assert result.margins[0].tolist() == [0.25]
+    assert result.margins[1] is None
+
+
+def test_diff_of_tokens_and_of_equal_records():
+    result = diff(tiny(), tiny(tokens=[7, 5, 6]))
+    assert result.first_step == 1
+    assert result.tokens.tolist() == [[0, 4, 7]]
+    assert result.num_final_differing == 1
+    same = diff(tiny(), tiny(uid="b"))
+    assert same.same
+    assert same.first_step is None
+
+
+def test_states_outside_the_decode_are_refused():
+    with pytest.raises(ValueError, match=r"step must be in 0\.\.3"):
+        tiny().state_at(4)
+    with pytest.raises(ValueError, match=r"step must be in 0\.\.2"):
+        tiny().committed_at(3)
