@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 class ExampleRef(NamedTuple):
     """One slot of a batch."""
 
-    index: int
+    number: int
     """Number of the example."""
     epoch: int
     """Pass over the data; examples with a random part differ from pass to pass."""
@@ -85,7 +85,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         epoch, offset = divmod(number, len(self))
         first = (offset * self.world_size + self.rank) * self.batch_size
         chosen = self.order(epoch)[first : first + self.batch_size]
-        return [ExampleRef(index, epoch) for index in chosen.tolist()]
+        return [ExampleRef(number, epoch) for number in chosen.tolist()]
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """All examples in the order of one pass; repeated where they do not fill one batch."""
@@ -107,7 +107,12 @@ class FixedPlan(DistributedSampler[list[ExampleRef]]):
     """One pass over given examples in order, dealt out evenly; copies fill the last batches."""
 
     def __init__(
-        self, indices: Sequence[int], *, batch_size: int, rank: int = 0, world_size: int = 1
+        self,
+        indices: Sequence[int] | NDArray[np.int64],
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Sets up the plan.
 

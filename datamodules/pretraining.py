@@ -172,7 +172,7 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         """Chance of each token to be hidden: high for the digits behind an equals sign."""
         chances = []
         in_result = False
-        for token in self.tokenizer.convert_ids_to_tokens(line):
+        for token in self.tokenizer.convert_ids_to_tokens(list(line)):
             in_result = token == "=" or (in_result and token.isdigit())
             is_result = in_result and token != "="
             chances.append(RESULT_HIDE_CHANCE if is_result else OTHER_HIDE_CHANCE)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
@@ -90,16 +90,16 @@ class StateDataset(Dataset[StateBatch]):
     def example(self, ref: ExampleRef) -> StateExample:
         """One state."""
         index = self.index
-        number, step = int(index.trace[ref.index]), int(index.step[ref.index])
+        number, step = int(index.trace[ref.number]), int(index.step[ref.number])
         trace = index.traces[number]
         if step == REMASKED:
-            rng = np.random.default_rng([self.seed, ref.epoch, ref.index])
+            rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
             example = remasked_state(trace, rng)
         else:
             example = trace_state(trace, step)
         if self.reader.features:
             features = self._features(int(index.blocks[number]), trace.uid)
-            kept = int(index.kept[ref.index])
+            kept = int(index.kept[ref.number])
             one = replace(
                 features,
                 kept_steps=features.kept_steps[kept : kept + 1],
@@ -227,7 +227,10 @@ class TrajectoryDataModule(LightningDataModule):
 
     def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
         traces: list[Trajectory] = []
-        trace, step, kept, blocks = [], [], [], []
+        trace: list[int] = []
+        step: list[int] = []
+        kept: list[int] = []
+        blocks: list[int] = []
         block = 0
         for shard in reader.shards:
             for number in range(len(reader.side_file(shard).blocks)):
@@ -370,7 +373,7 @@ class _Renumbered(Dataset[StateBatch]):
         self.indices = indices
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
-        return self.dataset[[ref._replace(index=int(self.indices[ref.index])) for ref in batch]]
+        return self.dataset[[ref._replace(number=int(self.indices[ref.number])) for ref in batch]]
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
@@ -412,5 +415,6 @@ def _spread_evenly(
     return np.array([at for _, _, at in sorted(turns)[:limit]])
 
 
-def _as_is(batch: StateBatch) -> StateBatch:
+def _as_is(batch: Any) -> Any:
+    """The dataset collates; the loader must not."""
     return batch

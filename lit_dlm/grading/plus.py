@@ -32,6 +32,7 @@ MatchRule = Callable[[Sequence[Any], Any, Any], bool]
 _LEAST_SECONDS = 1.0
 _REFERENCE_FACTOR = 4.0
 _MOST_SECONDS = 60.0
+_REFERENCE_SECONDS = 600.0
 """EvalPlus 0.3.1: each call may take 1 s or 4 times the reference, all calls together 60 s."""
 
 
@@ -96,7 +97,14 @@ class PlusGrader:
         allow_code_execution: bool,
     ) -> None:
         self._limits = limits or SandboxLimits(
-            wall_seconds=_MOST_SECONDS + 1, cpu_seconds=_MOST_SECONDS + 1, memory_bytes=4 << 30
+            wall_seconds=_MOST_SECONDS + 1,
+            cpu_seconds=_MOST_SECONDS + 1,
+            memory_bytes=4 << 30,
+            value_bytes=1 << 28,  # Mbpp/255 returns lists of millions of tuples
+        )
+        # The reference is trusted and must get through, also on a busy machine.
+        self._reference_limits = replace(
+            self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
         )
         self._allow = allow_code_execution
         self._folder = None if cache_dir is None else _private_folder(cache_dir)
@@ -183,10 +191,16 @@ class PlusGrader:
             problem.reference_code,
             problem.entry_point,
             inputs,
-            call_seconds=self._limits.wall_seconds,
-            limits=self._limits,
+            call_seconds=_REFERENCE_SECONDS,
+            limits=self._reference_limits,
             allow_code_execution=self._allow,
         )
+        for index, reply in enumerate(result.replies):
+            if not reply.partition(b",")[2].startswith(b'"value":'):
+                error = read_reply(reply)[1]
+                raise ValueError(
+                    f"{problem.name}: the reference solution failed on input {index}: {error}"
+                )
         if result.status != "right":
             raise ValueError(
                 f"{problem.name}: the reference solution failed on input {len(result.replies)}: "
@@ -201,8 +215,7 @@ class PlusGrader:
 
 
 def _value_of(reply: bytes) -> Any:
-    ok, value = read_reply(reply, from_handle=_Opaque)
-    return value if ok else _Opaque(-1)
+    return read_reply(reply, from_handle=_Opaque)[1]
 
 
 def _judge(

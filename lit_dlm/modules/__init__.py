@@ -2,5 +2,7 @@
 
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.generate import TraceModule
+from lit_dlm.modules.pretrain import PretrainModule
+from lit_dlm.modules.tracelock import TraceLockModule
 
-__all__ = ["DecodeModule", "TraceModule"]
+__all__ = ["DecodeModule", "PretrainModule", "TraceLockModule", "TraceModule"]

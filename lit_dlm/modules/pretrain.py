@@ -1,10 +1,9 @@
-"""Pre-training of a small masked diffusion model from scratch: the recipe of the embedded models."""
+"""Pre-training of a small masked diffusion model from scratch, as the embedded ones were made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones.hf import DType, HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
@@ -73,6 +72,8 @@ class PretrainModule(DecodeModule):
         ValueError: the backbone is frozen.
     """
 
+    backbone: HFBackbone
+
     def __init__(
         self,
         backbone: HFBackbone,
@@ -86,7 +87,7 @@ class PretrainModule(DecodeModule):
         warmup_steps: int = 50,
         decay_share: float = 0.4,
         export_dir: str | None = None,
-        export_dtype: str = "float16",
+        export_dtype: DType = "float16",
         compile: bool = False,
     ) -> None:
         super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
@@ -151,9 +152,7 @@ class PretrainModule(DecodeModule):
         if num_steps < 1:
             raise ValueError(f"trainer.max_steps: expected at least 1, got {num_steps}")
         matrices, others = _split_parameters(self.backbone)
-        optimizer = MuonAdamW(
-            matrices, others, matrix_lr=self.matrix_lr, other_lr=self.other_lr
-        )
+        optimizer = MuonAdamW(matrices, others, matrix_lr=self.matrix_lr, other_lr=self.other_lr)
         scheduler = LambdaLR(
             optimizer,
             lambda step: trapezoid(
@@ -163,7 +162,10 @@ class PretrainModule(DecodeModule):
                 decay_share=self.decay_share,
             ),
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def on_fit_end(self) -> None:
         """Exports the trained model and its tokenizer."""

@@ -22,6 +22,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding import Decoder
+from lit_dlm.decoding.policies.tracelock import backbone_facts
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -64,6 +65,8 @@ class ObservedStates:
 
 class TraceLockModule(DecodeModule):
     """Trains the acceptance network and exports it as a folder that decoding loads."""
+
+    tail_ids: Tensor
 
     def __init__(
         self,
@@ -286,7 +289,7 @@ class TraceLockModule(DecodeModule):
 
     def on_fit_end(self) -> None:
         """Exports the best weights (the last ones where no checkpoint watches the monitor)."""
-        if self.trainer.is_global_zero and not self.trainer.fast_dev_run:
+        if self.trainer.is_global_zero:
             self.export(self.export_dir or Path(self.trainer.default_root_dir) / "policy")
 
     def export(self, folder: str | Path) -> None:
@@ -319,19 +322,6 @@ class TraceLockModule(DecodeModule):
         scorer.training_facts = facts
         scorer.save(folder)
         logger.info("wrote the acceptance policy to %s", folder)
-
-
-def backbone_facts(backbone: Backbone) -> dict[str, Any]:
-    """Facts that tell whether a policy fits a backbone: family, sizes and special tokens."""
-    spec = backbone.spec
-    return {
-        "family": spec.family,
-        "hidden_size": backbone.hidden_size,
-        "num_layers": backbone.num_layers,
-        "vocab_size": backbone.vocab_size,
-        "mask_id": spec.mask_id,
-        "shift": spec.shift,
-    }
 
 
 def _best_checkpoint(callbacks: Sequence[Any]) -> ModelCheckpoint | None:

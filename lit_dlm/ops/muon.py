@@ -92,7 +92,7 @@ class MuonAdamW(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 
         Args:
@@ -153,6 +153,4 @@ class MuonAdamW(Optimizer):
             parameter.grad, parameter.grad, value=1.0 - second_decay
         )
         spread = (state["second"] / (1.0 - second_decay**steps)).sqrt_().add_(group["eps"])
-        parameter.addcdiv_(
-            state["first"], spread, value=-group["lr"] / (1.0 - first_decay**steps)
-        )
+        parameter.addcdiv_(state["first"], spread, value=-group["lr"] / (1.0 - first_decay**steps))

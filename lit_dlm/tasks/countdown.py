@@ -14,10 +14,10 @@ import operator
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample, Task
@@ -30,7 +30,7 @@ MAX_COMPLETION_TOKENS = 31
 MAX_ANSWER_CHARS = 200
 """Longest answer that is parsed; a longer one is not a Countdown answer."""
 
-_COMPUTE = {
+_COMPUTE: dict[str, Callable[..., Any]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -39,8 +39,19 @@ _COMPUTE = {
 _NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
+_RUN = re.compile(r"[\d(][-+*/()=\d\s]*[\d)]")
 _STEP = re.compile(r"(-?\d+)([-+*/])(-?\d+)=(-?\d+)")
-_SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\\times": "*", "\\div": "/", "$": ""}
+_SIGNS = {
+    "\N{MULTIPLICATION SIGN}": "*",
+    "\N{MIDDLE DOT}": "*",
+    "\N{DIVISION SIGN}": "/",
+    "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+    "$": "",
+}
 
 Step = tuple[int, str, int, int]
 """``(a, op, b, result)``."""
@@ -383,7 +394,9 @@ class Countdown(Task):
         """
         self.split: str = check_split(self.name, split)
         if path is not None and split == "train":
-            raise ValueError("countdown.path: files hold test problems; training ones are generated")
+            raise ValueError(
+                "countdown.path: files hold test problems; training ones are generated"
+            )
         if not counts or not all(2 <= count <= 5 for count in counts):
             raise ValueError(f"countdown.counts: expected numbers from 2 to 5, got {counts}")
         self.path = path
@@ -485,7 +498,10 @@ class Countdown(Task):
         return write_steps(steps)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Finds the answer: the last ``<answer>`` tag, else the last lines that compute something.
+        """Finds the answer: the last computations in a row, one a line or between commas.
+
+        Inside the last ``<answer>`` tags when there are any, else in the whole completion. Words
+        around a computation are ignored; a line or part without one ends the search.
 
         Returns:
             The answer without spaces, steps joined by commas, or ``None``.
@@ -494,14 +510,14 @@ class Countdown(Task):
         text = tagged[-1] if tagged else completion
         for written, sign in _SIGNS.items():
             text = text.replace(written, sign)
-        parts = [re.sub(r"[^\S\n]", "", part) for part in re.split(r"[,;\n]+", text)]
+        parts = [part for part in re.split(r"[,;\n]+", text) if part.strip()]
         kept: list[str] = []
-        for part in reversed([part for part in parts if part]):
-            if not re.fullmatch(r"[-+*/()=\d]*\d[-+*/()=\d]*", part):
-                if kept:
-                    break
-                continue
-            kept.insert(0, part)
+        for part in reversed(parts):
+            runs = [run for run in _RUN.findall(part) if re.search(r"[-+*/]", run)]
+            if runs:
+                kept.insert(0, re.sub(r"\s", "", runs[-1]))
+            elif kept:
+                break
         return ",".join(kept) or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:

@@ -94,8 +94,10 @@ def check_split(task: str, split: str) -> Split:
     Raises:
         ValueError: if it is neither ``train`` nor ``test``.
     """
-    if split == "train" or split == "test":
-        return split
+    if split == "train":
+        return "train"
+    if split == "test":
+        return "test"
     raise ValueError(f"{task}.split: expected 'train' or 'test', got {split!r}")
 
 

@@ -81,7 +81,9 @@ def describe(spec: dict[str, Any]) -> str:
         One sentence.
     """
     if spec["kind"] == "chain":
-        told = ", ".join(f"{_VERBS[operator]} {operand}" for operator, operand in spec["operations"])
+        told = ", ".join(
+            f"{_VERBS[operator]} {operand}" for operator, operand in spec["operations"]
+        )
         return f"Write f(x,y): start with {spec['start']}, {told}."
     value = {"value": "values", "square": "squares"}.get(
         spec["value"], f"values {spec['value']} {spec['amount']}"
@@ -93,7 +95,9 @@ def describe(spec: dict[str, Any]) -> str:
         elements = f"xs divisible by {spec['bound']}"
     else:
         elements = f"{test} xs"
-    told = f"count {elements}" if spec["fold"] == "count" else f"{spec['fold']} {value} of {elements}"
+    told = (
+        f"count {elements}" if spec["fold"] == "count" else f"{spec['fold']} {value} of {elements}"
+    )
     return f"Write f(xs): {told}."
 
 
@@ -149,6 +153,7 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
         Source of ``check(candidate)``, which raises ``AssertionError`` on a wrong function.
     """
     rng = random.Random(seed)
+    calls: list[tuple[Any, ...]]
     if spec["kind"] == "chain":
         calls = [(0, 0), (1, 2), (-3, 5)]
         calls += [(rng.randint(-9, 9), rng.randint(-9, 9)) for _ in range(3)]

@@ -38,20 +38,22 @@ _UNITS = (
     + _BOXES
 )
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
-_GRID_RUN = re.compile(r"\d[\d\s|,]*")
+_GRID_RUN = re.compile(r"\d[\d\s|,+-]*")
 
 
 @lru_cache(maxsize=1)
 def complete_grids() -> tuple[str, ...]:
     """Lists the 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
-    grids = []
+    grids: list[str] = []
     for top in itertools.product(rows, repeat=2):
         if not _boxes_differ(*top):
             continue
-        for bottom in itertools.product(rows, repeat=2):
-            if _boxes_differ(*bottom) and is_complete("".join(top + bottom)):
-                grids.append("".join(top + bottom))
+        grids += [
+            "".join(top + bottom)
+            for bottom in itertools.product(rows, repeat=2)
+            if _boxes_differ(*bottom) and is_complete("".join(top + bottom))
+        ]
     return tuple(sorted(grids))
 
 
@@ -239,8 +241,8 @@ class Sudoku(Task):
         """Finds the last grid.
 
         Inside the last ``<answer>`` tags when there are any, else in the whole completion. A grid
-        is 16 digits 0 to 4 of one run, in one piece or in four rows of four (spaces, commas and
-        bars between digits are ignored).
+        is 16 digits 0 to 4 on one line, or four lines of four; spaces, commas and the signs that
+        draw boxes (bars, pluses, dashes) are ignored between them.
 
         Returns:
             16 digits, or ``None``.

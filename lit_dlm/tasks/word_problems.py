@@ -47,8 +47,10 @@ def draw_word_problem(rng: random.Random) -> Problem:
             start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
         moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
         totals = running_totals(start, moves)
-        if min(totals) >= 0 and max(totals) <= 99 and _num_pieces(start, moves) <= (
-            MAX_COMPLETION_TOKENS
+        if (
+            min(totals) >= 0
+            and max(totals) <= 99
+            and _num_pieces(start, moves) <= (MAX_COMPLETION_TOKENS)
         ):
             break
     item = rng.choice(ITEMS)

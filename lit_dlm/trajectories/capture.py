@@ -87,8 +87,11 @@ class _Buffer:
     def append(self, rows: Tensor, values: Tensor) -> None:
         at = self.length % _CHUNK
         if at == 0:
-            self.chunks.append(torch.zeros(self.shape, dtype=self.dtype, device=values.device))
-        self.chunks[-1][at].index_copy_(0, rows, values.to(self.dtype))
+            self.chunks.append(torch.empty(self.shape, dtype=self.dtype, device=values.device))
+        if len(values) == self.shape[1]:  # rows only ever leave, so all are here, in order
+            self.chunks[-1][at].copy_(values)
+        else:
+            self.chunks[-1][at].index_copy_(0, rows, values.to(self.dtype))
         self.length += 1
 
     def stacked(self) -> Tensor:
@@ -366,13 +369,17 @@ def _derive(first: Tensor, canvas: _Buffer, num_steps: Tensor) -> tuple[Tensor, 
         empty = torch.empty((0, 4), dtype=torch.int64, device=first.device)
         return first, torch.full_like(first, -1), empty
     after = canvas.stacked()
-    before = torch.cat([first[None], after[:-1]])
-    steps = torch.arange(canvas.length, device=first.device)[:, None, None]
-    changed = (after != before) & (steps < num_steps[:, None])
-    commit_step = (changed * (steps + 1)).amax(0).int() - 1
+    steps = torch.arange(len(after), dtype=torch.int32, device=first.device)[:, None, None]
+    changed = torch.empty(after.shape, dtype=torch.bool, device=first.device)
+    torch.ne(after[0], first, out=changed[0])
+    torch.ne(after[1:], after[:-1], out=changed[1:])
+    changed &= steps < num_steps[:, None]
+    commit_step = torch.where(changed, steps, -1).amax(0)
     last = (num_steps - 1).clamp_min(0)
     tokens = after[last, torch.arange(len(first), device=first.device)]
     tokens = torch.where((num_steps > 0)[:, None], tokens, first)
+    if int(changed.sum()) == int((commit_step >= 0).sum()):  # each position was written once
+        return tokens, commit_step, torch.empty((0, 4), dtype=torch.int64, device=first.device)
     early = (changed & (steps < commit_step)).nonzero()
     writes = torch.cat([early[:, [1, 0, 2]], after[tuple(early.T)][:, None].long()], dim=1)
     return tokens, commit_step, writes

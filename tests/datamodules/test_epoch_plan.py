@@ -11,7 +11,7 @@ def plan(num: int = 40, **changes: object) -> EpochPlan:
 
 
 def indices(batches: object) -> list[list[int]]:
-    return [[ref.index for ref in batch] for batch in batches]  # type: ignore[attr-defined]
+    return [[ref.number for ref in batch] for batch in batches]  # type: ignore[attr-defined]
 
 
 def test_a_pass_shows_every_example_once() -> None:
@@ -75,7 +75,7 @@ def test_fixed_plan_shows_everything_once_and_marks_the_copies(num: int, world_s
         list(FixedPlan(chosen, batch_size=3, rank=rank, world_size=world_size))
         for rank in range(world_size)
     ]
-    real = [ref.index for part in plans for batch in part for ref in batch if ref.is_real]
+    real = [ref.number for part in plans for batch in part for ref in batch if ref.is_real]
     assert sorted(real) == chosen
     assert len({tuple(len(batch) for batch in part) for part in plans}) == 1
 

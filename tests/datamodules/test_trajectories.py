@@ -98,7 +98,7 @@ def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Pat
     remask = int(np.flatnonzero(index.step[module.train_indices] == REMASKED)[0])
     ref = loader.sampler.batch(0)[0]
     first, again, later = (
-        loader.dataset[[ref._replace(index=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
+        loader.dataset[[ref._replace(number=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, later)

@@ -63,9 +63,7 @@ def test_suffix_share_decides_between_the_two_kinds() -> None:
 
 
 def test_equal_generators_give_equal_states() -> None:
-    first, second = (
-        hidden_cells(9, 7, suffix_share=0.5, generator=generator(3)) for _ in range(2)
-    )
+    first, second = (hidden_cells(9, 7, suffix_share=0.5, generator=generator(3)) for _ in range(2))
     assert torch.equal(first, second)
 
 

@@ -50,8 +50,10 @@ def test_the_test_split_holds_500_distinct_keys_that_training_never_draws(draw: 
 @pytest.mark.parametrize("task", [WordProblems, PythonFunctions])
 def test_500_test_problems_can_be_listed_and_differ(task: type) -> None:
     examples = task(split="test", num_examples=500).examples()
-    keys = {str(e.reference.get("spec") or (e.reference["start"], e.reference["moves"]))
-            for e in examples}
+    keys = {
+        str(e.reference.get("spec") or (e.reference["start"], e.reference["moves"]))
+        for e in examples
+    }
     assert len(keys) == 500
 
 
@@ -68,7 +70,9 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
         return Problem(key=key, text=key, reference={})
 
     available = sum(is_held_out(str(n)) for n in range(40))
-    with pytest.raises(ValueError, match=f"few.num_examples: the test split ran out at {available} "):
+    with pytest.raises(
+        ValueError, match=f"few.num_examples: the test split ran out at {available} "
+    ):
         generated_examples(draw, task="few", split="test", num_examples=40, seed=0)
 
 

@@ -50,7 +50,9 @@ def test_styles_of_a_list_function_are_two_forms_and_the_names() -> None:
     written = {write_function(ABOVE, random.Random(seed)) for seed in range(300)}
     assert len(written) == 12
     assert "def f(xs):\n    return sum(v*v for v in xs if v>3)" in written
-    loop = "def f(xs):\n    t=0\n    for x in xs:\n        if x>3:\n            t+=x*x\n    return t"
+    loop = (
+        "def f(xs):\n    t=0\n    for x in xs:\n        if x>3:\n            t+=x*x\n    return t"
+    )
     assert loop in written
 
 

@@ -203,3 +203,11 @@ def test_bad_options_are_named(option: str, value: float) -> None:
 def test_needs_exactly_one_source_of_weights() -> None:
     with pytest.raises(ValueError, match="exactly one of path and scorer"):
         TraceLockPolicy()
+
+
+def test_policy_of_another_backbone_is_refused() -> None:
+    policy = TraceLockPolicy(scorer=scorer())
+    policy.check_backbone(hashing_backbone())
+    policy.scorer.backbone = {"hidden_size": 3584}
+    with pytest.raises(ValueError, match="hidden_size=3584, got hidden_size=4"):
+        policy.check_backbone(hashing_backbone())

@@ -1,0 +1,148 @@
+"""Pre-training: the loss falls, the parts add up, and a resumed run equals an uninterrupted one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import lit_dlm
+from datamodules.pretraining import PretrainBatches, PretrainDataModule
+from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
+from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.modules.pretrain import PretrainModule
+from lit_dlm.tasks.word_problems import WordProblems
+
+TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
+
+
+def micro(trainable: bool = True) -> HFBackbone:
+    """A backbone of one layer and 8 dimensions with the tiny vocabulary."""
+    torch.manual_seed(0)
+    return HFBackbone(
+        architecture=Architecture(
+            vocab_size=462,
+            hidden_size=8,
+            intermediate_size=16,
+            num_layers=1,
+            num_heads=1,
+            rope_theta=100.0,
+            initializer_range=0.08,
+            tie_embeddings=True,
+            family="tiny",
+            pad_id=0,
+            eos_ids=(1,),
+            mask_id=2,
+            forbidden_ids=(0, 2, 3, 4),
+        ),
+        trainable=trainable,
+    )
+
+
+def data() -> PretrainDataModule:
+    return PretrainDataModule(
+        [WordProblems("train")], tokenizer=TINY, batch_size=8, drills=WordProblems("train")
+    )
+
+
+def fit(module: PretrainModule, folder: Path, steps: int, **options: object) -> Trainer:
+    """Runs up to ``steps`` of a run of 12; saves a checkpoint at step 5."""
+    trainer = Trainer(
+        max_steps=12,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        ],
+    )
+    if steps < 12:
+        trainer.limit_train_batches = steps
+        trainer.fit_loop.max_epochs = 1
+    trainer.fit(module, data(), **options)  # type: ignore[arg-type]
+    return trainer
+
+
+def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
+    module = PretrainModule(
+        micro(), tokenizer=TINY, warmup_steps=2, export_dir=str(tmp_path / "model")
+    )
+    batches = PretrainBatches([WordProblems("train")], load_tokenizer(TINY), batch_size=32)
+    held_back = batches.batch(1_000)
+
+    def bound() -> float:
+        with torch.no_grad():
+            logits = module.backbone.denoise(
+                torch.cat(
+                    [
+                        held_back.ids[:, : held_back.start],
+                        held_back.ids[:, held_back.start :].masked_fill(held_back.hidden, 2),
+                    ],
+                    dim=1,
+                ),
+                pad_mask=held_back.pad_mask,
+            ).logits[:, held_back.start :]
+        targets = held_back.ids[:, held_back.start :]
+        return float(masked_nelbo(logits, targets, held_back.hidden).total)
+
+    before = bound()
+    trainer = fit(module, tmp_path, 12)
+    assert trainer.global_step == 12
+    assert bound() < before - 0.05
+    exported = HFBackbone(str(tmp_path / "model"), dtype="float32")
+    torch.testing.assert_close(
+        exported.model.lm_head.weight,
+        module.backbone.model.lm_head.weight.detach().half().float(),
+    )
+    assert load_tokenizer(str(tmp_path / "model")).mask_token_id == 2
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = PretrainModule(micro(), tokenizer=TINY, warmup_steps=2)
+    fit(whole, tmp_path, 12)
+    checkpoint = tmp_path / "step=5.ckpt"
+    assert checkpoint.exists()
+    seed_everything(99)  # nothing may depend on the global seed any more
+    resumed = PretrainModule(micro(), tokenizer=TINY, warmup_steps=2)
+    trainer = fit(resumed, tmp_path / "again", 12, ckpt_path=str(checkpoint), weights_only=True)
+    assert trainer.global_step == 12
+    for (name, first), (_, second) in zip(
+        whole.backbone.named_parameters(), resumed.backbone.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(first, second, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_drills_are_added_with_their_weight() -> None:
+    """total(weight 2) - total(weight 0) is twice total(weight 1) - total(weight 0)."""
+    batch = PretrainBatches(
+        [WordProblems("train")], load_tokenizer(TINY), batch_size=4, drills=WordProblems("train")
+    ).batch(0)
+    totals = []
+    for weight in (0.0, 1.0, 2.0):
+        module = PretrainModule(micro(), tokenizer=TINY, drill_weight=weight)
+        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+        totals.append(module.training_step(batch).detach())
+    torch.testing.assert_close(totals[2] - totals[0], 2 * (totals[1] - totals[0]))
+    assert totals[1] > totals[0]
+
+
+def test_matrices_and_others_are_told_apart() -> None:
+    module = PretrainModule(micro(), tokenizer=TINY)
+    module.trainer = Trainer(max_steps=3, accelerator="cpu", logger=False)
+    setup = module.configure_optimizers()
+    matrices, others = setup["optimizer"].param_groups  # type: ignore[index,call-overload]
+    # One layer: q, k, v, o, gate, up, down. Others: embedding, three biases, three norms.
+    assert len(matrices["params"]) == 7
+    assert len(others["params"]) == 7
+
+
+def test_a_frozen_backbone_and_an_endless_run_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"backbone\.trainable"):
+        PretrainModule(micro(trainable=False), tokenizer=TINY)
+    module = PretrainModule(micro(), tokenizer=TINY)
+    module.trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False)
+    with pytest.raises(ValueError, match=r"trainer\.max_steps: expected at least 1, got -1"):
+        module.configure_optimizers()

@@ -1,0 +1,141 @@
+"""4x4 Sudoku: grids, puzzles, extraction and grading."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.digests import short_digest
+from lit_dlm.tasks.sudoku import (
+    Sudoku,
+    agrees,
+    as_rows,
+    complete_grids,
+    draw_puzzle,
+    is_complete,
+    read_puzzles,
+)
+
+PUZZLE = "3102200002100320"
+SOLUTION = "3142243142131324"  # first row of d1's test file, Apache-2.0
+EXAMPLE = PromptExample(
+    uid="sudoku/test/x",
+    task="sudoku",
+    text=as_rows(PUZZLE),
+    reference={"puzzle": PUZZLE, "solution": SOLUTION},
+)
+
+
+def test_it_is_a_task() -> None:
+    assert isinstance(Sudoku(), Task)
+
+
+def test_there_are_288_complete_grids() -> None:
+    grids = complete_grids()
+    assert len(grids) == len(set(grids)) == 288
+    assert all(map(is_complete, grids))
+
+
+def test_a_repeated_digit_in_a_row_column_or_box_is_not_complete() -> None:
+    assert is_complete(SOLUTION)
+    assert not is_complete("1234341221433421"[::-1].replace("1", "2"))
+    assert not is_complete("1234" * 4)  # rows right, columns wrong
+    assert not is_complete("1234234134124123")  # rows and columns right, boxes wrong
+    assert not is_complete(SOLUTION[:-1])
+
+
+def test_puzzles_are_grids_with_4_to_12_blanks() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        reference = draw_puzzle(rng).reference
+        assert is_complete(reference["solution"])
+        assert agrees(reference["solution"], reference["puzzle"])
+        assert 4 <= reference["puzzle"].count("0") <= 12
+
+
+def test_reference_completions_grade_right() -> None:
+    task = Sudoku("test", num_examples=60)
+    for example in task.examples():
+        assert task.grade(example, task.reference_completion(example)).is_correct
+
+
+def test_another_valid_grid_that_keeps_the_givens_is_right() -> None:
+    puzzle = "1000000000000000"
+    first, second = [grid for grid in complete_grids() if grid[0] == "1"][:2]
+    example = PromptExample(
+        uid="u", task="sudoku", text="", reference={"puzzle": puzzle, "solution": first}
+    )
+    assert Sudoku().grade(example, as_rows(second)).is_correct
+
+
+@pytest.mark.parametrize(
+    ("completion", "status"),
+    [
+        (as_rows(SOLUTION), "right"),
+        (SOLUTION, "right"),
+        (f"thinking 1234\n</reasoning>\n<answer>\n{SOLUTION}\n</answer>", "right"),
+        ("3 1 4 2\n2 4 3 1\n4 2 1 3\n1 3 2 4", "right"),
+        ("|3|1|4|2|\n|2|4|3|1|\n|---+---|\n|4|2|1|3|\n|1|3|2|4|", "right"),
+        (f"{as_rows('1' * 16)}\n\nNo:\n{as_rows(SOLUTION)}", "right"),
+        (f"<answer>{SOLUTION}</answer> not <answer>{PUZZLE}</answer>", "wrong"),
+        (as_rows(PUZZLE), "wrong"),
+        (as_rows("1342243142131324"), "wrong"),
+        (SOLUTION + "1", "no_answer"),
+        (SOLUTION[:-1], "no_answer"),
+        ("no idea", "no_answer"),
+    ],
+)
+def test_grades(completion: str, status: str) -> None:
+    assert Sudoku().grade(EXAMPLE, completion).status == status
+
+
+def test_the_score_is_the_share_of_blanks_filled_as_listed() -> None:
+    """Eight blanks; swapping two neighbouring filled blanks leaves six of eight."""
+    assert PUZZLE.count("0") == 8
+    wrong = list(SOLUTION)
+    wrong[5], wrong[6] = wrong[6], wrong[5]  # both blank in the puzzle
+    verdict = Sudoku().grade(EXAMPLE, "".join(wrong))
+    assert verdict.status == "wrong"
+    assert verdict.score == pytest.approx(6 / 8)
+
+
+def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
+    csv, jsonl = tmp_path / "a.csv", tmp_path / "b.jsonl"
+    csv.write_text(f"Puzzle,Solution\n{PUZZLE},{SOLUTION}\n")
+    jsonl.write_text(json.dumps({"input": as_rows(PUZZLE), "output": as_rows(SOLUTION)}) + "\n")
+    assert read_puzzles(csv) == read_puzzles(jsonl) == [(PUZZLE, SOLUTION)]
+    (example,) = Sudoku("test", str(csv)).examples()
+    assert (example.uid, example.text) == ("sudoku/test/a-00000", "3102\n2000\n0210\n0320")
+
+
+def test_a_wrong_solution_in_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"Puzzle,Solution\n{PUZZLE},{'1' * 16}\n")
+    with pytest.raises(ValueError, match=r"a\.csv: row 0: '1111111111111111' does not solve"):
+        read_puzzles(path)
+
+
+def test_training_never_draws_a_shipped_or_excluded_puzzle(tmp_path: Path) -> None:
+    """Puzzles that were drawn before are not drawn again from the same seeds once excluded."""
+    free = Sudoku("train")
+    drawn = [free.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+    path = tmp_path / "extra.jsonl"
+    solved = {p: g for p in drawn for g in complete_grids() if agrees(g, p)}
+    path.write_text("".join(json.dumps({"input": p, "output": solved[p]}) + "\n" for p in drawn))
+    fenced = Sudoku("train", exclude_paths=[str(path)])
+    again = [fenced.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+    assert not set(drawn) & set(again)
+    assert short_digest(PUZZLE) in fenced._excluded
+
+
+def test_training_on_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="files hold test puzzles"):
+        Sudoku("train", str(tmp_path / "a.csv"))
+
+
+def test_an_instruction_goes_before_the_rows() -> None:
+    (example,) = Sudoku("test", num_examples=1, instruction="Solve:").examples()
+    assert example.text.startswith("Solve:\n")
+    assert Sudoku().grade(example, Sudoku().reference_completion(example)).is_correct

@@ -1,0 +1,84 @@
+"""The shipped tokenizer: it can be rebuilt, loses nothing, and keeps the promised lengths."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+import lit_dlm
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.tasks.countdown import Countdown
+from lit_dlm.tasks.python_functions import PythonFunctions
+from lit_dlm.tasks.sudoku import Sudoku
+from lit_dlm.tasks.vocabulary import (
+    ASSISTANT,
+    END,
+    MASK,
+    PAD,
+    USER,
+    build_tokenizer,
+    save_tokenizer,
+)
+from lit_dlm.tasks.word_problems import WordProblems
+
+ASSETS = Path(lit_dlm.__file__).parent / "assets"
+MAX_PROMPT, MAX_RESPONSE = 28, 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    return load_tokenizer(str(ASSETS / "tiny"))
+
+
+def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
+    """A changed template would silently change ids under trained weights; this test notices."""
+    save_tokenizer(build_tokenizer([WordProblems("train"), PythonFunctions("train")]), tmp_path)
+    for model in ("tiny", "tiny-planning"):
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()
+
+
+def test_special_tokens_come_first(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (0, 1, 2)
+
+
+def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "15,44"}], add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.convert_ids_to_tokens(ids) == [USER, "1", "5", ",", "4", "4", ASSISTANT]
+
+
+SOURCES = [
+    WordProblems("train"),
+    PythonFunctions("train"),
+    Sudoku("train"),
+    Countdown("train", counts=(3, 4)),
+    Countdown("train", counts=(2, 3, 4), style="expression"),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_lengths_and_round_trip(source, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(11)
+    for _ in range(400):
+        prompt, completion = source.draw_pair(rng)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+        )
+        assert len(ids) <= MAX_PROMPT, prompt
+        response = tokenizer(completion)["input_ids"]
+        assert len(response) + 1 <= MAX_RESPONSE, completion
+        assert tokenizer.decode(response) == completion
+
+
+@pytest.mark.parametrize("text", ["Grüße, 日本 🙂\tx", "", "  two  spaces\n\n\n", "<unk>"])
+def test_any_text_survives(text: str, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer.tokenize("34+7=41") == ["3", "4", "+", "7", "=", "4", "1"]
+    tokens = tokenizer.tokenize("sum(v*v for v in xs if v>3)")
+    assert tokens.count("v") == 4

@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding import (
+    BlockWindow,
+    ConfidencePolicy,
+    Decoder,
+    DecodeResult,
+    DecodeSettings,
+    DecodeState,
+    FixedQuota,
+    NoQuota,
+    Proposal,
+    RandomPolicy,
+    Sampler,
+    StepRecord,
+    ThresholdPolicy,
+    prompt_canvas,
+)
+from lit_dlm.trajectories import from_history
+from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from lit_dlm.trajectories.codec import decode_block, encode_block
+from lit_dlm.trajectories.kept_steps import KeptSteps
+from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
+from tests.trajectories.samples import assert_same, random_history
+
+VOCAB, G = 12, 10
+PROMPTS = [[3], [4, 5, 6], [7, 8], [5, 5, 5], [9], [3, 9, 4], [6, 7], [8]]
+SEEDS = [11 * i + 1 for i in range(8)]
+_TABLES = torch.randn(2, 20, VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def logits(ids: Tensor) -> Tensor:
+    """Depends on the canvas, and on columns counted from the right, so padding changes nothing."""
+    tables = 2.0 * _TABLES[:, -ids.shape[1] :]
+    weights = torch.arange(ids.shape[1], 0, -1)
+    mood = torch.sin(((ids - PAD) * weights).sum(1).double()).float()
+    return tables[0] + mood[:, None, None] * tables[1]
+
+
+class Watcher:
+    """The slow reference: keeps every canvas of every row."""
+
+    requires: frozenset[str] = frozenset()
+
+    def on_start(self, state: DecodeState) -> None:
+        self.histories = {int(r): [state.ids[i, -G:].clone()] for i, r in enumerate(state.rows)}
+        self.records: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+        for i, row in enumerate(record.state.rows.tolist()):
+            self.histories[row].append(record.new_ids[i, -G:].clone())
+
+    def on_end(self, result: DecodeResult) -> None:
+        self.result = result
+
+
+def run(decoder: Decoder, observers, prompts=PROMPTS, seeds=SEEDS) -> DecodeResult:
+    canvas = prompt_canvas(prompts, response_length=G, spec=fake_spec(), seeds=seeds)
+    return decoder(TableBackbone(logits, VOCAB), canvas, observers)
+
+
+DECODERS = {
+    "one": Decoder(policy=ConfidencePolicy()),
+    "threshold": Decoder(policy=ThresholdPolicy(0.5), quota=NoQuota()),
+    "blocks": Decoder(policy=RandomPolicy(), window=BlockWindow(5), quota=FixedQuota(2)),
+    "warm": Decoder(policy=ThresholdPolicy(0.5), quota=NoQuota(), sampler=Sampler(temperature=1.0)),
+    "stop": Decoder(
+        policy=ThresholdPolicy(0.5), quota=NoQuota(), settings=DecodeSettings(eos_rule="stop")
+    ),
+    "fill": Decoder(
+        policy=ThresholdPolicy(0.5), quota=NoQuota(), settings=DecodeSettings(eos_rule="fill")
+    ),
+    "limit": Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(max_steps=4)),
+}
+
+
+def captured(decoder: Decoder, prompts=PROMPTS, seeds=SEEDS, **options):
+    capture = TrajectoryCapture(vocab_size=VOCAB, **options)
+    run(decoder, [capture], prompts, seeds)
+    return capture.trajectories([f"u{i}" for i in seeds])
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_records_equal_what_a_slow_watcher_saw(name):
+    watcher, capture = Watcher(), TrajectoryCapture(vocab_size=VOCAB)
+    result = run(DECODERS[name], [watcher, capture])
+    records = capture.trajectories([f"u{i}" for i in range(8)], [{"row": i} for i in range(8)])
+    for row, record in enumerate(records):
+        expected = from_history(
+            torch.stack(watcher.histories[row]).numpy(),
+            uid=f"u{row}",
+            prompt_ids=PROMPTS[row],
+            mask_id=MASK,
+            vocab_size=VOCAB,
+            seed=SEEDS[row],
+            status=result.status[row],
+            meta={"row": row},
+        )
+        assert_same(record, expected)
+        assert record.num_steps == int(result.num_steps[row])
+        np.testing.assert_array_equal(record.tokens, result.ids[row, -G:].numpy())
+    for before, after in zip(records, decode_block(encode_block(records)), strict=True):
+        assert_same(before, after)
+
+
+def test_rows_of_the_cases_end_at_different_steps_and_in_every_way():
+    """Guards the cases above: they do cover rows that leave early, stops, fills and limits."""
+    ends = {name: captured(decoder) for name, decoder in DECODERS.items()}
+    assert len({record.num_steps for record in ends["threshold"]}) > 1
+    assert "eos" in {record.status for record in ends["stop"]}
+    assert any((record.tokens == EOS).sum() > 1 for record in ends["fill"])
+    assert {record.status for record in ends["limit"]} == {"step_limit"}
+
+
+@pytest.mark.parametrize("level", ["tokens", "signals", "features"])
+@pytest.mark.parametrize("name", ["threshold", "warm"])
+@pytest.mark.parametrize("count", [1, 8])
+def test_capture_changes_nothing(level, name, count):
+    features = feature_capture() if level == "features" else None
+    capture = TrajectoryCapture(vocab_size=VOCAB, level=level, features=features)
+    plain = run(DECODERS[name], [], PROMPTS[:count], SEEDS[:count])
+    watched = run(DECODERS[name], [capture], PROMPTS[:count], SEEDS[:count])
+    assert torch.equal(plain.ids, watched.ids)
+    assert torch.equal(plain.num_steps, watched.num_steps)
+    assert plain.status == watched.status
+
+
+@pytest.mark.parametrize("level", ["tokens", "signals", "features"])
+def test_batches_do_not_change_a_record(level):
+    features = feature_capture() if level == "features" else None
+    options = {"level": level, "features": features}
+    together = captured(DECODERS["warm"], **options)
+    for row, record in enumerate(together):
+        (alone,) = captured(
+            DECODERS["warm"], PROMPTS[row : row + 1], SEEDS[row : row + 1], **options
+        )
+        assert_same(record, alone)
+
+
+def _drive(histories: list[np.ndarray]) -> TrajectoryCapture:
+    """Plays histories of different lengths to a capture, as a re-masking loop would."""
+    start, B = 2, len(histories)
+    prompt = torch.tensor([[PAD, 3]] * B)
+    real = torch.ones(B, start + histories[0].shape[1], dtype=torch.bool)
+    real[:, 0] = False
+
+    def canvas(step: int, rows: list[int]) -> Tensor:
+        response = np.stack([histories[row][step] for row in rows])
+        return torch.cat([prompt[: len(rows)], torch.from_numpy(response).long()], dim=1)
+
+    def state(step: int, rows: list[int]) -> DecodeState:
+        ids, zeros = canvas(step, rows), torch.zeros(len(rows), dtype=torch.long)
+        editable = torch.ones_like(ids, dtype=torch.bool)
+        editable[:, :start] = False
+        return DecodeState(
+            ids=ids,
+            editable=editable,
+            masked=ids == 9,
+            positions=torch.arange(ids.shape[1]).expand_as(ids),
+            rows=torch.tensor(rows),
+            seeds=torch.tensor(rows),
+            step=step,
+            start=start,
+            mask_id=9,
+            eos_ids=torch.tensor([EOS]),
+            pad_mask=real[rows],
+            block=zeros,
+            block_step=zeros,
+            block_masks=zeros,
+        )
+
+    capture = TrajectoryCapture(vocab_size=50)
+    capture.on_start(state(0, list(range(B))))
+    for step in range(max(len(h) for h in histories) - 1):
+        rows = [row for row in range(B) if step < len(histories[row]) - 1]
+        before, after = state(step, rows), canvas(step + 1, rows)
+        blank = torch.zeros_like(after)
+        capture.on_step(
+            StepRecord(
+                state=before,
+                proposal=Proposal(ids=after, prob=blank.float()),
+                candidates=before.masked,
+                commit=before.masked,
+                scores=blank.float(),
+                new_ids=after,
+            )
+        )
+    lengths = torch.tensor([len(history) - 1 for history in histories])
+    final = torch.cat([prompt, torch.from_numpy(np.stack([h[-1] for h in histories])).long()], 1)
+    zeros = torch.zeros(B, dtype=torch.long)
+    capture.on_end(
+        DecodeResult(
+            ids=final,
+            start=start,
+            seeds=torch.arange(B),
+            num_steps=lengths,
+            idle_steps=zeros,
+            stalled_steps=zeros,
+            policy_forwards=zeros,
+            seconds=zeros.double(),
+            status=["step_limit"] * B,
+        )
+    )
+    return capture
+
+
+def test_remasking_edits_and_given_tokens_are_captured():
+    """More than one buffer of 64 steps, rows of different lengths, every kind of write."""
+    rng = np.random.default_rng(0)
+    histories = [
+        random_history(rng, num_generated=9, num_steps=T, remask=0.05, given=0.2, fill=0.8)
+        for T in (150, 64, 65, 1, 7)
+    ]
+    records = _drive(histories).trajectories([f"u{i}" for i in range(5)])
+    for record, history in zip(records, histories, strict=True):
+        np.testing.assert_array_equal(record.all_states(), history)
+        assert record.prompt_ids.tolist() == [3]
+        record.validate()
+
+
+def test_signals_are_the_proposals_at_masked_positions():
+    """Region proposals: for each (step, masked position) what the watcher saw there."""
+    watcher = Watcher()
+    capture = TrajectoryCapture(vocab_size=VOCAB, level="signals")
+    run(DECODERS["threshold"], [watcher, capture])
+    records = capture.trajectories([f"u{i}" for i in range(8)])
+    for row, record in enumerate(records):
+        record.validate()
+        rows = record.masked_rows()
+        for k, (step, position) in enumerate(rows):
+            seen = watcher.records[step]
+            slot = seen.state.rows.tolist().index(row)
+            column = seen.state.start + position
+            assert record.signals["step_proposal"][k] == seen.proposal.ids[slot, column]
+            prob = seen.proposal.prob[slot, column].half().item()
+            assert record.signals["step_prob"][k] == prob
+            if record.commit_step[position] == step:
+                assert record.signals["commit_prob"][position] == prob
+        assert (record.signals["step_entropy"] > 0).all()
+    for before, after in zip(records, decode_block(encode_block(records)), strict=True):
+        assert_same(before, after)
+
+
+def test_the_commit_margin_is_the_gap_to_the_best_candidate_passed_over():
+    """One commit per step by probability: the gap is the largest minus the second largest
+    probability among masked cells; the last step has no alternative, so its gap is infinite."""
+    watcher = Watcher()
+    capture = TrajectoryCapture(vocab_size=VOCAB, level="signals")
+    run(DECODERS["one"], [watcher, capture], PROMPTS[:1], SEEDS[:1])
+    (record,) = capture.trajectories(["a"])
+    for position, step in enumerate(record.commit_step):
+        seen = watcher.records[step]
+        best = seen.proposal.prob[0][seen.state.masked[0]].sort(descending=True).values
+        gap = best[0] - best[1] if len(best) > 1 else torch.tensor(torch.inf)
+        assert record.signals["commit_margin"][position] == gap.half().item()
+
+
+def test_a_filled_tail_has_no_commit_probability():
+    """Cells that the end-of-text rule wrote were not scored; they lie behind an end of text."""
+    num_filled = 0
+    for record in captured(DECODERS["fill"], level="signals"):
+        filled = np.isnan(record.signals["commit_prob"])
+        first = int(np.argmax(record.tokens == EOS))
+        assert (record.tokens[filled] == EOS).all()
+        assert not filled[: first + 1].any()
+        num_filled += int(filled.sum())
+    assert num_filled > 0
+
+
+def feature_function(hidden: Tensor, prob: Tensor, *, entropy: Tensor) -> Tensor:
+    return torch.cat([hidden.flatten(2), prob[..., None], entropy[..., None]], dim=-1)
+
+
+def feature_capture(**changes) -> FeatureCapture:
+    settings = FeatureCapture(
+        function=feature_function,
+        hidden_layers=(-2, -1),
+        groups=(4, 4, 1, 1),
+        projector_digest="digest",
+        step_ratio=0.5,
+        scores=frozenset({"entropy"}),
+    )
+    return replace(settings, **changes)
+
+
+@pytest.mark.parametrize("layout", ["generation", "all"])
+def test_features_are_kept_at_the_planned_steps(layout):
+    """The fake backbone's hidden state at layer l is id * (l + 10), so at layers -2 and -1 the
+    features are 8 and 9 times the canvas id, which replay knows."""
+    settings = feature_capture(layout=layout, scheme="fp16")
+    records = captured(DECODERS["threshold"], level="features", features=settings)
+    plan = KeptSteps(SEEDS, ratio=0.5)
+    for row, record in enumerate(records):
+        record.validate()
+        features = record.features
+        assert features is not None
+        assert features.kept_steps.tolist() == plan.steps(row, record.num_steps)
+        for k, step in enumerate(features.kept_steps):
+            ids = record.canvas(step) if layout == "all" else record.state_at(step)
+            values = features.dequantized()[k]
+            np.testing.assert_array_equal(values[:, :4], np.repeat(8.0 * ids[:, None], 4, 1))
+            np.testing.assert_array_equal(values[:, 4:8], np.repeat(9.0 * ids[:, None], 4, 1))
+            written = (record.commit_step == step) & (record.tokens != MASK)
+            proposals = features.proposals[k][-G:]
+            np.testing.assert_array_equal(proposals[written], record.tokens[written])
+            if layout == "all":
+                np.testing.assert_array_equal(features.proposals[k][:-G], record.prompt_ids)
+
+
+def test_int8_features_are_within_one_percent():
+    exact = captured(DECODERS["one"], level="features", features=feature_capture(scheme="fp16"))
+    small = captured(DECODERS["one"], level="features", features=feature_capture())
+    for a, b in zip(exact, small, strict=True):
+        assert a.features is not None
+        assert b.features is not None
+        x, y = a.features.dequantized(), b.features.dequantized()
+        assert np.sqrt(((x - y) ** 2).mean() / (x**2).mean()) < 0.01
+
+
+def test_wrong_use_is_one_clear_error():
+    with pytest.raises(ValueError, match="capture level: expected"):
+        TrajectoryCapture(vocab_size=4, level="logits")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="do not fit"):
+        TrajectoryCapture(vocab_size=4, level="features")
+    capture = TrajectoryCapture(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="no decode has ended"):
+        capture.trajectories(["a"])
+    run(DECODERS["one"], [capture])
+    with pytest.raises(ValueError, match="expected 8 uids"):
+        capture.trajectories(["a"])
