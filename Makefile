@@ -21,13 +21,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 install: $(VENV)/.installed  ## Make .venv and install the project with its development tools
 
-quickstart: install  ## The main job on the embedded models: traces, TraceLock, benchmark (about 10 minutes)
-	$(BIN)/lit-dlm predict --config configs/exp/generate_tiny.yaml --run_dir $(RUN_DIR)
-	$(BIN)/lit-dlm fit --config configs/exp/tracelock_tiny.yaml --run_dir $(RUN_DIR)
-	$(BIN)/lit-dlm predict --config configs/exp/benchmark_tiny.yaml --run_dir $(RUN_DIR)
+quickstart: install  ## The main job on the embedded models: traces, TraceLock, benchmark (under 10 minutes)
+	$(BIN)/lit-dlm predict --config configs/exp/generate_tiny.yaml --run_dir $(RUN_DIR)/tiny
+	$(BIN)/lit-dlm fit --config configs/exp/tracelock_tiny.yaml --run_dir $(RUN_DIR)/tiny --ckpt_path last
+	$(BIN)/lit-dlm predict --config configs/exp/benchmark_tiny.yaml --run_dir $(RUN_DIR)/tiny
+	$(BIN)/lit-dlm predict --config configs/exp/generate_planning.yaml --run_dir $(RUN_DIR)/planning
+	$(BIN)/lit-dlm fit --config configs/exp/tracelock_planning.yaml --run_dir $(RUN_DIR)/planning --ckpt_path last
+	$(BIN)/lit-dlm predict --config configs/exp/benchmark_planning.yaml --run_dir $(RUN_DIR)/planning
+	$(BIN)/lit-dlm report $(RUN_DIR)/tiny $(RUN_DIR)/planning --out $(RUN_DIR)
+
+tiny-model: install  ## Train the embedded models again (about an hour on two cores)
+	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
+	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
 
 test: install  ## Run all tests
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope
 
 test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp"

@@ -271,11 +271,17 @@ class TraceLockModule(DecodeModule):
     def on_validation_epoch_end(self) -> None:
         """Logs the scores of the whole validation set."""
         proxy = self.proxy.compute()
-        self.log(MONITOR, proxy["f_beta"], prog_bar=True)
-        for name in ("precision", "recall", "accept_rate"):
-            self.log(f"val/rollout_proxy_{name}", proxy[name])
-        self.log("val/auroc", self.auroc.compute())
-        self.log("val/average_precision", self.average_precision.compute())
+        scores = {
+            MONITOR: proxy["f_beta"],
+            **{
+                f"val/rollout_proxy_{name}": proxy[name]
+                for name in ("precision", "recall", "accept_rate")
+            },
+            "val/auroc": self.auroc.compute(),
+            "val/average_precision": self.average_precision.compute(),
+        }
+        # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
+        self.log_dict(scores, sync_dist=True)
         for metric in (self.proxy, self.auroc, self.average_precision):
             metric.reset()
 

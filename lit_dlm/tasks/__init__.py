@@ -2,8 +2,30 @@
 
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.countdown import Countdown
+from lit_dlm.tasks.gsm8k import GSM8K
+from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
+from lit_dlm.tasks.math import MATH
+from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
+from lit_dlm.tasks.prompts_file import PromptsFile
 from lit_dlm.tasks.python_functions import PythonFunctions
 from lit_dlm.tasks.sudoku import Sudoku
+from lit_dlm.tasks.table import TASKS, build_task
 from lit_dlm.tasks.word_problems import WordProblems
 
-__all__ = ["Countdown", "PromptExample", "PythonFunctions", "Sudoku", "Task", "WordProblems"]
+__all__ = [
+    "GSM8K",
+    "MATH",
+    "MBPP",
+    "TASKS",
+    "Countdown",
+    "HumanEval",
+    "HumanEvalPlus",
+    "MBPPPlus",
+    "PromptExample",
+    "PromptsFile",
+    "PythonFunctions",
+    "Sudoku",
+    "Task",
+    "WordProblems",
+    "build_task",
+]

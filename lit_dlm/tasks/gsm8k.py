@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_number, grade_numeric, text_after_marker
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 HUB_ID = "openai/gsm8k"
@@ -22,7 +22,7 @@ _INSTRUCTION = (
 )
 
 
-class GSM8K:
+class GSM8K(Task):
     """The GSM8K questions.
 
     Args:

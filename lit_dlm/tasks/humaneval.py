@@ -12,7 +12,7 @@ from typing import Any
 from lit_dlm.grading import SandboxLimits, Verdict
 from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
 from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 HUB_ID = "openai/openai_humaneval"
@@ -25,7 +25,7 @@ _INSTRUCTION_WITH_TESTS = (
 )
 
 
-class HumanEval:
+class HumanEval(Task):
     """The 164 problems of HumanEval.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_math, grade_math, last_boxed
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _INSTRUCTION = (
 )
 
 
-class MATH:
+class MATH(Task):
     """Problems of the MATH family: MATH-500, or any file of the same form.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 from lit_dlm.grading import SandboxLimits, Verdict
 from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
 from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.humaneval import plus_fields
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
@@ -31,7 +31,7 @@ _INSTRUCTION = "Answer with the code in one fenced python block."
 _LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
 
 
-class MBPP:
+class MBPP(Task):
     """The 974 problems of MBPP in their official splits (11 to 510 are the test split).
 
     Args:
@@ -120,7 +120,7 @@ class MBPP:
         )
 
 
-class MBPPPlus:
+class MBPPPlus(Task):
     """The 378 problems of MBPP+ (v0.2.0), with about 35 times as many tests.
 
     Args:

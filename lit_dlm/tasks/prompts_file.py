@@ -14,11 +14,11 @@ from lit_dlm.grading.answers import (
     grade_numeric,
     parse_number,
 )
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 
-class PromptsFile:
+class PromptsFile(Task):
     """Prompts from a file, passed to the model as they are.
 
     Args:

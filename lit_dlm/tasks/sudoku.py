@@ -14,6 +14,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -223,10 +224,7 @@ class Sudoku(Task):
         """Puts the instruction before the rows."""
         if not self.instruction:
             return example
-        text = f"{self.instruction}\n{example.text}"
-        return PromptExample(
-            uid=example.uid, task=example.task, text=text, reference=example.reference
-        )
+        return replace(example, text=f"{self.instruction}\n{example.text}")
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training puzzle and the grid it was made from."""

@@ -148,8 +148,16 @@ def test_empty_folder_is_named(tmp_path: Path) -> None:
 
 def test_shards_without_features_are_refused(tmp_path: Path) -> None:
     write_shards(tmp_path, recorded(small_backbone(), 8))
-    with pytest.raises(ValueError, match="holds no features"):
+    with pytest.raises(ValueError, match="8 of 8 records are used and none of them holds features"):
         ready(tmp_path)
+
+
+def test_record_that_kept_no_step_gives_no_examples(tmp_path: Path) -> None:
+    records = recorded(small_backbone(), 12, features=feature_capture(small_projector()))
+    bare = recorded(small_backbone(), 12)
+    write_shards(tmp_path, [*records[:11], bare[11]])
+    index = ready(tmp_path, val_fraction=0.4)._dataset.index
+    assert set(index.trace.tolist()) == set(range(11))
 
 
 def test_ungraded_records_cannot_be_filtered(tmp_path: Path) -> None:

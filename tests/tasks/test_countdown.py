@@ -12,11 +12,13 @@ from lit_dlm.tasks.countdown import (
     MAX_COMPLETION_TOKENS,
     Countdown,
     canonical,
+    draw_countdown,
+    read_problems,
+)
+from lit_dlm.tasks.countdown_arithmetic import (
     check_expression,
     check_steps,
-    draw_countdown,
     parse_steps,
-    read_problems,
     solve,
     write_expression,
     write_steps,

@@ -133,7 +133,7 @@ def _are_plain(items: list[Any]) -> bool:
         return False
     if int not in types:
         return True
-    return types == {int} and -_EXACT_INT < min(items) and max(items) < _EXACT_INT
+    return types == {int} and min(items) > -_EXACT_INT and max(items) < _EXACT_INT
 
 
 _PLAIN_TYPES = {int, float, str, bool, type(None)}

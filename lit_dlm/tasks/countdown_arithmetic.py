@@ -1,0 +1,225 @@
+"""Arithmetic of Countdown: steps and expressions, written, searched, parsed and checked exactly."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+COMPUTE: dict[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": Fraction,
+}
+"""Exact results of the four operations; a quotient is a fraction."""
+_NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_STEP = re.compile(r"(-?\d+)([-+*/])(-?\d+)=(-?\d+)")
+
+Step = tuple[int, str, int, int]
+"""``(a, op, b, result)``."""
+
+
+def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int]] | None:
+    """Follows the sign of every given number through sums and differences.
+
+    Returns:
+        Pairs of number and sign in the given order, or ``None`` when another operation occurs.
+    """
+    if any(sign in "*/" for _, sign, _, _ in steps):
+        return None
+    pool: list[tuple[int, list[tuple[int, int]]]] = [
+        (number, [(index, 1)]) for index, number in enumerate(numbers)
+    ]
+    for a, sign, b, result in steps:
+        left = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == a))
+        right = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == b))
+        factor = 1 if sign == "+" else -1
+        pool.append((result, left[1] + [(index, s * factor) for index, s in right[1]]))
+    return [(numbers[index], sign) for index, sign in sorted(pool[0][1])]
+
+
+def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
+    """Rewrites a chain of sums and differences as all sums, then all differences.
+
+    Returns:
+        The chain, or ``None`` when another operation occurs.
+    """
+    signs = _signs(numbers, steps)
+    if signs is None:
+        return None
+    first, *added = [n for n, sign in signs if sign > 0]
+    chain: list[Step] = []
+    total = first
+    for n in added:
+        chain.append((total, "+", n, total + n))
+        total += n
+    for n in (n for n, sign in signs if sign < 0):
+        chain.append((total, "-", n, total - n))
+        total -= n
+    return chain
+
+
+def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
+    """Writes steps as one expression, followed by its value: ``79-44+15=50``.
+
+    Sums and differences alone keep the given order of the numbers, after the first added one: then
+    only the signs are to be found. Otherwise the tree of the steps is written with the parentheses
+    it needs.
+
+    Args:
+        numbers: the given numbers.
+        steps: steps that use them.
+
+    Returns:
+        The completion.
+    """
+    target = steps[-1][3]
+    signs = _signs(numbers, steps)
+    if signs is not None:
+        first = next(i for i, (_, sign) in enumerate(signs) if sign > 0)
+        ordered = [signs[first], *signs[:first], *signs[first + 1 :]]
+        text = "".join(f"{'+' if sign > 0 else '-'}{n}" for n, sign in ordered)
+        return f"{text[1:]}={target}"
+    # Value, text and loosest operation of every part that is not used yet.
+    parts = [(n, str(n), "") for n in numbers]
+    for a, sign, b, result in steps:
+        left = parts.pop(next(i for i, part in enumerate(parts) if part[0] == a))
+        right = parts.pop(next(i for i, part in enumerate(parts) if part[0] == b))
+        loose_left = sign in "*/" and left[2] in ("+", "-")
+        loose_right = right[2] != "" and (sign != "+") and (sign != "-" or right[2] in "+-")
+        first_text = f"({left[1]})" if loose_left else left[1]
+        second_text = f"({right[1]})" if loose_right else right[1]
+        parts.append((result, f"{first_text}{sign}{second_text}", sign))
+    return f"{parts[0][1]}={target}"
+
+
+def write_steps(steps: Sequence[Step]) -> str:
+    """Writes steps as ``a<op>b=c``, joined by commas.
+
+    Args:
+        steps: the steps.
+
+    Returns:
+        The completion.
+    """
+    return ",".join(f"{a}{sign}{b}={result}" for a, sign, b, result in steps)
+
+
+def solve(numbers: Sequence[int], target: int) -> list[Step] | None:
+    """Finds one solution that uses every number, by exhaustive search.
+
+    Args:
+        numbers: up to five numbers.
+        target: the number to reach.
+
+    Returns:
+        The steps, with whole and not negative results, or ``None`` when there are none.
+    """
+    return next(_solutions(list(numbers), target), None)
+
+
+def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
+    """Yields the chains that lead from the items to the target."""
+    if len(items) == 1:
+        if items[0] == target:
+            yield []
+        return
+    for i in range(len(items)):
+        for j in range(i):
+            a, b = max(items[i], items[j]), min(items[i], items[j])
+            rest = [item for k, item in enumerate(items) if k not in (i, j)]
+            for sign in "+-*/":
+                if sign == "/" and (b == 0 or a % b):
+                    continue
+                result = a // b if sign == "/" else int(COMPUTE[sign](a, b))
+                for tail in _solutions([*rest, result], target):
+                    yield [(a, sign, b, result), *tail]
+
+
+def parse_steps(answer: str) -> list[Step] | None:
+    """Parses an answer as steps.
+
+    Args:
+        answer: text without spaces.
+
+    Returns:
+        The steps, or ``None`` when any part is not a step.
+    """
+    steps: list[Step] = []
+    for part in filter(None, re.split(r"[,;\n]+", answer)):
+        match = _STEP.fullmatch(part)
+        if match is None:
+            return None
+        steps.append((int(match[1]), match[2], int(match[3]), int(match[4])))
+    return steps or None
+
+
+def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:
+    """Checks that steps lead from the numbers to the target.
+
+    Args:
+        steps: the steps.
+        numbers: the given numbers; each must be used exactly once.
+        target: the number to reach.
+
+    Returns:
+        What is wrong, in one line; empty when nothing is.
+    """
+    pool = Counter(numbers)
+    for a, sign, b, result in steps:
+        for operand in (a, b):
+            if pool[operand] == 0:
+                return f"{operand} is not available"
+            pool[operand] -= 1
+        if (sign == "/" and b == 0) or COMPUTE[sign](a, b) != result:
+            return f"{a}{sign}{b} is not {result}"
+        pool[result] += 1
+    if steps[-1][3] != target:
+        return f"ends at {steps[-1][3]}, not at {target}"
+    if sum(pool.values()) != 1:
+        return "not every number is used"
+    return ""
+
+
+def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
+    """Checks that one expression of the numbers equals the target.
+
+    Args:
+        answer: an expression of whole numbers, ``+ - * /`` and parentheses, perhaps followed by
+            an equals sign and the target.
+        numbers: the given numbers; each must be used exactly once.
+        target: the number to reach.
+
+    Returns:
+        What is wrong, in one line; empty when nothing is.
+    """
+    expression, equals, claimed = answer.partition("=")
+    if equals and claimed != str(target):
+        return f"claims {claimed}, not {target}"
+    used: Counter[int] = Counter()
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, used)
+    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+        return f"cannot be evaluated: {error}"
+    except ValueError as error:
+        return str(error)
+    if used != Counter(numbers):
+        return "the numbers are not each used once"
+    return "" if value == target else f"equals {value}, not {target}"
+
+
+def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
+    """Evaluates a checked expression tree exactly, and notes the numbers it uses."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used[node.value] += 1
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
+        left, right = _evaluate(node.left, used), _evaluate(node.right, used)
+        sign = _NODES[type(node.op)]
+        return left / right if sign == "/" else Fraction(COMPUTE[sign](left, right))
+    raise ValueError("not an expression of whole numbers and + - * /")

@@ -1,0 +1,183 @@
+"""Traces, training and decoding of TraceLock through the command line on the embedded model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
+from tests.e2e.runs import ROOT, fails, finished, results, run, start
+
+pytestmark = pytest.mark.slow
+
+EXP = ROOT / "configs" / "exp"
+GENERATE = [
+    "predict",
+    f"--config={EXP / 'generate_tiny.yaml'}",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: train, "
+    "num_examples: 24}}]",
+    "--data.init_args.batch_size=4",
+    "--model.init_args.projector_prompts=8",
+    "--model.init_args.hidden_rank=8",
+    "--model.init_args.delta_rank=4",
+]
+FIT = [
+    "fit",
+    f"--config={EXP / 'tracelock_tiny.yaml'}",
+    "--trainer.max_steps=12",
+    "--trainer.val_check_interval=6",
+    "--trainer.enable_progress_bar=false",
+    "--data.init_args.batch_size=8",
+    "--data.init_args.val_fraction=0.3",
+    "--ckpt_path=last",
+]
+BENCHMARK = [
+    "predict",
+    f"--config={EXP / 'benchmark_tiny.yaml'}",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: test, "
+    "num_examples: 6}}]",
+    "--data.init_args.methods=[entropy, tracelock]",
+]
+
+
+def _traces(run_dir: Path) -> dict[str, tuple[bytes, object]]:
+    """Digest and grade of every trajectory by uid."""
+    reader = TrajectoryShardReader(run_dir / "traces")
+    return {t.uid: (t.digest(), t.meta["correct"]) for t in reader}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of all three steps."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    for command in (GENERATE, FIT, BENCHMARK):
+        run(*command, f"--run_dir={run_dir}")
+    return run_dir
+
+
+def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
+    traces = list(TrajectoryShardReader(whole / "traces", features=True))
+    assert sorted(t.uid for t in traces) == [
+        f"word_problems/train/{n:05d}@entropy" for n in range(24)
+    ]
+    for trace in traces:
+        assert trace.num_steps == 32
+        assert sorted(trace.commit_step) == list(range(32))
+        assert isinstance(trace.meta["correct"], bool)
+        assert trace.features is not None
+        # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
+        assert trace.features.num_features == 3 * 8 + 2 * 4 + 3
+        assert 1 <= trace.features.num_kept <= 32
+
+
+def test_running_again_redoes_nothing(whole: Path):
+    files = [
+        path
+        for pattern in ("traces/*.tar", "projector/*", "results/**/*.jsonl", "policy/*.safetensors")
+        for path in whole.glob(pattern)
+    ]
+    before = {path: path.read_bytes() for path in files}
+    assert len(before) >= 6
+    for command in (GENERATE, FIT, BENCHMARK):
+        run(*command, f"--run_dir={whole}")
+    assert {path: path.read_bytes() for path in files} == before
+
+
+def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
+    rows = results(whole)
+    assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
+    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock"])
+    assert all(r.status == "complete" for r in rows["word_problems", "tracelock"])
+
+
+def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
+    command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=1"]
+    # One block per sample, so that something is on disk when the process dies.
+    command += ["--trainer.callbacks.init_args.block_size=1"]
+    process = start(*command)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        sizes = [path.stat().st_size for path in (tmp_path / "traces").glob("*.tar*")]
+        if sum(sizes) > 60_000:
+            break
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(completed_uids(tmp_path / "traces")) < 24
+    run(*command)
+    assert _traces(tmp_path) == _traces(whole)
+
+
+@pytest.mark.ddp
+def test_two_processes_generate_the_same_trajectories(whole: Path, tmp_path: Path):
+    flags = [f"--run_dir={tmp_path}", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    finished(start(*GENERATE, *flags))
+    assert _traces(tmp_path) == _traces(whole)
+    names = {path.name for path in (tmp_path / "traces").glob("*.tar")}
+    assert {name.split("-")[2] for name in names} == {"r00000", "r00001"}
+
+
+def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path):
+    (tmp_path / "traces").symlink_to(whole / "traces")
+    (tmp_path / "projector").symlink_to(whole / "projector")
+    command = [*FIT, f"--run_dir={tmp_path}"]
+    process = start(*command)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + 120
+    while not last.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "policy").exists()
+    run(*command)
+    resumed = load_file(tmp_path / "policy" / "model.safetensors")
+    expected = load_file(whole / "policy" / "model.safetensors")
+    assert resumed.keys() == expected.keys()
+    assert all(resumed[name].equal(expected[name]) for name in expected)
+
+
+def test_a_truncated_shard_is_one_clear_error(whole: Path, tmp_path: Path, capsys):
+    (tmp_path / "traces").mkdir()
+    for path in (whole / "traces").iterdir():
+        data = path.read_bytes()
+        (tmp_path / "traces" / path.name).write_bytes(
+            data[: len(data) // 2] if path.suffix == ".tar" else data
+        )
+    (tmp_path / "projector").symlink_to(whole / "projector")
+    error = fails(capsys, *FIT, f"--run_dir={tmp_path}")
+    assert ".tar" in error
+
+
+def test_training_without_traces_names_the_folder(tmp_path: Path, capsys):
+    error = fails(capsys, *FIT, f"--run_dir={tmp_path}")
+    assert str(tmp_path) in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "prompts.jsonl"),
+        ('{"id": 1, "prompt": "a"}\n{broken\n', "prompts.jsonl, line 2"),
+        ('{"id": 1}\n', "prompt"),
+        ('{"id": 1, "prompt": ""}\n', "prompt"),
+    ],
+    ids=["empty file", "malformed line", "missing field", "empty prompt"],
+)
+def test_a_bad_prompt_file_is_one_clear_error(tmp_path: Path, capsys, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    task = f"--data.init_args.tasks=[{{class_path: PromptsFile, init_args: {{path: {path}}}}}]"
+    error = fails(
+        capsys, *BENCHMARK, task, f"--run_dir={tmp_path}", "--data.init_args.methods=[entropy]",
+        "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
+    )  # fmt: skip
+    assert message in error

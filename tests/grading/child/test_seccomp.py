@@ -1,0 +1,84 @@
+"""The filter program, run by a slow interpreter of its eight-byte instructions."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+
+from lit_dlm.grading.child import seccomp
+
+ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
+X86, ARM = 0xC000003E, 0xC00000B7
+
+
+def _run(program: bytes, number: int, *args: int, architecture: int = X86) -> int:
+    """Interprets classic BPF on a ``seccomp_data`` (number, architecture, pointer, 6 arguments)."""
+    padded = [*args, 0, 0, 0, 0, 0, 0][:6]
+    data = struct.pack("IIQ6Q", number, architecture, 0, *padded)
+    accumulator = position = 0
+    while True:
+        code, yes, no, value = struct.unpack_from("HBBI", program, 8 * position)
+        position += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("I", data, value)
+        elif code == 0x06:
+            return value
+        else:
+            tests = {0x15: accumulator == value, 0x35: accumulator >= value}
+            tests[0x45] = bool(accumulator & value)
+            position += yes if tests[code] else no
+
+
+@pytest.mark.parametrize(
+    ("number", "args", "result"),
+    [
+        (0, (), ALLOW),  # read
+        (1, (), ALLOW),  # write
+        (9, (), ALLOW),  # mmap
+        (231, (), ALLOW),  # exit_group
+        (53, (), ALLOW),  # socketpair: event loops need it
+        (41, (), EPERM),  # socket
+        (62, (), EPERM),  # kill
+        (101, (), EPERM),  # ptrace
+        (272, (), EPERM),  # unshare
+        (57, (), EPERM),  # fork
+        (59, (), EPERM),  # execve
+        (56, (0x11,), EPERM),  # clone as fork does it
+        (56, (0x3D0F00,), ALLOW),  # clone as threads do it (CLONE_THREAD = 0x10000)
+        (435, (), ENOSYS),  # clone3: the C library then calls clone
+        (257, (0, 0, os.O_RDONLY | os.O_CLOEXEC), ALLOW),  # openat to read
+        (257, (0, 0, os.O_WRONLY | os.O_CREAT), EPERM),
+        (257, (0, 0, os.O_RDWR), EPERM),
+        (2, (0, os.O_RDONLY), ALLOW),  # open
+        (2, (0, os.O_TRUNC), EPERM),
+        (87, (), EPERM),  # unlink
+        (1 | 0x40000000, (), EPERM),  # a call by its x32 number
+    ],
+)
+def test_strict_filter_on_x86(number, args, result):
+    program = seccomp.build_program("x86_64", allow_processes=False, allow_files=False)
+    assert _run(program, number, *args) == result
+
+
+def test_calls_of_another_architecture_are_refused():
+    program = seccomp.build_program("x86_64", allow_processes=True, allow_files=True)
+    assert _run(program, 0, architecture=ARM) == EPERM
+
+
+def test_permissions_open_exactly_their_calls():
+    program = seccomp.build_program("x86_64", allow_processes=True, allow_files=True)
+    for number, args in ((57, ()), (56, (0x11,)), (87, ()), (257, (0, 0, os.O_RDWR)), (435, ())):
+        assert _run(program, number, *args) == ALLOW
+    assert _run(program, 41) == EPERM
+
+
+@pytest.mark.parametrize(
+    ("number", "args", "result"),
+    [(63, (), ALLOW), (198, (), EPERM), (220, (0x11,), EPERM), (56, (0, 0, 1), EPERM)],
+)
+def test_strict_filter_on_arm(number, args, result):
+    """On the generic table 63 is read, 198 socket, 220 clone and 56 openat."""
+    program = seccomp.build_program("aarch64", allow_processes=False, allow_files=False)
+    assert _run(program, number, *args, architecture=ARM) == result

@@ -1,0 +1,217 @@
+"""Encoding then decoding is the identity on plain values; hostile bytes never become objects."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_dlm.grading.child import wire
+
+_leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
+_hashable = st.recursive(
+    _leaves, lambda inner: st.tuples(inner) | st.frozensets(inner, max_size=3), max_leaves=5
+)
+_values = st.recursive(
+    _leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.sets(_hashable, max_size=4)
+        | st.dictionaries(_hashable, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def _there_and_back(value):
+    return wire.decode(json.loads(json.dumps(wire.encode(value))))
+
+
+def _same(a, b):
+    """Equality that also compares types at every level (1 == 1.0 == True in Python)."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return all(map(_same, list(a.items()), list(b.items())))
+    return a == b
+
+
+@given(_values)
+@settings(max_examples=60, deadline=None)
+def test_decoding_undoes_encoding_with_types(value):
+    assert _same(_there_and_back(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        -0.0,
+        math.inf,
+        -math.inf,
+        pytest.param(10**5000, id="5001 digits"),
+        -(2**53),
+        2**53,
+        range(3),
+    ],
+)
+def test_numbers_json_handles_badly_survive(value):
+    back = _there_and_back(value)
+    assert back == value
+    assert type(back) is type(value)
+    if value == 0:
+        assert math.copysign(1, back) == -1
+
+
+def test_nan_stays_nan():
+    assert math.isnan(_there_and_back([math.nan, "x"])[0])
+
+
+class _AlwaysEqual(list):
+    def __eq__(self, other):
+        return True
+
+    def __iter__(self):
+        return iter([42])
+
+    __hash__ = None
+
+
+class _LyingInt(int):
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (_AlwaysEqual([1, 2]), [1, 2]),
+        (_LyingInt(7), 7),
+        (Point(1, 2), (1, 2)),
+        (collections.Counter("aab"), {"a": 2, "b": 1}),
+        (collections.OrderedDict(a=1), {"a": 1}),
+    ],
+)
+def test_subclasses_become_their_plain_base(value, plain):
+    """What a subclass overrides (``__eq__``, ``__iter__``) has no effect on the far side."""
+    back = _there_and_back(value)
+    assert type(back) is type(plain)
+    assert back == plain
+
+
+def test_iterators_are_drained_and_views_stay_views():
+    assert list(_there_and_back(x * x for x in (1, 2))) == [1, 4]
+    assert _there_and_back({1: 2}.keys()) == {1}
+    assert sorted(_there_and_back({1: 2}.values())) == [2]
+    assert _there_and_back({1: 2}.items()) == {(1, 2)}
+
+
+def test_unknown_objects_need_a_handle():
+    with pytest.raises(wire.WireError, match="type object"):
+        wire.encode([object()])
+    assert wire.encode([object()], to_handle=lambda _: 3) == ["l", ["h", 3]]
+    assert wire.decode(["l", ["h", 3]], from_handle=lambda n: f"#{n}") == ["#3"]
+    with pytest.raises(wire.WireError):
+        wire.decode(["h", 3])
+
+
+def test_cycles_and_growth_without_end_are_refused():
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(wire.WireError, match="nested"):
+        wire.encode(loop)
+    # 2**40 leaves from 41 small lists.
+    doubled: list = [0.5]
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    with pytest.raises(wire.WireError, match="too large"):
+        wire.encode(doubled, max_bytes=1 << 16)
+    with pytest.raises(wire.WireError, match="too large"):
+        wire.encode(iter(int, 1), max_bytes=1 << 16)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {},
+        {"a": 1},
+        [],
+        [1],
+        ["?"],
+        ["i"],
+        ["i", "zz"],
+        ["b", "0"],
+        ["d", [["l"], 1]],
+        ["d", [1]],
+        ["c", "x", 1],
+        ["r", 1, 2, 0],
+        ["n", "len"],
+        ["n", "__import__"],
+        ["n", 3],
+        ["v", "keys", ["l"]],
+        ["s", ["l"]],
+    ],
+)
+def test_malformed_structures_are_errors(hostile):
+    with pytest.raises(wire.WireError):
+        wire.decode(hostile)
+
+
+def test_builtin_types_travel_by_name_but_functions_do_not():
+    assert _there_and_back([int, str]) == [int, str]
+    with pytest.raises(wire.WireError):
+        wire.encode(len)
+
+
+def test_pack_and_unpack_are_inverse_and_notice_a_cut():
+    messages = [b"", b"abc", b"x" * 1000]
+    packed = wire.pack(messages)
+    assert wire.unpack(packed) == messages
+    for cut in (2, len(packed) - 1):
+        with pytest.raises(wire.WireError, match="cut off"):
+            wire.unpack(packed[:cut])
+
+
+def test_channel_respects_deadline_limit_and_end():
+    read_fd, write_fd = os.pipe()
+    try:
+        channel = wire.Channel(read_fd, write_fd, max_bytes=100)
+        channel.send([1, "two"])
+        assert channel.receive() == [1, "two"]
+        with pytest.raises(wire.WireError, match="over 100"):
+            channel.send("x" * 200)
+        with pytest.raises(wire.ChannelTimeoutError):
+            channel.receive(deadline=time.monotonic() + 0.02)
+        os.write(write_fd, b"\x7f\xff\xff\xff")
+        with pytest.raises(wire.WireError, match="over 100"):
+            channel.receive()
+        os.write(write_fd, b"\x00\x00\x00\x01{")
+        with pytest.raises(wire.WireError, match="not JSON"):
+            channel.receive()
+    finally:
+        os.close(write_fd)
+        with pytest.raises(wire.ChannelClosedError):
+            channel.receive()
+        os.close(read_fd)

@@ -1,0 +1,175 @@
+"""Numbers and expressions found in solutions, and how they are judged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.grading.answers import (
+    extract_math,
+    extract_number,
+    format_number,
+    grade_exact,
+    grade_math,
+    grade_numeric,
+    last_boxed,
+    parse_number,
+    text_after_marker,
+)
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{18}.", "18"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{a\}b}", r"a\}b"),
+        (r"\fbox{x^{2}}", "x^{2}"),
+        (r"\boxed 5", "5"),
+        (r"\boxed{first} and \boxed{never closed", "first"),
+        (r"\boxed{}", ""),
+        (r"\boxedstuff{3}", None),
+        ("no box", None),
+    ],
+)
+def test_last_box(text, content):
+    assert last_boxed(text) == content
+
+
+def test_marker_takes_the_rest_of_its_line():
+    assert text_after_marker("#### 1\n#### 2 apples\nmore") == "2 apples"
+    assert text_after_marker("####") is None
+    assert text_after_marker("nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("18", 18),
+        ("18.0", 18),
+        ("$1,234.50", Fraction(2469, 2)),
+        ("1{,}234", 1234),
+        ("-3", -3),
+        ("\N{MINUS SIGN}3", -3),
+        (".5", Fraction(1, 2)),
+        ("20\\%", 20),
+        ("18 \\text{ dollars}", 18),
+        ("x = 7", 7),
+        ("12 m^2", 12),
+        ("\\frac{1}{3}", Fraction(1, 3)),
+        ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+        ("1/4", Fraction(1, 4)),
+        ("1/0", 0),
+        ("10,20", 20),
+        ("5.", 5),
+        ("none", None),
+        ("9" * 500, None),
+    ],
+)
+def test_parse_number(text, value):
+    """``1/0`` is no fraction, so its last number counts; ``10,20`` is no thousands separator."""
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("16 - 3 = 13\n#### 13", "13"),
+        ("#### $1,000.00 in total of 3 years", "1000"),
+        ("#### 5\nThen I doubt: 7", "5"),
+        ("#### unknown\n\\boxed{8}", "8"),
+        ("\\boxed{18} dollars for 2 days", "18"),
+        ("\\boxed{} so 32", "32"),
+        ("It costs 5-3 = 2.", "2"),
+        ("She has 3/4 left, that is 0.75.", "0.75"),
+        ("twenty", None),
+        ("", None),
+    ],
+)
+def test_extract_number_prefers_marker_then_box_then_last(completion, number):
+    assert extract_number(completion) == number
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Fraction(18), "18"),
+        (Fraction(-1, 2), "-0.5"),
+        (Fraction(1, 3), "1/3"),
+        (Fraction(1, 80), "0.0125"),
+        (Fraction(-401, 4), "-100.25"),
+        (Fraction(0), "0"),
+    ],
+)
+def test_format_number_is_read_back_exactly(value, text):
+    """1/80 = 125/10000: four places, since 80 = 2**4 * 5."""
+    assert format_number(value) == text
+    assert parse_number(text) == value
+
+
+def test_numeric_grades():
+    assert grade_numeric("#### 18", "18.0").is_correct
+    wrong = grade_numeric("#### 17", "18.0")
+    assert (wrong.status, wrong.answer, wrong.detail) == ("wrong", "17", "expected 18")
+    assert grade_numeric("none", "18").status == "no_answer"
+    # Exact: no float rounding makes these equal.
+    assert not grade_numeric("#### 10000000000000001", "10000000000000000").is_correct
+    with pytest.raises(ValueError, match="must hold a number, got 'x'"):
+        grade_numeric("1", "x")
+
+
+def test_exact_grades():
+    assert grade_exact(" yes\n", "yes").is_correct
+    assert grade_exact("Yes", "yes").status == "wrong"
+    assert grade_exact(" \n", "yes").status == "no_answer"
+
+
+def test_math_falls_back_to_the_marker():
+    assert extract_math("#### $x^2$.") == "x^2"
+    assert extract_math("\\boxed{} #### 3") == "3"
+    assert extract_math("3") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "status"),
+    [
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", "right"),
+        (r"\boxed{0.5}", r"\frac{1}{2}", "right"),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", "right"),
+        (r"\boxed{20\%}", "20", "right"),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", "right"),
+        (r"\boxed{(2, 1)}", "(1, 2)", "wrong"),
+        (r"\boxed{\text{Carla}}", r"\text{Evelyn}", "wrong"),
+        (r"\boxed{" + "1+" * 600 + "1}", "601", "wrong"),
+        ("the answer is 3", "3", "no_answer"),
+    ],
+)
+def test_math_grades(answer, gold, status):
+    assert grade_math(answer, gold).status == status
+
+
+@pytest.mark.skipif(not LLADA.exists(), reason="no LLaDA generations here")
+def test_real_generations_are_graded_as_counted_by_hand():
+    """890 of the 1,128 real LLaDA answers with a ground truth end in the right number.
+
+    math-verify on complete boxes finds 858 of these; the others have an unclosed box, a box around
+    words, or none, and were read one by one.
+    """
+    with gzip.open(LLADA, "rt") as file:
+        rows = [json.loads(line) for line in file]
+    usable = [row for row in rows if row["ground_truth"] is not None]
+    assert len(usable) == 1128
+    right = sum(
+        grade_numeric(
+            row["generations"].split("<|eot_id|>")[0], str(row["ground_truth"])
+        ).is_correct
+        for row in usable
+    )
+    assert right == 890

@@ -1,0 +1,129 @@
+"""Finding code in completions and comparing outputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lit_dlm.grading.code import extract_code, fenced_blocks, grade_by_tests, outputs_match
+
+STUB = 'import math\n\ndef helper(x):\n    return x\n\ndef f(x):\n    """Squares x."""\n'
+
+
+def _runs(completion: str, stub: str = STUB) -> object:
+    found = extract_code(completion, "f", stub=stub)
+    assert not found.problem, found
+    namespace: dict = {}
+    exec(found.code, namespace)
+    return namespace["f"](3)
+
+
+@pytest.mark.parametrize("tag", ["python", "py", "Python", "python3", ""])
+def test_every_python_tag_counts_and_never_becomes_code(tag):
+    assert _runs(f"Sure:\n```{tag}\ndef f(x):\n    return x * x\n```\nDone.") == 9
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "    return x * x\n",
+        "    return x * x",
+        "\n    return x * x\n\nprint('example', f(2))\n",
+        "return x * x",
+        "y = x\nreturn y * x",
+        "y = x\n    return y * x",
+        "```python\n    return x * x\n```",
+        "def f(x):\n    return helper(x) * x\n\nThis squares x.",
+        "```python\ndef f(x):\n    return x * x",
+        "~~~\ndef f(x):\n    return x * x\n~~~",
+        "First try:\n```python\ndef f(x):\n    return 0\n```\nBetter:\n```py\ndef f(x):\n"
+        "    return x * x\n```",
+        "```python\ndef f(x):\n    return x * x\n```\nUse it:\n```python\nprint(f(2))\n```",
+        "```python\ndef f(x):\n    return x * x\n```\n```bash\npython f.py\n```",
+        "  ```python\n  def f(x):\n      return int(math.pow(x, 2))\n  ```",
+        "f = lambda x: x * x",
+        "    return x * x\nEnjoy! It's done.\nBye.",
+    ],
+)
+def test_code_is_found_however_it_is_written(completion):
+    assert _runs(completion) == 9
+
+
+def test_blocks_of_other_languages_are_left_out():
+    text = "```js\nx\n```\n```\na\n```\n```python\nb\n```"
+    assert fenced_blocks(text) == ["a\n", "b\n"]
+
+
+def test_missing_entry_point_and_syntax_errors_are_told_apart():
+    found = extract_code("def g(x):\n    return x", "f")
+    assert (found.problem, found.is_syntax_error) == ("no function 'f' is defined", False)
+    found = extract_code("def f(x) return", "f")
+    assert (found.problem, found.is_syntax_error) == ("the code does not parse", True)
+    found = extract_code("  \n", "f", stub=STUB)
+    assert (found.code, found.problem) == (None, "the completion holds no code")
+    found = extract_code("I cannot do that.", "f", stub=STUB)
+    assert found.is_syntax_error
+
+
+def test_the_stub_alone_is_no_answer():
+    """The stub defines ``f``; prose after it must not inherit that."""
+    for completion in ("print('hello')", "x = 3", "def g(): pass"):
+        found = extract_code(completion, "f", stub=STUB)
+        if not found.problem:
+            namespace: dict = {}
+            exec(found.code, namespace)
+            assert namespace["f"](3) is None
+
+
+def test_extraction_stays_fast_on_long_nonsense():
+    import time
+
+    started = time.perf_counter()
+    extract_code("def f(x):\n    return x\n" + "word word\n" * 2000, "f", stub=STUB)
+    extract_code("```python\n" * 5000, "f", stub=STUB)
+    assert time.perf_counter() - started < 5
+
+
+def test_grades_say_what_happened():
+    def grade(completion: str) -> str:
+        return grade_by_tests(
+            completion, "assert f(3) == 9", "f", stub=STUB, allow_code_execution=True
+        ).status
+
+    assert grade("```\ndef f(x):\n    return x * x\n```") == "right"
+    assert grade("    pass\n") == "wrong"
+    assert grade("    return undefined\n") == "runtime_error"
+    assert grade("def f(x): return (") == "syntax_error"
+    assert grade("") == "no_answer"
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "atol", "match"),
+    [
+        (1, 1.0, 0, True),
+        (True, 1, 0, True),
+        ([1, 2], (1, 2), 0, False),
+        (0.1 + 0.2, 0.3, 0, True),  # an expected float brings its own 1e-6
+        (0.3 + 2e-6, 0.3, 0, False),
+        ([0.3], [0.3 + 1e-9], 0, True),
+        ((0.3,), [0.3], 0, False),
+        ([0.3, 0.3], [0.3], 0, False),
+        ([0.3, 1], [0.3 + 1e-9, 1], 0, False),  # not all floats, so exactly
+        ([0.3, 1], [0.3 + 1e-9, 1], 1e-6, True),
+        (3, 4, 1, True),
+        (3, 4.0, 1, False),  # the type must be the same
+        (1e9, 1e9 + 50, 0, True),  # 1e-6 + 1e-7 * 1e9 = 100
+        (1e9, 1e9 + 200, 0, False),
+        (math.inf, math.inf, 0, True),
+        (math.inf, 1.0, 0, False),
+        (math.nan, math.nan, 0, False),
+        (complex(1, 1e-5), complex(1, 0), 1e-4, True),
+        ("a", "a", 1e-4, True),
+        ("a", "b", 1e-4, False),
+        ([[0.5]], [[0.5 + 1e-7]], 1e-6, True),
+        (None, 0.0, 1e-6, False),
+    ],
+)
+def test_outputs_match_within_tolerance(output, expected, atol, match):
+    assert outputs_match(output, expected, atol=atol) is match

@@ -1,0 +1,131 @@
+"""Grading against a reference solution on inputs."""
+
+from __future__ import annotations
+
+import gzip
+import stat
+from dataclasses import replace
+
+import pytest
+
+from lit_dlm.grading import SandboxLimits, plus
+from lit_dlm.grading.plus import PlusGrader, PlusProblem
+
+HALVES = PlusProblem(
+    name="Test/0",
+    entry_point="f",
+    reference_code="def f(x):\n    return x / 2",
+    base_inputs=[[1], [2]],
+    plus_inputs=[[-3], [7], [0]],
+)
+
+
+@pytest.fixture
+def grader():
+    limits = SandboxLimits(wall_seconds=5, cpu_seconds=5)
+    return PlusGrader(limits=limits, allow_code_execution=True)
+
+
+def test_right_code_passes_base_and_plus(grader):
+    verdict = grader.grade("def f(x):\n    return 0.5 * x + 1e-9", HALVES)
+    assert (verdict.status, verdict.score) == ("right", 1.0)
+
+
+def test_score_counts_matching_inputs_and_detail_names_the_first_miss(grader):
+    """Right for -3 only among the added inputs: (2 base + 1 plus) of 5 inputs."""
+    code = "def f(x):\n    return x / 2 if x < 3 and x else 9.0"
+    verdict = grader.grade(code, HALVES)
+    assert (verdict.status, verdict.detail) == ("wrong", "plus input 1: expected 3.5, got 9.0")
+    assert verdict.score == pytest.approx(3 / 5)
+    assert grader.grade(code, HALVES, base_only=True).is_correct
+
+
+def test_failing_the_base_inputs_spares_the_others(grader):
+    verdict = grader.grade("def f(x):\n    return x if x == 1 else 1.0", HALVES)
+    assert verdict.detail == "base input 0: expected 0.5, got 1"
+    assert verdict.score == pytest.approx(1 / 5)
+    assert set(grader._expected) == {"Test/0/base/f"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("def f(x):\n    raise ValueError", "runtime_error"),
+        ("def f(x):\n    while True: pass", "timeout"),
+        ("import os\ndef f(x):\n    os._exit(0)", "runtime_error"),
+        ("class Y:\n    def __eq__(s, o): return True\ndef f(x):\n    return Y()", "wrong"),
+        ("def g(x): pass", "runtime_error"),
+        ("def f(x", "syntax_error"),
+    ],
+)
+def test_failures_are_never_right(grader, code, status):
+    verdict = grader.grade(code, HALVES)
+    assert (verdict.status, verdict.score) == (status, 0.0)
+
+
+def test_a_rule_replaces_the_comparison(grader):
+    def same_sign(inputs, output, expected):
+        return (output > 0) == (inputs[0] > 0)
+
+    assert grader.grade("def f(x):\n    return x * 7", replace(HALVES, match=same_sign)).is_correct
+    # A value of a shape the rule cannot take is wrong, not an error.
+    verdict = grader.grade("def f(x):\n    return 'text'", replace(HALVES, match=same_sign))
+    assert verdict.status == "wrong"
+
+
+def test_sets_match_in_any_order(grader):
+    problem = replace(
+        HALVES,
+        reference_code="def f(x):\n    return {str(i) for i in range(20)}",
+        plus_inputs=[],
+    )
+    code = "def f(x):\n    return {str(i) for i in reversed(range(20))}"
+    assert grader.grade(code, problem).is_correct
+
+
+def test_opaque_results_are_equal_to_nothing(grader):
+    problem = replace(HALVES, reference_code="def f(x):\n    return object()", plus_inputs=[])
+    verdict = grader.grade("def f(x):\n    return object()", problem)
+    assert verdict.status == "wrong"
+
+
+def test_a_failing_reference_is_an_error(grader):
+    with pytest.raises(ValueError, match="Test/0: the reference solution failed on input 1: Zero"):
+        grader.grade(
+            "def f(x): pass",
+            replace(HALVES, reference_code="def f(x):\n    return 1 / (x - 2)"),
+        )
+
+
+def test_expected_outputs_are_kept_in_a_private_folder_and_reused(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    grader = PlusGrader(cache_dir=str(folder), allow_code_execution=True)
+    assert grader.grade(HALVES.reference_code, HALVES).is_correct
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = sorted(folder.iterdir())
+    assert [f.name.endswith(".json.gz") for f in files] == [True, True]
+    assert b'"replies"' in gzip.decompress(files[0].read_bytes())
+
+    runs = []
+    original = plus.run_python_calls
+    monkeypatch.setattr(
+        plus, "run_python_calls", lambda *a, **k: runs.append(1) or original(*a, **k)
+    )
+    again = PlusGrader(cache_dir=str(folder), allow_code_execution=True)
+    assert again.grade(HALVES.reference_code, HALVES).is_correct
+    assert len(runs) == 2  # the candidate on base and plus; the reference did not run
+
+    files[0].write_bytes(files[0].read_bytes()[:20])  # a damaged file is computed again
+    repaired = PlusGrader(cache_dir=str(folder), allow_code_execution=True)
+    assert repaired.grade(HALVES.reference_code, HALVES).is_correct
+
+
+def test_a_folder_others_can_write_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match="cache_dir: .* writable by nobody else"):
+        PlusGrader(cache_dir=str(tmp_path), allow_code_execution=True)
+
+
+def test_execution_must_be_allowed():
+    with pytest.raises(ValueError, match="allow_code_execution"):
+        PlusGrader(allow_code_execution=False).grade("def f(x): pass", HALVES)
