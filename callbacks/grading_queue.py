@@ -41,7 +41,8 @@ class GradingQueue:
         key = (example.uid, completion)
         if key not in self._verdicts:
             task = self.tasks[example.task]
-            self._verdicts[key] = self._pool.submit(task.grade, example, completion)
+            grade = task.grade if task.is_graded else _ungraded
+            self._verdicts[key] = self._pool.submit(grade, example, completion)
         return self._verdicts[key]
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[DecodedBatch, list[Verdict]]]:
@@ -65,3 +66,9 @@ class GradingQueue:
     def close(self) -> None:
         """Stops the threads; what has not begun is dropped."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _ungraded(example: PromptExample, completion: str) -> Verdict:
+    """What plain prompts get."""
+    del example
+    return Verdict(status="ungraded", answer=completion)

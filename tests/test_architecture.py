@@ -32,7 +32,10 @@ def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
 
 
 def test_generic_package_names_resolve_inside_this_repository():
-    code = "import cli, callbacks, datamodules; print(cli.__file__, callbacks.__file__, datamodules.__file__)"
+    code = (
+        "import cli, callbacks, datamodules; "
+        "print(cli.__file__, callbacks.__file__, datamodules.__file__)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

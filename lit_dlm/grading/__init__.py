@@ -1,11 +1,7 @@
 """Graders: one verdict per completion, and the sandbox in which model-written code runs."""
 
-from lit_dlm.grading.sandbox import (
-    SandboxError,
-    SandboxLimits,
-    isolation_level,
-    run_python_check,
-)
+from lit_dlm.grading.launch import SandboxError, SandboxLimits, isolation_level
+from lit_dlm.grading.sandbox import run_python_check
 from lit_dlm.grading.verdict import Status, Verdict
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import re
 import textwrap
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lit_dlm.grading.sandbox import SandboxLimits, run_python_check
+from lit_dlm.grading.launch import SandboxLimits
+from lit_dlm.grading.sandbox import CANDIDATE_FILE, run_python_check
 from lit_dlm.grading.verdict import Verdict
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 _MAX_CUTS = 40
 """How many places to cut trailing text off are tried; each costs one parse."""
 
@@ -92,10 +95,10 @@ def extract_code(completion: str, entry_point: str, *, stub: str = "") -> Extrac
 def _as_module(piece: str, entry_point: str) -> Iterator[str]:
     """Versions of a piece that parse and define the entry point themselves."""
     for text in _without_tail(textwrap.dedent(piece).strip("\n")):
-        if _defines(text, entry_point):
-            yield text
+        if entry_point not in text:
             return
-        if f"{entry_point}" not in text:
+        if _parses(text) and _defines(text, entry_point):
+            yield text
             return
 
 
@@ -110,11 +113,11 @@ def _as_continuation(stub: str, piece: str) -> Iterator[str]:
         first, _, rest = body.partition("\n")
         # A stripped first indentation, else a body written without any.
         versions = [f"    {first}\n{rest}", textwrap.indent(body, "    ")]
-    for version in versions:
-        for text in _without_tail(version):
-            if text.strip() and _parses(start + text):
-                yield start + text
-                return
+    whole = versions if len(versions) > 1 else []
+    for text in itertools.chain(whole, *map(_without_tail, versions)):
+        if text.strip() and _parses(start + text):
+            yield start + text
+            return
 
 
 def _without_tail(text: str) -> Iterator[str]:
@@ -128,13 +131,18 @@ def _without_tail(text: str) -> Iterator[str]:
 
 def _parse(code: str) -> ast.Module | None:
     try:
-        return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.parse(code, CANDIDATE_FILE)
+    except _NOT_PYTHON:
         return None
 
 
 def _parses(code: str) -> bool:
-    return _parse(code) is not None
+    # Compiled, because a bare parse lets a return outside a function through.
+    try:
+        compile(code, CANDIDATE_FILE, "exec", dont_inherit=True)
+    except _NOT_PYTHON:
+        return False
+    return True
 
 
 def _defines(code: str, name: str) -> bool:

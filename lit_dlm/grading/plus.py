@@ -21,7 +21,8 @@ from typing import Any
 
 from lit_dlm.grading.child import wire
 from lit_dlm.grading.code import outputs_match
-from lit_dlm.grading.sandbox import SandboxLimits, read_reply, run_python_calls
+from lit_dlm.grading.launch import SandboxLimits
+from lit_dlm.grading.sandbox import read_reply, run_python_calls
 from lit_dlm.grading.verdict import Verdict
 
 logger = logging.getLogger(__name__)

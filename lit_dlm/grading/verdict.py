@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["right", "wrong", "no_answer", "syntax_error", "runtime_error", "timeout"]
+Status = Literal[
+    "right", "wrong", "no_answer", "syntax_error", "runtime_error", "timeout", "ungraded"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +15,7 @@ class Verdict:
     """What a grader says of one completion."""
 
     status: Status
-    """``right`` is the only status that counts as correct."""
+    """``right`` is the only status that counts as correct; ``ungraded`` has no grader."""
     answer: str | None = None
     """The extracted answer or code that was graded."""
     detail: str = ""

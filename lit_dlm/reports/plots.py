@@ -33,9 +33,12 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
     error.
 
     Args:
-        summaries: what to draw.
+        summaries: what to draw; ungraded ones are left out, and nothing is written without others.
         path: file to write; the suffix gives the format.
     """
+    summaries = [summary for summary in summaries if summary.accuracy is not None]
+    if not summaries:
+        return
     tasks = list(by_task(summaries))
     names = list(dict.fromkeys(family(summary.method) for summary in summaries))
     colour = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
@@ -65,8 +68,8 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
 def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, colour: str) -> None:
     axis.errorbar(
         [point.nfe for point in points],
-        [100 * point.accuracy for point in points],
-        yerr=[100 * point.stderr for point in points],
+        [100 * (point.accuracy or 0.0) for point in points],
+        yerr=[100 * (point.stderr or 0.0) for point in points],
         fmt="o-" if len(points) > 1 else "o",
         color=colour,
         label=name,

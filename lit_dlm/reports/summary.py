@@ -19,9 +19,9 @@ class MethodSummary:
     method: str
     n: int
     """Samples."""
-    accuracy: float
-    """Fraction of right samples."""
-    stderr: float
+    accuracy: float | None
+    """Fraction of right samples; ``None`` where nothing was graded."""
+    stderr: float | None
     """Standard error of the accuracy, ``sqrt(p (1 - p) / n)``."""
     nfe: float
     """Mean forwards of the backbone per sample (average steps)."""
@@ -51,14 +51,16 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         The summary.
     """
     n = len(rows)
-    accuracy = sum(row.correct for row in rows) / n
+    accuracy: float | None = None
+    if any(row.verdict != "ungraded" for row in rows):
+        accuracy = sum(row.correct for row in rows) / n
     forwards = sum(row.nfe for row in rows)
     return MethodSummary(
         task=rows[0].task,
         method=rows[0].method,
         n=n,
         accuracy=accuracy,
-        stderr=math.sqrt(accuracy * (1.0 - accuracy) / n),
+        stderr=None if accuracy is None else math.sqrt(accuracy * (1.0 - accuracy) / n),
         nfe=forwards / n,
         tokens_per_step=sum(row.response_length for row in rows) / forwards,
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,

@@ -13,9 +13,12 @@ HEADERS = ("method", "accuracy", "steps", "tokens/step", "ms/sample", "n")
 
 
 def _cells(summary: MethodSummary) -> tuple[str, ...]:
+    accuracy = "-"
+    if summary.accuracy is not None and summary.stderr is not None:
+        accuracy = f"{100 * summary.accuracy:.1f} ± {100 * summary.stderr:.1f} %"
     return (
         summary.method,
-        f"{100 * summary.accuracy:.1f} ± {100 * summary.stderr:.1f} %",
+        accuracy,
         f"{summary.nfe:.1f}",
         f"{summary.tokens_per_step:.2f}",
         f"{1000 * summary.seconds:.1f}",

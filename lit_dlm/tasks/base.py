@@ -32,6 +32,11 @@ class Task(Protocol):
     runs_code: bool
     """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
 
+    @property
+    def is_graded(self) -> bool:
+        """Whether completions can be judged; plain prompts cannot."""
+        return True
+
     def examples(self) -> Sequence[PromptExample]:
         """All problems of the split in a stable order, after ``limit``."""
         ...

@@ -15,6 +15,7 @@ from typing import Any
 from lit_dlm.grading import SandboxLimits, Verdict
 from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
 from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
+from lit_dlm.grading.sandbox import CANDIDATE_FILE
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.humaneval import plus_fields
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
@@ -221,11 +222,11 @@ def _number(row: Row) -> int:
 def _entry_point(code: str, tests: Sequence[str], origin: str) -> tuple[str, str]:
     """The function under test, and how it is called: defined by the solution, used by the tests."""
     try:
-        defined = ast.parse(code).body
+        defined = ast.parse(code, CANDIDATE_FILE).body
         used = {
             node.id
             for test in tests
-            for node in ast.walk(ast.parse(test))
+            for node in ast.walk(ast.parse(test, CANDIDATE_FILE))
             if isinstance(node, ast.Name)
         }
     except SyntaxError as error:

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -211,12 +212,14 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 def _read_hub(source: str, *, config: str | None, split: str, option: str) -> list[Row]:
     # Imported here: it takes seconds, and local files never need it.
     import datasets
-    import requests
 
+    # The hub client's connection errors are OSErrors, or those of the HTTP library it uses.
+    failures: list[type[Exception]] = [OSError, ValueError, datasets.exceptions.DatasetsError]
+    failures += [sys.modules[n].HTTPError for n in ("httpx", "httpx2") if n in sys.modules]
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
         loaded = datasets.load_dataset(source, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError, requests.RequestException) as e:
+    except tuple(failures) as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ValueError(
             f"{option}: {source!r} is no local file, and it could not be loaded from the hub "

@@ -40,7 +40,7 @@ def test_even_quota_refuses_steps_that_blocks_cannot_share():
 
 
 def test_schedule_quota_with_as_many_steps_as_cells_commits_two_only_at_the_end():
-    """Dream's truncating schedule with 256 steps for 256 cells: 0 at step 0, then 1 each, 2 last."""
+    """Dream's truncating schedule, 256 steps for 256 cells: 0 at step 0, then 1 each, 2 last."""
     quota, left, counts = ScheduleQuota(256), 256, []
     for step in range(256):
         state = state_with_masks([[1]], step=step)

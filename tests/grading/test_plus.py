@@ -122,7 +122,7 @@ def test_expected_outputs_are_kept_in_a_private_folder_and_reused(tmp_path, monk
 
 def test_a_folder_others_can_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match="cache_dir: .* writable by nobody else"):
+    with pytest.raises(ValueError, match=r"cache_dir: .* writable by nobody else"):
         PlusGrader(cache_dir=str(tmp_path), allow_code_execution=True)
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading import SandboxLimits, sandbox
+from lit_dlm.grading import SandboxLimits, isolation_level, launch, sandbox
 from lit_dlm.grading.sandbox import (
-    isolation_level,
     read_reply,
     run_python_calls,
     run_python_check,
@@ -36,7 +35,7 @@ QUICK = SandboxLimits(wall_seconds=0.5, cpu_seconds=1.0)
 def level(request, monkeypatch):
     """The level this machine has, and the lower one that every machine has."""
     level = isolation_level() if request.param == "best" else request.param
-    monkeypatch.setattr(sandbox, "isolation_level", lambda: level)
+    monkeypatch.setattr(launch, "isolation_level", lambda: level)
     return level
 
 
@@ -170,7 +169,8 @@ EXPLOITS = {
     ),
     "forking without end": "import os\nwhile True:\n    os.fork()\ndef f(x):\n    return x * x",
     "forking quietly without end": (
-        "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
+        "import os\ndef f(x):\n    while True:\n"
+        "        try: os.fork()\n        except OSError: pass"
     ),
     "threads without end": (
         "import threading, time\ndef f(x):\n    while True:\n"
@@ -243,7 +243,7 @@ def test_verdicts_tell_what_went_wrong(name, status):
 
 
 def test_syntax_errors_need_no_process(monkeypatch):
-    monkeypatch.setattr(sandbox, "_run_job", None)
+    monkeypatch.setattr(sandbox, "run_job", None)
     for code in ("def f(x) return x", "def f(x):\n\treturn 1\n        return 2", "x = '\ud800'"):
         verdict = _check(code)
         assert verdict.status == "syntax_error"
@@ -360,7 +360,8 @@ def test_bad_tests_and_limits_are_errors_of_the_caller():
 
 def test_calls_return_values_exceptions_and_where_time_ran_out():
     code = (
-        "def f(x):\n    if x == 2: raise KeyError('two')\n    if x == 3:\n        while True: pass\n"
+        "def f(x):\n    if x == 2: raise KeyError('two')\n"
+        "    if x == 3:\n        while True: pass\n"
         "    return (x, [x])"
     )
     result = run_python_calls(
@@ -376,7 +377,8 @@ def test_a_forged_reply_is_a_wrong_reply():
     code = (
         "import os, struct, json\n"
         'def f(x):\n    body = b\'{"id":2,"value":["?"]}\'\n'
-        "    for fd in range(3, 64):\n        try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
+        "    message = struct.pack('>I', len(body)) + body\n"
+        "    for fd in range(3, 64):\n        try: os.write(fd, message)\n"
         "        except OSError: pass\n    return 1"
     )
     result = run_python_calls(code, "f", [[1], [2]], allow_code_execution=True)
@@ -399,8 +401,8 @@ def test_programs_read_input_and_print():
 def test_nothing_runs_on_when_the_parent_is_killed(tmp_path):
     """The parent dies with SIGKILL while a candidate sleeps; the sandbox then ends by itself."""
     script = (
-        "from lit_dlm.grading import run_python_check, SandboxLimits, sandbox\n"
-        "sandbox._GRACE_SECONDS = 0.5\n"
+        "from lit_dlm.grading import run_python_check, SandboxLimits, launch\n"
+        "launch._GRACE_SECONDS = 0.5\n"
         "run_python_check('import time\\ndef f(x):\\n    time.sleep(100)', 'assert f(1)', 'f',\n"
         "    limits=SandboxLimits(wall_seconds=1.5), allow_code_execution=True)\n"
     )
@@ -410,7 +412,7 @@ def test_nothing_runs_on_when_the_parent_is_killed(tmp_path):
     drivers: list[int] = []
     deadline = time.monotonic() + 20
     while not drivers and time.monotonic() < deadline:
-        drivers = [p for p in _sandbox_processes_of(parent.pid)]
+        drivers = _sandbox_processes_of(parent.pid)
         time.sleep(0.02)
     assert drivers
     parent.kill()

@@ -71,3 +71,12 @@ def test_plot_is_a_picture_with_one_panel_per_task(tmp_path: Path):
     plot_front(summaries, tmp_path / "front.png")
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["front.png"]
+
+
+def test_ungraded_samples_have_no_accuracy(tmp_path: Path):
+    found = summarise([row(correct=False, verdict="ungraded")])
+    assert found.accuracy is None
+    assert found.stderr is None
+    assert "| m | - | 8.0 |" in markdown_tables([found])
+    plot_front([found], tmp_path / "front.png")
+    assert not (tmp_path / "front.png").exists()

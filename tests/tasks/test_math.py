@@ -1,0 +1,58 @@
+"""MATH: answers from the field or the solution's box, grades by equality."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.tasks.base import Task
+from lit_dlm.tasks.math import MATH
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
+
+
+def _file(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_answer_field_or_box_and_rows_without_either(tmp_path, caplog):
+    rows = [
+        {"problem": "Half?", "answer": "\\frac{1}{2}", "solution": "\\boxed{\\frac{1}{2}}"},
+        {"problem": "None?", "answer": "", "solution": "\\boxed{}"},
+        {"problem": "Two?", "solution": "So \\boxed{2}."},
+        {"problem": "Three?", "answer": "3"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        task = MATH(_file(tmp_path, *rows))
+    assert isinstance(task, Task)
+    assert "left out 1 of 4" in caplog.text
+    assert [e.uid[-5:] for e in task.examples()] == ["00000", "00002", "00003"]
+    assert [e.reference["answer"] for e in task.examples()] == ["\\frac{1}{2}", "2", "3"]
+    assert "\\boxed{}" in task.examples()[0].text
+    assert all(task.grade(e, task.reference_completion(e)).is_correct for e in task.examples())
+
+
+def test_equal_expressions_are_right(tmp_path):
+    task = MATH(_file(tmp_path, {"problem": "p", "answer": "\\frac{1}{2}"}))
+    example = task.examples()[0]
+    assert task.grade(example, "First \\boxed{7}, no: \\boxed{0.5}").is_correct
+    assert task.grade(example, "\\boxed{2}").status == "wrong"
+    assert task.grade(example, "one half").status == "no_answer"
+    assert task.extract(example, "\\boxed{ x }") == "x"
+
+
+def test_a_file_without_any_answer_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no row has a field 'answer'"):
+        MATH(_file(tmp_path, {"problem": "p", "solution": "none"}))
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="no MATH files here")
+def test_math500_references_grade_as_right():
+    task = MATH(str(REAL / "math500_test.jsonl.gz"))
+    assert len(task.examples()) == 500
+    assert all(task.grade(e, task.reference_completion(e)).is_correct for e in task.examples())

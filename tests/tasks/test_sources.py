@@ -1,0 +1,133 @@
+"""Reading rows: every good form, and one clear error for every bad one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from lit_dlm.tasks import sources
+from lit_dlm.tasks.sources import pick_rows, read_rows
+
+ROWS = [{"id": i, "text": f"row {i}"} for i in range(5)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+
+
+def _read(path, **kwargs):
+    return read_rows(str(path), split="test", required=("id",), **kwargs)
+
+
+def _write(folder, name):
+    path = folder / name
+    if name.endswith(".jsonl"):
+        path.write_text(LINES + "\n  \n")
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(LINES.encode()))
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(ROWS))
+    elif name.endswith(".csv"):
+        path.write_text("id,text\n" + "".join(f"0{r['id']},{r['text']}\n" for r in ROWS))
+    else:
+        table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS)
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    rows = _read(_write(tmp_path, name))
+    assert [row.fields for row in rows] == ROWS
+    assert [row.index for row in rows] == [0, 1, 2, 3, 4]
+    assert all(str(tmp_path / name) in row.origin for row in rows)
+
+
+def test_csv_values_stay_text(tmp_path):
+    """Sudoku puzzles may begin with 0."""
+    assert _read(_write(tmp_path, "a.csv"))[3].fields == {"id": "03", "text": "row 3"}
+
+
+def test_folder_is_searched_for_the_split(tmp_path):
+    _write(tmp_path, "test.jsonl.gz")
+    assert len(_read(tmp_path)) == 5
+    with pytest.raises(ValueError, match="no file for the split 'train'"):
+        read_rows(str(tmp_path), split="train", required=())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", LINES + "{broken\n", r"a\.jsonl, line 6: not valid JSON .* column 2"),
+        ("a.jsonl", LINES + "[1]\n", r"a\.jsonl, line 6: expected a JSON object, got list"),
+        ("a.jsonl", LINES + '{"x": 1}\n', r"a\.jsonl, line 6: field 'id' is missing \(it has: x\)"),
+        ("a.jsonl", b'{"id": "\xff"}\n', r"a\.jsonl, line 1: not UTF-8"),
+        ("a.jsonl", "", r"a\.jsonl: expected at least one row, the source is empty"),
+        ("a.jsonl", "\n \n", r"a\.jsonl: expected at least one row"),
+        ("a.json", "[{},", r"a\.json, line 1: not valid JSON"),
+        ("a.json", "{}", r"a\.json: expected a JSON list of objects, got dict"),
+        ("a.json", "[1]", r"a\.json, item 1: expected a JSON object, got int"),
+        ("a.csv", "id,text\n1,2,3\n", r"a\.csv, line 2: expected 2 values"),
+        ("a.csv", "id,text\n1\n", r"a\.csv, line 2: expected 2 values"),
+        ("a.csv", "id,text\n", r"a\.csv: expected at least one row"),
+        ("a.parquet", "nonsense", r"a\.parquet: not a readable parquet file"),
+        ("a.jsonl.gz", "plain", r"a\.jsonl\.gz: damaged or cut off after line 0"),
+        ("a.txt", "x", r"a\.txt: expected a file ending in"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        _read(path)
+
+
+def test_cut_gzip_is_noticed(tmp_path):
+    path = _write(tmp_path, "a.jsonl.gz")
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(ValueError, match="damaged or cut off after line"):
+        _read(path)
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/no/where", "a/b/c", "~/none"])
+def test_missing_local_files_never_reach_the_hub(monkeypatch, source):
+    monkeypatch.setattr(sources, "_read_hub", None)
+    with pytest.raises(ValueError, match="data_file: there is no file or folder"):
+        _read(source, option="data_file")
+
+
+def test_hub_errors_say_what_to_do(monkeypatch):
+    import datasets
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"path: 'some/set' .*reach the Hub\). Give a local file"):
+        _read("some/set")
+
+
+def test_hub_rows_have_an_origin(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: ROWS)
+    rows = _read("some/set")
+    assert (rows[1].fields, rows[1].origin) == (ROWS[1], "some/set/test, row 2")
+
+
+def test_limit_is_a_prefix_of_the_seeded_order(tmp_path):
+    rows = _read(_write(tmp_path, "a.jsonl"))
+    whole = pick_rows(rows, seed=3, limit=None)
+    assert pick_rows(rows, seed=3, limit=2) == whole[:2]
+    assert sorted(row.index for row in whole) == [0, 1, 2, 3, 4]
+    assert pick_rows(rows, seed=None, limit=9) == rows
+    with pytest.raises(ValueError, match="limit: expected at least 1 or null, got 0"):
+        pick_rows(rows, seed=None, limit=0)
+
+
+def test_a_text_field_must_be_text(tmp_path):
+    row = _read(_write(tmp_path, "a.jsonl"))[0]
+    assert row.text("text") == "row 0"
+    with pytest.raises(ValueError, match="line 1: field 'id' must be a text, but it is int"):
+        row.text("id")
+    with pytest.raises(ValueError, match="field 'other' must be a text, but it is missing"):
+        row.text("other")
