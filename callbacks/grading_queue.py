@@ -24,6 +24,13 @@ class GradingQueue:
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        for task in tasks.values():
+            # Before hours of decoding, not at the first grade.
+            if task.runs_code and not getattr(task, "allow_code_execution", False):
+                raise ValueError(
+                    f"{task.name}: grading runs model-written code; set allow_code_execution: true "
+                    "in the task to allow it"
+                )
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
         self._verdicts: dict[tuple[str, str], Future[Verdict]] = {}

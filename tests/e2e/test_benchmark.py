@@ -131,6 +131,10 @@ def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
     [
         (["--model.init_args.backbone.init_args.path=nowhere/model"], "nowhere/model"),
         (["--data.init_args.methods=[randm]"], "got randm"),
+        (
+            ["--data.init_args.tasks=[{class_path: PythonFunctions}]"],
+            "python_functions: grading runs model-written code; set allow_code_execution: true",
+        ),
         (["--data.init_args.batch_sise=3"], "'batch_sise'; did you mean 'batch_size'?"),
         (["--trainer.max_epochz=3"], "did you mean '--trainer.max_epochs'?"),
         (["--data.init_args.tasks=[{class_path: Sudoko}]"], "did you mean 'Sudoku'?"),
