@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +84,7 @@ def test_each_method_sees_each_example_once_and_in_order():
 def test_processes_share_the_examples_without_overlap(world: int):
     whole = _work(PromptDataModule([Letters()]))
     parts = [_work(PromptDataModule([Letters()]), rank=r, world=world) for r in range(world)]
-    assert sorted(sum(parts, [])) == sorted(whole)
+    assert sorted(chain(*parts)) == sorted(whole)
 
 
 def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
@@ -93,9 +94,9 @@ def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
         _work(PromptDataModule([Letters()], results_dir=str(tmp_path)), rank=r, world=2)
         for r in range(2)
     ]
-    left = sorted(uid for method, uid in sum(parts, []) if method == "one")
+    left = sorted(uid for method, uid in chain(*parts) if method == "one")
     assert left == [f"letters/test/{n}" for n in (1, 2, 4, 5, 6)]
-    assert sum(method == "two" for method, _ in sum(parts, [])) == 7
+    assert sum(method == "two" for method, _ in chain(*parts)) == 7
 
 
 def test_one_method_per_example_covers_all_examples_and_uses_both():
