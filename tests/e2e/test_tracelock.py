@@ -24,7 +24,10 @@ GENERATE = [
     "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: train, "
     "num_examples: 24}}]",
     "--data.init_args.batch_size=4",
+    "--data.init_args.assignment=each",
+    "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
     "--model.init_args.projector_prompts=8",
+    "--trainer.callbacks.init_args.grade=true",
     "--model.init_args.hidden_rank=8",
     "--model.init_args.delta_rank=4",
 ]
