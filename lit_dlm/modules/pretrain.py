@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,23 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import DType, HFBackbone
+from lit_dlm.backbones.location import locate
 from lit_dlm.decoding import Decoder
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.ops.muon import MuonAdamW
 from lit_dlm.ops.schedules import trapezoid
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of a tokenizer folder that an export carries along."""
 
 
 @dataclass
@@ -172,7 +185,11 @@ class PretrainModule(DecodeModule):
         if self.export_dir is None or not self.trainer.is_global_zero:
             return
         self.backbone.save(self.export_dir, dtype=self.export_dtype)
-        self.tokenizer.save_pretrained(str(self.export_dir))
+        # Copied, not saved again: transformers would add how it was loaded.
+        source = locate(self.tokenizer_path, weights=False)
+        for path in sorted(source.iterdir()):
+            if path.name in TOKENIZER_FILES and source.resolve() != self.export_dir.resolve():
+                shutil.copyfile(path, self.export_dir / path.name)
 
 
 def _split_parameters(backbone: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
