@@ -38,7 +38,7 @@ test: install  ## Run all tests
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope
 
 test-fast: install  ## Run the unit tests only (under a minute)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp"
+	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope
 
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
