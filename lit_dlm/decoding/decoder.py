@@ -48,7 +48,14 @@ class Decoder:
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
     ) -> DecodeResult:
-        """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`."""
+        """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`.
+
+        Raises:
+            ValueError: the policy was trained for another backbone.
+        """
+        check = getattr(self.policy, "check_backbone", None)
+        if callable(check):
+            check(backbone)
         return decode(
             backbone,
             canvas,

@@ -1,1 +1,1 @@
-"""metrics."""
+"""Metrics that torchmetrics does not have."""
