@@ -34,6 +34,11 @@ class ExtractedCode:
     """Whether the problem is that nothing parses."""
 
 
+def python_block(code: str) -> str:
+    """Writes code as one fenced Python block."""
+    return f"```python\n{code.strip()}\n```"
+
+
 def fenced_blocks(text: str) -> list[str]:
     """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end.
 

@@ -12,12 +12,11 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from lit_dlm.grading import Verdict
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.countdown_arithmetic import (
     COMPUTE,
     Step,
@@ -29,8 +28,8 @@ from lit_dlm.tasks.countdown_arithmetic import (
     write_expression,
     write_steps,
 )
-from lit_dlm.tasks.digests import shipped_digests, short_digest
-from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+from lit_dlm.tasks.generated import Problem
+from lit_dlm.tasks.puzzles import PuzzleTask
 
 MAX_COMPLETION_TOKENS = 31
 """Longest generated completion: every character is a token, and the end of text needs one."""
@@ -89,10 +88,14 @@ def draw_countdown(rng: random.Random, *, counts: Sequence[int] = (3, 4)) -> Pro
         text = write_steps(steps)
         if len(text) <= MAX_COMPLETION_TOKENS:
             break
+    return _problem(numbers, target, text)
+
+
+def _problem(numbers: Sequence[int], target: int, solution: str | None) -> Problem:
     return Problem(
         key=canonical(numbers, target),
         text=",".join(str(n) for n in (*numbers, target)),
-        reference={"numbers": numbers, "target": target, "solution": text},
+        reference={"numbers": list(numbers), "target": target, "solution": solution},
     )
 
 
@@ -150,11 +153,10 @@ def read_problems(path: str | Path) -> list[tuple[list[int], int, str | None]]:
     return problems
 
 
-class Countdown(Task):
+class Countdown(PuzzleTask):
     """Countdown problems from a file or generated, see the module."""
 
     name = "countdown"
-    runs_code = False
 
     def __init__(
         self,
@@ -187,70 +189,31 @@ class Countdown(Task):
             ValueError: if the split is unknown, a count is outside 2..5, or training is asked
                 for on a file.
         """
-        self.split: str = check_split(self.name, split)
-        if path is not None and split == "train":
-            raise ValueError(
-                "countdown.path: files hold test problems; training ones are generated"
-            )
         if not counts or not all(2 <= count <= 5 for count in counts):
             raise ValueError(f"countdown.counts: expected numbers from 2 to 5, got {counts}")
-        self.path = path
-        self.limit = limit
-        self.num_examples = num_examples
         self.counts = tuple(counts)
-        self.seed = seed
         self.style = style
-        self.instruction = instruction
-        self._excluded = shipped_digests("countdown") | {
-            short_digest(canonical(numbers, target))
-            for other in exclude_paths
-            for numbers, target, _ in read_problems(other)
-        }
+        super().__init__(
+            split,
+            path,
+            limit=limit,
+            num_examples=num_examples,
+            seed=seed,
+            exclude_paths=exclude_paths,
+            instruction=instruction,
+        )
 
-    def is_excluded(self, problem: Problem) -> bool:
-        """Whether a problem is one of the public test problems or of ``exclude_paths``."""
-        return short_digest(problem.key) in self._excluded
-
-    def _draw(self, rng: random.Random) -> Problem:
+    def draw(self, rng: random.Random) -> Problem:
         """Draws a problem of either split."""
         return draw_countdown(rng, counts=self.counts)
 
-    def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems."""
-        if self.path is None:
-            made = generated_examples(
-                self._draw,
-                task=self.name,
-                split=check_split(self.name, self.split),
-                num_examples=self.num_examples,
-                seed=self.seed,
-                excluded=self.is_excluded,
-            )
-            return [self._instructed(example) for example in made]
-        stem = Path(self.path).stem
-        return [
-            self._instructed(
-                PromptExample(
-                    uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
-                    task=self.name,
-                    text=",".join(str(n) for n in (*numbers, target)),
-                    reference={"numbers": numbers, "target": target, "solution": solution},
-                )
-            )
-            for index, (numbers, target, solution) in enumerate(
-                read_problems(self.path)[: self.limit]
-            )
-        ]
-
-    def _instructed(self, example: PromptExample) -> PromptExample:
-        """Puts the instruction before the numbers."""
-        if not self.instruction:
-            return example
-        return replace(example, text=f"{self.instruction}\n{example.text}")
+    def read(self, path: str | Path) -> list[Problem]:
+        """Reads the problems of a file."""
+        return [_problem(*fields) for fields in read_problems(path)]
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training problem and a solution; steps come in random operand order."""
-        problem = draw_of_split(self._draw, rng, split="train", excluded=self.is_excluded)
+        problem = self.draw_training(rng)
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
         if self.style == "expression":

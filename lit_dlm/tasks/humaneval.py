@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
-from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
+from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.grading.plus import MatchRule, PlusProblem
 from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.plus import PlusTask, problem_number
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 HUB_ID = "openai/openai_humaneval"
+_REFERENCE_FIELDS = ("prompt", "entry_point", "canonical_solution", "test")
 _INSTRUCTION = (
     "Complete this Python function. Answer with the whole function in one fenced python block."
 )
@@ -42,8 +44,6 @@ class HumanEval(Task):
 
     name = "humaneval"
     runs_code = True
-    _required: tuple[str, ...] = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-    _hub_id: str | None = HUB_ID
 
     def __init__(
         self,
@@ -60,34 +60,24 @@ class HumanEval(Task):
         self.tests_in_prompt = tests_in_prompt
         self.allow_code_execution = allow_code_execution
         self._limits = limits
-        source = path or self._hub_id
-        if source is None:
-            raise ValueError(
-                f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
-                "HumanEvalPlus.jsonl.gz (its hub copy lacks the inputs)"
-            )
-        rows = read_rows(source, split=split, required=self._required)
+        rows = read_rows(path or HUB_ID, split=split, required=("task_id", *_REFERENCE_FIELDS))
         self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
 
     def _example(self, row: Row) -> PromptExample:
-        reference = {name: row.text(name) for name in self._required if name != "task_id"}
+        reference = {name: row.text(name) for name in _REFERENCE_FIELDS}
         stub, entry_point = reference["prompt"], reference["entry_point"]
         if self.tests_in_prompt:
             instruction = _INSTRUCTION_WITH_TESTS.format(entry_point=entry_point)
-            text = f"{instruction}\n\nProblem:\n{_fence(stub)}\n\nUnit tests:\n"
-            text += _fence(reference["test"])
+            text = f"{instruction}\n\nProblem:\n{python_block(stub)}\n\nUnit tests:\n"
+            text += python_block(reference["test"])
         else:
-            text = f"{_INSTRUCTION}\n\n{_fence(stub)}"
+            text = f"{_INSTRUCTION}\n\n{python_block(stub)}"
         return PromptExample(
-            uid=self._uid(row),
+            uid=f"{self.name}/{self.split}/{problem_number(row)}",
             task=self.name,
             text=text,
             reference={**reference, "task_id": row.text("task_id")},
         )
-
-    def _uid(self, row: Row) -> str:
-        number = row.text("task_id").rpartition("/")[2]
-        return f"{self.name}/{self.split}/{number.zfill(5)}"
 
     def examples(self) -> Sequence[PromptExample]:
         """The chosen problems in a stable order."""
@@ -95,7 +85,7 @@ class HumanEval(Task):
 
     def reference_completion(self, example: PromptExample) -> str:
         """The canonical solution as a whole function in a fenced block."""
-        return _fence(example.reference["prompt"] + example.reference["canonical_solution"])
+        return python_block(example.reference["prompt"] + example.reference["canonical_solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The module that is run: the prompt's stub and the code of the completion."""
@@ -115,7 +105,7 @@ class HumanEval(Task):
         )
 
 
-class HumanEvalPlus(HumanEval):
+class HumanEvalPlus(PlusTask):
     """HumanEval with about 80 times as many tests.
 
     Args:
@@ -129,81 +119,22 @@ class HumanEvalPlus(HumanEval):
     """
 
     name = "humaneval+"
-    _required = ("task_id", "prompt", "entry_point", "canonical_solution")
-    _hub_id = None
+    _file = "HumanEvalPlus.jsonl.gz"
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
-        allow_code_execution: bool = False,
-        cache_dir: str | None = None,
-        base_only: bool = False,
-    ) -> None:
-        super().__init__(
-            path, split=split, limit=limit, seed=seed, allow_code_execution=allow_code_execution
-        )
-        self._base_only = base_only
-        self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
+    def _prompt(self, row: Row) -> str:
+        return f"{_INSTRUCTION}\n\n{python_block(row.text('prompt'))}"
 
-    def _example(self, row: Row) -> PromptExample:
-        example = super()._example(row)
-        example.reference.update(plus_fields(row))
-        return example
+    def _solution(self, row: Row) -> str:
+        return row.text("prompt") + row.text("canonical_solution")
 
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Compares the completion's outputs with the reference solution's on all inputs."""
-        reference = example.reference
-        found = extract_code(completion, reference["entry_point"], stub=reference["prompt"])
-        if (verdict := ungradable(found)) is not None:
-            return verdict
-        assert found.code is not None
-        return self._grader.grade(found.code, self.problem(example), base_only=self._base_only)
+    def _stub(self, row: Row) -> str:
+        return row.text("prompt")
 
-    @staticmethod
-    def problem(example: PromptExample) -> PlusProblem:
+    def problem(self, example: PromptExample) -> PlusProblem:
         """The inputs and the reference solution in the form the grader takes."""
         reference = example.reference
         match = _root_rule(reference["atol"]) if reference["entry_point"] == "find_zero" else None
-        return PlusProblem(
-            name=reference["task_id"],
-            entry_point=reference["entry_point"],
-            reference_code=reference["prompt"] + reference["canonical_solution"],
-            base_inputs=reference["base_input"],
-            plus_inputs=reference["plus_input"],
-            atol=reference["atol"],
-            match=match,
-        )
-
-
-def plus_fields(row: Row) -> dict[str, Any]:
-    """The fields that EvalPlus adds to a problem, checked.
-
-    Args:
-        row: A row of the EvalPlus release.
-
-    Returns:
-        ``base_input``, ``plus_input`` and ``atol``.
-
-    Raises:
-        ValueError: Naming file, line and field.
-    """
-    fields: dict[str, Any] = {}
-    for name in ("base_input", "plus_input"):
-        value = row.fields.get(name)
-        if value == {}:
-            value = []  # how the release writes "none" for Mbpp/793
-        if not isinstance(value, list) or not all(isinstance(args, list) for args in value):
-            raise ValueError(f"{row.origin}: field {name!r} must be a list of argument lists")
-        fields[name] = value
-    atol = row.fields.get("atol")
-    if isinstance(atol, bool) or not isinstance(atol, int | float) or atol < 0:
-        raise ValueError(f"{row.origin}: field 'atol' must be a number of at least 0")
-    fields["atol"] = float(atol)
-    return fields
+        return self._problem(example, reference["base_input"], reference["plus_input"], match=match)
 
 
 def _root_rule(tolerance: float) -> MatchRule:
@@ -214,7 +145,3 @@ def _root_rule(tolerance: float) -> MatchRule:
         return abs(value) <= tolerance
 
     return is_root
-
-
-def _fence(code: str) -> str:
-    return f"```python\n{code.strip()}\n```"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_tests, ungradable
-from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
+from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.grading.plus import MatchRule, PlusProblem
 from lit_dlm.grading.sandbox import CANDIDATE_FILE
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.humaneval import plus_fields
+from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 
 HUB_ID = "google-research-datasets/mbpp"
@@ -83,7 +83,7 @@ class MBPP(Task):
         entry_point, signature = _entry_point(code, tests, row.origin)
         shown = "\n".join(tests)
         if self.tests_in_prompt:
-            task = f"The code must pass these tests:\n```python\n{shown}\n```"
+            task = f"The code must pass these tests:\n{python_block(shown)}"
         else:
             task = f"The function must be called as {signature}."
         return PromptExample(
@@ -104,7 +104,7 @@ class MBPP(Task):
 
     def reference_completion(self, example: PromptExample) -> str:
         """The data set's solution in a fenced block."""
-        return f"```python\n{example.reference['code'].strip()}\n```"
+        return python_block(example.reference["code"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The code of the completion."""
@@ -121,7 +121,7 @@ class MBPP(Task):
         )
 
 
-class MBPPPlus(Task):
+class MBPPPlus(PlusTask):
     """The 378 problems of MBPP+ (v0.2.0), with about 35 times as many tests.
 
     Args:
@@ -135,79 +135,22 @@ class MBPPPlus(Task):
     """
 
     name = "mbpp+"
-    runs_code = True
+    _file = "MbppPlus.jsonl.gz"
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
-        allow_code_execution: bool = False,
-        cache_dir: str | None = None,
-        base_only: bool = False,
-    ) -> None:
-        if path is None:
-            raise ValueError(
-                f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
-                "MbppPlus.jsonl.gz (its hub copy lacks the inputs)"
-            )
-        self.split = split
-        self.allow_code_execution = allow_code_execution
-        self._base_only = base_only
-        self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
-        required = ("task_id", "prompt", "entry_point", "canonical_solution")
-        rows = read_rows(path, split=split, required=required)
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+    def _prompt(self, row: Row) -> str:
+        return f"{row.text('prompt').strip().strip(chr(34)).strip()}\n\n{_INSTRUCTION}"
 
-    def _example(self, row: Row) -> PromptExample:
-        number = row.text("task_id").rpartition("/")[2]
-        description = row.text("prompt").strip().strip('"').strip()
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{number.zfill(5)}",
-            task=self.name,
-            text=f"{description}\n\n{_INSTRUCTION}",
-            reference={
-                "task_id": row.text("task_id"),
-                "entry_point": row.text("entry_point"),
-                "code": row.text("canonical_solution"),
-                **plus_fields(row),
-            },
-        )
+    def _solution(self, row: Row) -> str:
+        return row.text("canonical_solution")
 
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
-        return self._examples
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """The release's solution in a fenced block."""
-        return f"```python\n{example.reference['code'].strip()}\n```"
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The code of the completion."""
-        return extract_code(completion, example.reference["entry_point"]).code
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Compares the completion's outputs with the reference solution's on all inputs."""
-        found = extract_code(completion, example.reference["entry_point"])
-        if (verdict := ungradable(found)) is not None:
-            return verdict
-        assert found.code is not None
-        return self._grader.grade(found.code, self.problem(example), base_only=self._base_only)
-
-    @staticmethod
-    def problem(example: PromptExample) -> PlusProblem:
+    def problem(self, example: PromptExample) -> PlusProblem:
         """The inputs, re-typed, and the reference solution in the form the grader takes."""
         reference = example.reference
         restore = _evalplus_restore()
-        return PlusProblem(
-            name=reference["task_id"],
-            entry_point=reference["entry_point"],
-            reference_code=reference["code"],
-            base_inputs=restore(reference["task_id"], reference["base_input"]),
-            plus_inputs=restore(reference["task_id"], reference["plus_input"]),
-            atol=reference["atol"],
+        return self._problem(
+            example,
+            restore(reference["task_id"], reference["base_input"]),
+            restore(reference["task_id"], reference["plus_input"]),
             match=_special_rule(reference["entry_point"], reference["atol"]),
         )
 

@@ -14,19 +14,13 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from lit_dlm.grading import Verdict
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.digests import shipped_digests, short_digest
-from lit_dlm.tasks.generated import (
-    Problem,
-    check_split,
-    draw_of_split,
-    generated_examples,
-)
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.generated import Problem
+from lit_dlm.tasks.puzzles import PuzzleTask
 
 CELLS = 16
 MIN_BLANKS, MAX_BLANKS = 4, 12
@@ -112,6 +106,10 @@ def draw_puzzle(rng: random.Random) -> Problem:
     solution = rng.choice(complete_grids())
     blanks = set(rng.sample(range(CELLS), rng.randint(MIN_BLANKS, MAX_BLANKS)))
     puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))
+    return _problem(puzzle, solution)
+
+
+def _problem(puzzle: str, solution: str) -> Problem:
     return Problem(
         key=puzzle, text=as_rows(puzzle), reference={"puzzle": puzzle, "solution": solution}
     )
@@ -148,11 +146,10 @@ def read_puzzles(path: str | Path) -> list[tuple[str, str]]:
     return pairs
 
 
-class Sudoku(Task):
+class Sudoku(PuzzleTask):
     """4x4 Sudoku puzzles from a file or generated, see the module."""
 
     name = "sudoku"
-    runs_code = False
 
     def __init__(
         self,
@@ -179,56 +176,27 @@ class Sudoku(Task):
         Raises:
             ValueError: if the split is unknown, or training is asked for on a file.
         """
-        self.split: str = check_split(self.name, split)
-        if path is not None and split == "train":
-            raise ValueError("sudoku.path: files hold test puzzles; training puzzles are generated")
-        self.path = path
-        self.limit = limit
-        self.num_examples = num_examples
-        self.seed = seed
-        self.instruction = instruction
-        self._excluded = shipped_digests("sudoku") | {
-            short_digest(puzzle) for other in exclude_paths for puzzle, _ in read_puzzles(other)
-        }
+        super().__init__(
+            split,
+            path,
+            limit=limit,
+            num_examples=num_examples,
+            seed=seed,
+            exclude_paths=exclude_paths,
+            instruction=instruction,
+        )
 
-    def is_excluded(self, problem: Problem) -> bool:
-        """Whether a puzzle is one of the public test puzzles or of ``exclude_paths``."""
-        return short_digest(problem.key) in self._excluded
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a puzzle of either split."""
+        return draw_puzzle(rng)
 
-    def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems."""
-        if self.path is None:
-            made = generated_examples(
-                draw_puzzle,
-                task=self.name,
-                split=check_split(self.name, self.split),
-                num_examples=self.num_examples,
-                seed=self.seed,
-                excluded=self.is_excluded,
-            )
-            return [self._instructed(example) for example in made]
-        stem = Path(self.path).stem
-        return [
-            self._instructed(
-                PromptExample(
-                    uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
-                    task=self.name,
-                    text=as_rows(puzzle),
-                    reference={"puzzle": puzzle, "solution": solution},
-                )
-            )
-            for index, (puzzle, solution) in enumerate(read_puzzles(self.path)[: self.limit])
-        ]
-
-    def _instructed(self, example: PromptExample) -> PromptExample:
-        """Puts the instruction before the rows."""
-        if not self.instruction:
-            return example
-        return replace(example, text=f"{self.instruction}\n{example.text}")
+    def read(self, path: str | Path) -> list[Problem]:
+        """Reads the puzzles of a file."""
+        return [_problem(puzzle, solution) for puzzle, solution in read_puzzles(path)]
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training puzzle and the grid it was made from."""
-        problem = draw_of_split(draw_puzzle, rng, split="train", excluded=self.is_excluded)
+        problem = self.draw_training(rng)
         return problem.text, as_rows(problem.reference["solution"])
 
     def reference_completion(self, example: PromptExample) -> str:

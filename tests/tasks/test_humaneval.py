@@ -90,7 +90,7 @@ def test_plus_agrees_with_evalplus_but_for_its_known_defect(mini):
 def test_plus_finds_what_the_base_tests_miss(mini):
     """``numbers`` sorted, but compared with ``<=``: only an added test tells."""
     example = mini.examples()[0]
-    code = example.reference["canonical_solution"].replace("< threshold", "<= threshold")
+    code = example.reference["code"].replace("< threshold", "<= threshold")
     assert "<= threshold" in code
     verdict = mini.grade(example, code)
     assert verdict.status == "wrong"
@@ -123,12 +123,12 @@ def test_evalplus_gives_the_same_verdicts(mini, monkeypatch):
         example = mini.examples()[index]
         reference = example.reference
         inputs = reference["base_input"] + reference["plus_input"]
-        canonical = reference["prompt"] + reference["canonical_solution"]
-        body = reference["canonical_solution"]
+        stub, canonical = reference["stub"], reference["code"]
+        body = canonical.removeprefix(stub)
         assert change[0] in body
         entry_point = reference["entry_point"]
         expected, spent = trusted_exec(canonical, inputs, entry_point, record_time=True)
-        for code in (canonical, reference["prompt"] + body.replace(*change)):
+        for code in (canonical, stub + body.replace(*change)):
             status, _ = evaluation.untrusted_check(
                 "humaneval", code, inputs, entry_point, expected, reference["atol"], spent
             )

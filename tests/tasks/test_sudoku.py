@@ -131,7 +131,7 @@ def test_training_never_draws_a_shipped_or_excluded_puzzle(tmp_path: Path) -> No
 
 
 def test_training_on_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="files hold test puzzles"):
+    with pytest.raises(ValueError, match="files hold test problems"):
         Sudoku("train", str(tmp_path / "a.csv"))
 
 
