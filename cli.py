@@ -1,4 +1,4 @@
-"""The command line: ``lit-dlm fit | validate | test | predict`` (a LightningCLI) and ``report``."""
+"""The command line: ``lit-dlm fit|validate|test|predict`` (LightningCLI), ``report``, ``traj``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Read by webdataset when it is imported: refuse pickles and shell commands in shards.
 os.environ.setdefault("WDS_SECURE", "1")
@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Imported so that configurations may use short class names.
 import callbacks
@@ -24,31 +24,14 @@ import lit_dlm.backbones.hf
 import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
 import lit_dlm.tasks  # noqa: F401
-from lit_dlm.configuration import explain
+from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.reports.command import main as report
+from lit_dlm.trajectories.commands import main as traj
+
+COMMANDS = {"report": report, "traj": traj}
+"""Commands beside the LightningCLI: each takes its arguments and returns the exit status."""
 
 BASE_CONFIG = Path(__file__).resolve().parent / "configs" / "base.yaml"
-
-
-class Parser(LightningArgumentParser):
-    """Argument parser whose errors say what is wrong, where, and what was probably meant."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints one short error and exits with status 2."""
-        sys.stderr.write(f"lit-dlm: error: {explain(message, self)}\n")
-        raise SystemExit(2)
-
-
-class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
-        assert trainer.state.fn is not None
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = self.parser.dump(self.config, skip_none=False)
-        (folder / f"{trainer.state.fn.value}.yaml").write_text(text)
 
 
 class CLI(LightningCLI):
@@ -91,9 +74,8 @@ def main(args: list[str] | None = None) -> None:
     subcommands = ("fit", "validate", "test", "predict")
     arguments = sys.argv[1:] if args is None else args
     try:
-        if arguments[:1] == ["report"]:
-            report(arguments[1:])
-            return
+        if arguments and arguments[0] in COMMANDS:
+            raise SystemExit(COMMANDS[arguments[0]](arguments[1:]))
         sys.argv = [sys.argv[0], *arguments]
         CLI(
             LightningModule,

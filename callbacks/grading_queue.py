@@ -14,7 +14,8 @@ from lit_dlm.tasks import PromptExample, Task
 class GradingQueue:
     """Grades completions in threads; where code is executed, each in its own child process.
 
-    A completion that several methods share is graded once.
+    A completion that several methods share is graded once. The records of captured batches are made
+    in these threads too.
 
     Args:
         tasks: the graders, by task name.
@@ -34,7 +35,7 @@ class GradingQueue:
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
         self._verdicts: dict[tuple[str, str], Future[Verdict]] = {}
-        self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]]]] = deque()
+        self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]], Future[None]]] = deque()
 
     def submit(self, decoded: DecodedBatch) -> None:
         """Starts to grade a batch."""
@@ -42,7 +43,7 @@ class GradingQueue:
             self._grade(example, completion)
             for example, completion in zip(decoded.examples, decoded.completions, strict=True)
         ]
-        self._pending.append((decoded, futures))
+        self._pending.append((decoded, futures, self._pool.submit(_make_records, decoded)))
 
     def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
         key = (example.uid, completion)
@@ -63,10 +64,11 @@ class GradingQueue:
             batch stays in the queue.
         """
         while self._pending:
-            decoded, futures = self._pending[0]
-            if not wait and not all(future.done() for future in futures):
+            decoded, futures, records = self._pending[0]
+            if not wait and not (records.done() and all(future.done() for future in futures)):
                 return
             verdicts = [future.result() for future in futures]
+            records.result()
             self._pending.popleft()
             yield decoded, verdicts
 
@@ -79,3 +81,8 @@ def _ungraded(example: PromptExample, completion: str) -> Verdict:
     """What plain prompts get."""
     del example
     return Verdict(status="ungraded", answer=completion)
+
+
+def _make_records(decoded: DecodedBatch) -> None:
+    """Derives the trajectories of a batch, which the batch then keeps."""
+    _ = decoded.trajectories

@@ -1,9 +1,16 @@
-"""Grades decoded batches beside the decode loop and writes the results as they come."""
+"""Grades decoded batches beside the decode loop and writes the results as they come.
+
+Where the module captures its decodes, every row is followed by the trajectory it came from, so that
+every number can be replayed. A row is on disk before its trajectory is queued: of the two a killed
+run can only lack the trajectory, and such rows are removed and decoded again.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +19,23 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from rich.console import Console
 
 from callbacks.grading_queue import GradingQueue
+from callbacks.shard_writer import ShardWriter, grade_facts
+from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports import ResultFolder, ResultRow, summarise_folder
 from lit_dlm.reports.command import write_report
 from lit_dlm.tasks import Task
+from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
 
 class ResultWriter(BasePredictionWriter):
     """Writes one JSON line per sample, and at the end a summary, a table and a plot.
+
+    With ``model.level`` and ``data.trajectories_dir`` set it also writes the trajectory of every
+    sample to that folder, with the grade, and the line names it.
 
     Args:
         run_dir: folder of the run; results go to ``{run_dir}/results``.
@@ -41,6 +54,7 @@ class ResultWriter(BasePredictionWriter):
         self.num_workers = num_workers
         self.order = order
         self._queue: GradingQueue | None = None
+        self._target: TrajectoryFolder | None = None
         self._rank = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -62,6 +76,31 @@ class ResultWriter(BasePredictionWriter):
         self._queue = GradingQueue(
             {task.name: task for task in tasks}, num_workers=self.num_workers
         )
+        self._target = self._open_trajectories(trainer, pl_module, datamodule.trajectories_dir)
+
+    def _open_trajectories(
+        self, trainer: Trainer, module: DecodeModule, folder: str | None
+    ) -> TrajectoryFolder | None:
+        """The writer of trajectories, if they are wanted; removes rows that lack theirs."""
+        if (module.level is None) != (folder is None):
+            raise ValueError(
+                "trajectories: set both model.level and data.trajectories_dir to keep them, or "
+                f"neither; got level {module.level!r} and folder {folder!r}"
+            )
+        if folder is None:
+            return None
+        if any(isinstance(callback, ShardWriter) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "callbacks: ResultWriter writes the trajectories itself, with the grades; "
+                "leave ShardWriter out"
+            )
+        target = TrajectoryFolder(folder, trainer, module, name="benchmark", split="test")
+        if trainer.is_global_zero:
+            removed = self.results.keep_only(target.held)
+            if removed:
+                logger.warning("%d results lack their trajectory and are made again", removed)
+        trainer.strategy.barrier("results_checked")
+        return target
 
     def write_on_batch_end(
         self,
@@ -82,7 +121,15 @@ class ResultWriter(BasePredictionWriter):
         assert self._queue is not None
         for decoded, verdicts in self._queue.finished(wait=wait):
             rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
+            if self._target is not None:
+                folder = os.path.relpath(self._target.folder, self.run_dir)
+                rows = [
+                    replace(row, trajectory=_named(record, folder))
+                    for row, record in zip(rows, decoded.trajectories, strict=True)
+                ]
             self.results.append(rows, rank=self._rank)
+            if self._target is not None:
+                self._target.put(decoded, [grade_facts(verdict) for verdict in verdicts])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Waits for the last grades, then rank 0 writes the summary, the tables and the plot.
@@ -92,8 +139,15 @@ class ResultWriter(BasePredictionWriter):
         """
         if self._queue is None:
             return
-        self._write_finished(wait=True)
+        try:
+            self._write_finished(wait=True)
+        except BaseException as error:  # the threads must be joined whatever happens
+            self.on_exception(trainer, pl_module, error)
+            raise
         self._close()
+        target, self._target = self._target, None
+        if target is not None:
+            target.close(trainer)
         trainer.strategy.barrier("results")
         if trainer.is_global_zero:
             assert isinstance(pl_module, DecodeModule)
@@ -111,11 +165,23 @@ class ResultWriter(BasePredictionWriter):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Keeps what is already graded when the run breaks off."""
-        if self._queue is not None:
-            try:
-                self._write_finished()
-            finally:
-                self._close()
+        if self._queue is None:
+            return
+        try:
+            self._write_finished()
+        except BaseException as error:  # likely what broke the run; the threads must be joined
+            if error is not exception:
+                logger.exception("%s: graded rows are lost", self.results.folder)
+        finally:
+            self._close()
+            target, self._target = self._target, None
+            if target is not None:
+                target.break_off(exception)
+
+
+def _named(record: Trajectory, folder: str) -> dict[str, str]:
+    """How a row names its trajectory."""
+    return {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
 
 
 def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         rank: int = 0,
         world_size: int = 1,
         blocks_per_group: int = 64,
+        numbers: Sequence[int] | NDArray[np.integer] | None = None,
         batches_done: Callable[[], int] = lambda: 0,
     ) -> None:
         """Sets up the plan.
@@ -54,6 +55,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             rank: number of this process.
             world_size: number of processes.
             blocks_per_group: blocks whose examples are mixed.
+            numbers: number of every example in its dataset; counted from 0 by default.
             batches_done: asked at each start of iteration: batches that each rank has consumed
                 since the beginning of training.
         """
@@ -62,6 +64,12 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
         self.blocks = np.asarray(blocks)
+        self.numbers = None if numbers is None else np.asarray(numbers)
+        if self.numbers is not None and len(self.numbers) != len(self.blocks):
+            raise ValueError(
+                f"EpochPlan: expected {len(self.blocks)} numbers like blocks, "
+                f"got {len(self.numbers)}"
+            )
         self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
@@ -85,10 +93,12 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         epoch, offset = divmod(number, len(self))
         first = (offset * self.world_size + self.rank) * self.batch_size
         chosen = self.order(epoch)[first : first + self.batch_size]
+        if self.numbers is not None:
+            chosen = self.numbers[chosen]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """All examples in the order of one pass; repeated where they do not fill one batch."""
+        """Places in ``blocks`` in the order of one pass; repeated until they fill one batch."""
         if self._order is None or self._order[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
             names, block = np.unique(self.blocks, return_inverse=True)

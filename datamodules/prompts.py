@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from datamodules.prompt_mix import PromptMix, drawn_length
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
@@ -28,27 +29,32 @@ class PromptDataModule(LightningDataModule):
 
     Args:
         tasks: where the prompts come from.
-        response_length: cells to fill in each response.
+        response_length: cells to fill in each response; of several lengths each prompt gets one, by
+            a hash of its uid.
         batch_size: prompts decoded together; results do not depend on it.
         max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
         methods: decoders to run; all of the module by default.
         assignment: ``each`` runs every method on every example, ``one`` gives each example one
             method, chosen by a hash of its uid.
         results_dir: folder of benchmark results to resume from.
-        trajectories_dir: folder of trajectory shards to resume from.
+        mix: takes a number of prompts in all, shared by the tasks according to weights; every
+            example of every task by default.
+        trajectories_dir: folder of trajectory shards to resume from. With both folders a sample
+            counts as done only when both hold it.
     """
 
     def __init__(
         self,
         tasks: list[Task],
         *,
-        response_length: int = 256,
+        response_length: int | list[int] = 256,
         batch_size: int = 32,
         max_prompt_length: int = 2048,
         methods: list[str] | None = None,
         assignment: Literal["each", "one"] = "each",
         results_dir: str | None = None,
         trajectories_dir: str | None = None,
+        mix: PromptMix | None = None,
     ) -> None:
         super().__init__()
         if not tasks:
@@ -59,14 +65,18 @@ class PromptDataModule(LightningDataModule):
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: each task may be named once, got {', '.join(names)}")
         self.tasks = tasks
+        lengths = [response_length] if isinstance(response_length, int) else response_length
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"response_length: expected at least 1, got {response_length}")
         self.response_length = response_length
+        self.mix = mix
         self.batch_size = batch_size
         self.max_prompt_length = max_prompt_length
         self.methods = methods
         self.assignment = assignment
         self.results_dir = results_dir
         self.trajectories_dir = trajectories_dir
-        self._work: list[tuple[str, list[PromptExample]]] = []
+        self._work: list[tuple[str, int, list[PromptExample]]] = []
         self._module: DecodeModule | None = None
 
     def task(self, name: str) -> Task:
@@ -88,29 +98,32 @@ class PromptDataModule(LightningDataModule):
                 f"got {', '.join(methods) or 'none'}"
             )
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        done: set[str] = set()
+        recorded: set[str] = set()
         if self.trajectories_dir:
             folder = Path(self.trajectories_dir)
             if self.trainer.is_global_zero:
                 # What a killed run left half-written counts as done too.
                 recover(folder)
             self.trainer.strategy.barrier("recovered")
-            done = completed_uids(folder)
+            recorded = completed_uids(folder)
         results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
         self._work = []
+        examples = {task.name: list(task.examples()) for task in self.tasks}
+        if self.mix is not None:
+            examples = self.mix.chosen(examples)
         for task in self.tasks:
-            mine = list(task.examples())[rank::world]
+            mine = examples[task.name][rank::world]
             for method in methods:
-                finished = results.completed(task.name, method) if results else set()
-                left = [
-                    example
-                    for example in mine
-                    if self._assigned(example, methods, method)
-                    and example.uid not in finished
-                    and decode_uid(example, method) not in done
-                ]
-                if left:
-                    self._work.append((method, left))
+                assigned = [e for e in mine if self._assigned(e, methods, method)]
+                done = {e.uid for e in assigned if decode_uid(e, method) in recorded}
+                if results is not None:
+                    graded = results.completed(task.name, method)
+                    done = graded & done if self.trajectories_dir else graded
+                left = [example for example in assigned if example.uid not in done]
+                by_length: dict[int, list[PromptExample]] = {}
+                for example in left:
+                    by_length.setdefault(self.length_of(example), []).append(example)
+                self._work += [(method, length, group) for length, group in by_length.items()]
 
     def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         if self.assignment == "each":
@@ -119,7 +132,7 @@ class PromptDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
         """One loader per task and method that has work left; none when all is done."""
-        return [self._loader(method, examples) for method, examples in self._work]
+        return [self._loader(*work) for work in self._work]
 
     def transfer_batch_to_device(
         self, batch: PromptBatch, device: torch.device, dataloader_idx: int
@@ -136,22 +149,35 @@ class PromptDataModule(LightningDataModule):
         """
         by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
         chosen = list(islice((example for example in by_turns if example is not None), count))
-        yield from self._loader(method, chosen)
+        by_length: dict[int, list[PromptExample]] = {}
+        for example in chosen:
+            by_length.setdefault(self.length_of(example), []).append(example)
+        for length, group in by_length.items():
+            yield from self._loader(method, length, group)
 
-    def _loader(self, method: str, examples: list[PromptExample]) -> DataLoader[PromptBatch]:
+    def length_of(self, example: PromptExample) -> int:
+        """Cells of a prompt's response."""
+        if isinstance(self.response_length, int):
+            return self.response_length
+        assert self._module is not None
+        return drawn_length(self.response_length, example.uid, seed=self._module.seed)
+
+    def _loader(
+        self, method: str, length: int, examples: list[PromptExample]
+    ) -> DataLoader[PromptBatch]:
         return DataLoader(
             examples,  # type: ignore[arg-type]
             batch_size=self.batch_size,
             shuffle=False,
-            collate_fn=partial(self._collate, method=method),
+            collate_fn=partial(self._collate, method=method, length=length),
         )
 
-    def _collate(self, examples: list[PromptExample], *, method: str) -> PromptBatch:
+    def _collate(self, examples: list[PromptExample], *, method: str, length: int) -> PromptBatch:
         return PromptBatch(
             examples=examples,
             prompt_ids=[self.encode(example) for example in examples],
             method=method,
-            response_length=self.response_length,
+            response_length=length,
         )
 
     def encode(self, example: PromptExample) -> list[int]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
+from datamodules.resuming import batches_done, place, planned_loader
 from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import (
     StateBatch,
@@ -27,10 +28,13 @@ from lit_dlm.modules.state_batch import (
     collate_states,
     remasked_state,
     trace_state,
+    trace_states,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.feature_codec import KeptSteps
+from lit_dlm.trajectories.outline import BlockOutline
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shard_files import shards_in
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 
 Source = Literal["features", "tokens"]
@@ -38,28 +42,41 @@ Source = Literal["features", "tokens"]
 REMASKED = -1
 """Stands for a step in :class:`StateIndex`: the finished answer, masked again at random."""
 
+_CACHED_RECORD_BLOCKS = 1024
+"""Blocks of records without features in memory: about 200 MB at 64 records of 256 + 256 tokens."""
+
 
 @dataclass(frozen=True, eq=False)
 class StateIndex:
-    """Every example of a set of shards, without its features."""
+    """Every example of a set of shards, by number only: the records stay on disk."""
 
-    traces: list[Trajectory]
-    """The records, without features."""
+    uids: list[str]
+    """Uid of each record that is used."""
+    tasks: list[str]
+    """Task of each record, empty where its meta names none."""
+    num_steps: NDArray[np.int64]
+    """``(number of records,)`` executed steps."""
+    blocks: NDArray[np.int64]
+    """``(number of records,)`` block of each record, counted over all shards."""
+    rows: NDArray[np.int64]
+    """``(number of records,)`` place of each record in its block."""
     trace: NDArray[np.int64]
     """``(N,)`` number of each example's record."""
     step: NDArray[np.int64]
     """``(N,)`` step of each example, or :data:`REMASKED`."""
     kept: NDArray[np.int64]
     """``(N,)`` place of the step among the record's kept steps (source ``features``)."""
-    blocks: NDArray[np.int64]
-    """``(number of records,)`` block of each record, counted over all shards."""
 
     def __len__(self) -> int:
         return len(self.trace)
 
 
 class StateDataset(Dataset[StateBatch]):
-    """Whole batches by lists of example references."""
+    """Whole batches by lists of example references.
+
+    Blocks are read when an example needs them, and kept while there is room. The plan of training
+    mixes the examples of few blocks at a time, so each block is read about once per pass.
+    """
 
     def __init__(
         self, reader: TrajectoryShardReader, index: StateIndex, *, seed: int, cached_blocks: int
@@ -70,59 +87,76 @@ class StateDataset(Dataset[StateBatch]):
             reader: random access to the blocks.
             index: all examples.
             seed: seed of random masks.
-            cached_blocks: blocks whose features stay in memory, per loader worker.
+            cached_blocks: blocks that stay in memory, per loader worker.
         """
         self.reader = reader
         self.index = index
         self.seed = seed
         self.cached_blocks = cached_blocks
-        self._block_names = [
-            (shard, number)
-            for shard in reader.shards
-            for number in range(len(reader.side_file(shard).blocks))
-        ]
-        self._cache: OrderedDict[int, dict[str, StepFeatures | None]] = OrderedDict()
+        self._block_names = reader.blocks
+        self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
         """The collated states of a batch."""
-        return collate_states([self.example(ref) for ref in batch])
-
-    def example(self, ref: ExampleRef) -> StateExample:
-        """One state."""
         index = self.index
-        number, step = int(index.trace[ref.number]), int(index.step[ref.number])
-        trace = index.traces[number]
+        numbers = np.array([ref.number for ref in batch])
+        traces = index.trace[numbers]
+        steps = index.step[numbers].tolist()
+        records = [
+            self._block(block)[row]
+            for block, row in zip(
+                index.blocks[traces].tolist(), index.rows[traces].tolist(), strict=True
+            )
+        ]
+        if REMASKED in steps or len({record.mask_id for record in records}) > 1:
+            examples = [
+                self._state(ref, record, step)
+                for ref, record, step in zip(batch, records, steps, strict=True)
+            ]
+        else:
+            examples = trace_states(records, steps)
+        if self.reader.features:
+            kept = index.kept[numbers].tolist()
+            examples = [
+                _with_features(example, at) for example, at in zip(examples, kept, strict=True)
+            ]
+        if not all(ref.is_real for ref in batch):
+            examples = [
+                example if ref.is_real else replace(example, is_real=False)
+                for example, ref in zip(examples, batch, strict=True)
+            ]
+        return collate_states(examples)
+
+    def _state(self, ref: ExampleRef, trace: Trajectory, step: int) -> StateExample:
         if step == REMASKED:
             rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
-            example = remasked_state(trace, rng)
-        else:
-            example = trace_state(trace, step)
-        if self.reader.features:
-            features = self._features(int(index.blocks[number]), trace.uid)
-            kept = int(index.kept[ref.number])
-            one = replace(
-                features,
-                kept_steps=features.kept_steps[kept : kept + 1],
-                features=features.features[kept : kept + 1],
-                scales=None if features.scales is None else features.scales[kept : kept + 1],
-                proposals=features.proposals[kept : kept + 1],
-            )
-            example = replace(
-                example, features=one.dequantized()[0], proposals=features.proposals[kept]
-            )
-        return example if ref.is_real else replace(example, is_real=False)
+            return remasked_state(trace, rng)
+        return trace_state(trace, step)
 
-    def _features(self, block: int, uid: str) -> StepFeatures:
-        if block not in self._cache:
+    def _block(self, block: int) -> list[Trajectory]:
+        records = self._cache.get(block)
+        if records is None:
             shard, number = self._block_names[block]
-            records = self.reader.read_block(shard, number)
-            self._cache[block] = {record.uid: record.features for record in records}
-            while len(self._cache) > self.cached_blocks:
+            records = self._cache[block] = self.reader.read_block(shard, number)
+            if len(self._cache) > self.cached_blocks:
                 self._cache.popitem(last=False)
-        self._cache.move_to_end(block)
-        features = self._cache[block][uid]
-        assert features is not None, f"{uid} is in the index but has no features"
-        return features
+        else:
+            self._cache.move_to_end(block)
+        return records
+
+
+def _with_features(example: StateExample, kept: int) -> StateExample:
+    """The example with the features of its trace's kept step number ``kept``."""
+    features = example.trace.features
+    assert features is not None, f"{example.trace.uid} is in the index but has no features"
+    one = replace(
+        features,
+        kept_steps=features.kept_steps[kept : kept + 1],
+        features=features.features[kept : kept + 1],
+        scales=None if features.scales is None else features.scales[kept : kept + 1],
+        proposals=features.proposals[kept : kept + 1],
+    )
+    return replace(example, features=one.dequantized()[0], proposals=features.proposals[kept])
 
 
 class TrajectoryDataModule(LightningDataModule):
@@ -137,6 +171,7 @@ class TrajectoryDataModule(LightningDataModule):
         self,
         shards: str | Path,
         *,
+        more_shards: str | Path | None = None,
         source: Source = "features",
         batch_size: int = 64,
         step_ratio: float = 0.3,
@@ -146,6 +181,7 @@ class TrajectoryDataModule(LightningDataModule):
         max_val_examples: int = 2048,
         val_batch_size: int | None = None,
         blocks_per_group: int = 64,
+        strict: bool = False,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
@@ -153,6 +189,8 @@ class TrajectoryDataModule(LightningDataModule):
 
         Args:
             shards: folder of trajectory shards.
+            more_shards: another folder whose records are mixed in, such as those of a second round
+                that the policy itself decoded.
             source: ``features`` takes the stored features of kept steps, ``tokens`` rebuilds states
                 from the records.
             batch_size: states per batch and process.
@@ -165,6 +203,8 @@ class TrajectoryDataModule(LightningDataModule):
                 over the course of the decodes.
             val_batch_size: states per validation batch; ``batch_size`` by default.
             blocks_per_group: shard blocks whose examples are mixed in training.
+            strict: compute the content digest of every record that is read anew, at about twice
+                the cost of reading. Checksums and the rules of the format are always checked.
             seed: seed of split, order and random masks.
             num_workers: loader processes.
         """
@@ -180,7 +220,9 @@ class TrajectoryDataModule(LightningDataModule):
                 "remasks_per_trace: expected 0 with stored features and 0 or more with source "
                 f"'tokens', got {remasks_per_trace}"
             )
-        self.shards = Path(shards)
+        folders = [shards] if more_shards is None else [shards, more_shards]
+        self.folders = [Path(folder) for folder in folders]
+        self.shards = ", ".join(str(folder) for folder in folders)
         self.source: Source = source
         self.batch_size = batch_size
         self.step_ratio = step_ratio
@@ -190,6 +232,7 @@ class TrajectoryDataModule(LightningDataModule):
         self.max_val_examples = max_val_examples
         self.val_batch_size = val_batch_size or batch_size
         self.blocks_per_group = blocks_per_group
+        self.strict = strict
         self.seed = seed
         self.num_workers = num_workers
         self._dataset: StateDataset | None = None
@@ -197,7 +240,7 @@ class TrajectoryDataModule(LightningDataModule):
     # -- examples --------------------------------------------------------------------------------
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the shards once and lists the examples.
+        """Lists the examples from side files and small columns; records are read later.
 
         Raises:
             ValueError: the shards are missing or empty, hold no features although they should, or
@@ -207,43 +250,62 @@ class TrajectoryDataModule(LightningDataModule):
         del stage
         if self._dataset is not None:
             return
-        reader = TrajectoryShardReader(self.shards, features=self.source == "features")
+        reader = TrajectoryShardReader(
+            self._all_shards(), features=self.source == "features", strict=self.strict
+        )
         index = self._build_index(reader)
         is_val = np.array(
-            [is_validation(t.uid, seed=self.seed, fraction=self.val_fraction) for t in index.traces]
+            [is_validation(uid, seed=self.seed, fraction=self.val_fraction) for uid in index.uids]
         )[index.trace]
         self.train_indices = np.flatnonzero(~is_val)
         val = np.flatnonzero(is_val)
         for name, part in (("training", self.train_indices), ("validation", val)):
             if not len(part):
                 raise ValueError(
-                    f"{self.shards}: no {name} examples among {len(index.traces)} records; give "
+                    f"{self.shards}: no {name} examples among {len(index.uids)} records; give "
                     f"more prompts or another val_fraction than {self.val_fraction}"
                 )
         self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
-        self._dataset = StateDataset(
-            reader, index, seed=self.seed, cached_blocks=2 * self.blocks_per_group
-        )
+        # Records alone are small: without features there is room for the validation part, too.
+        cached = 2 * self.blocks_per_group
+        if self.source == "tokens":
+            cached = max(cached, _CACHED_RECORD_BLOCKS)
+        self._dataset = StateDataset(reader, index, seed=self.seed, cached_blocks=cached)
+
+    def _all_shards(self) -> Path | list[Path]:
+        """What the reader takes: one folder, or the shards of several."""
+        if len(self.folders) == 1:
+            return self.folders[0]
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise ValueError(f"shards: there is no folder {folder}")
+        return [shard for folder in self.folders for shard in shards_in(folder)]
 
     def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
-        traces: list[Trajectory] = []
+        uids: list[str] = []
+        tasks: list[str] = []
+        num_steps: list[int] = []
+        blocks: list[int] = []
+        rows: list[int] = []
         trace: list[int] = []
         step: list[int] = []
         kept: list[int] = []
-        blocks: list[int] = []
-        block = 0
-        for shard in reader.shards:
-            for number in range(len(reader.side_file(shard).blocks)):
-                for record in reader.read_block(shard, number):
-                    if self.only_correct and not self._is_correct(record):
-                        continue
-                    steps = self._steps(record)
-                    trace += [len(traces)] * len(steps)
-                    step += steps
-                    kept += range(len(steps))
-                    blocks.append(block)
-                    traces.append(replace(record, features=None))
-                block += 1
+        for block, (shard, number) in enumerate(reader.blocks):
+            outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
+            if outline.features is not None:
+                self._check_features(outline.uids[0], outline.features)
+            for row, (uid, meta) in enumerate(zip(outline.uids, outline.metas, strict=True)):
+                if self.only_correct and not self._is_correct(uid, meta):
+                    continue
+                steps = self._steps(outline, row)
+                trace += [len(uids)] * len(steps)
+                step += steps
+                kept += range(len(steps))
+                blocks.append(block)
+                rows.append(row)
+                uids.append(uid)
+                tasks.append(str(meta.get("task", "")))
+                num_steps.append(int(outline.num_steps[row]))
         if not trace:
             hint = (
                 "; generate them with level: features, or train with source: tokens"
@@ -251,35 +313,42 @@ class TrajectoryDataModule(LightningDataModule):
                 else ""
             )
             raise ValueError(
-                f"{self.shards}: {len(traces)} of {reader.num_records} records are used and "
+                f"{self.shards}: {len(uids)} of {reader.num_records} records are used and "
                 f"none of them holds {self.source} of a step{hint}"
             )
-        return StateIndex(traces, np.array(trace), np.array(step), np.array(kept), np.array(blocks))
+        return StateIndex(
+            uids,
+            tasks,
+            np.array(num_steps),
+            np.array(blocks),
+            np.array(rows),
+            np.array(trace),
+            np.array(step),
+            np.array(kept),
+        )
 
-    def _is_correct(self, record: Trajectory) -> bool:
-        if "correct" not in record.meta:
+    def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
+        if "correct" not in meta:
             raise ValueError(
-                f"only_correct: record {record.uid!r} in {self.shards} was not graded when it was "
+                f"only_correct: record {uid!r} in {self.shards} was not graded when it was "
                 "made (its meta has no 'correct')"
             )
-        return bool(record.meta["correct"])
+        return bool(meta["correct"])
 
-    def _steps(self, record: Trajectory) -> list[int]:
+    def _steps(self, outline: BlockOutline, row: int) -> list[int]:
         """Steps of a record that become examples."""
         if self.source == "features":
-            features = record.features
-            if features is None:
-                # A decode of few steps may have kept none of them.
-                return []
-            self._check_features(record.uid, features)
-            return [int(s) for s in features.kept_steps]
-        count = min(record.num_steps, round(self.step_ratio * record.num_steps))
-        rng = np.random.default_rng(_hash(f"steps:{self.seed}:{record.uid}"))
-        steps = np.sort(rng.choice(record.num_steps, size=count, replace=False)).tolist()
-        written = (record.commit_step >= 0) & (record.tokens != record.mask_id)
-        return steps + [REMASKED] * (self.remasks_per_trace if written.any() else 0)
+            # A decode of few steps may have kept none of them.
+            return [] if outline.features is None else outline.features.steps[row].tolist()
+        num_steps = int(outline.num_steps[row])
+        count = min(num_steps, round(self.step_ratio * num_steps))
+        rng = np.random.default_rng(_hash(f"steps:{self.seed}:{outline.uids[row]}"))
+        steps = np.sort(rng.choice(num_steps, size=count, replace=False)).tolist()
+        if outline.has_written is not None and outline.has_written[row]:
+            steps += [REMASKED] * self.remasks_per_trace
+        return steps
 
-    def _check_features(self, uid: str, features: StepFeatures) -> None:
+    def _check_features(self, uid: str, features: KeptSteps) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, TraceLockModule):
             return
@@ -295,8 +364,8 @@ class TrajectoryDataModule(LightningDataModule):
         ):
             if expected != found:
                 raise ValueError(
-                    f"{self.shards}: features of record {uid!r} have another {name} than the "
-                    f"model: expected {expected}, got {found}"
+                    f"{self.shards}: features of the block of record {uid!r} have another {name} "
+                    f"than the model: expected {expected}, got {found}"
                 )
 
     # -- loaders ---------------------------------------------------------------------------------
@@ -305,7 +374,7 @@ class TrajectoryDataModule(LightningDataModule):
         """Shuffled states; starts where training stands."""
         assert self._dataset is not None
         index = self._dataset.index
-        rank, world_size = self._place()
+        rank, world_size = place(self.trainer)
         plan = EpochPlan(
             index.blocks[index.trace[self.train_indices]],
             batch_size=self.batch_size,
@@ -313,70 +382,19 @@ class TrajectoryDataModule(LightningDataModule):
             rank=rank,
             world_size=world_size,
             blocks_per_group=self.blocks_per_group,
-            batches_done=lambda: self._batches_done(len(plan)),
+            numbers=self.train_indices,
+            batches_done=lambda: batches_done(self.trainer, len(plan)),
         )
-        return self._loader(_Renumbered(self._dataset, self.train_indices), plan)
+        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[StateBatch]:
         """The fixed validation subset."""
         assert self._dataset is not None
-        rank, world_size = self._place()
+        rank, world_size = place(self.trainer)
         plan = FixedPlan(
             self.val_indices, batch_size=self.val_batch_size, rank=rank, world_size=world_size
         )
-        return self._loader(self._dataset, plan)
-
-    def _loader(
-        self, dataset: Dataset[StateBatch], plan: EpochPlan | FixedPlan
-    ) -> DataLoader[StateBatch]:
-        return _ResumableLoader(
-            dataset,
-            sampler=plan,
-            batch_size=None,
-            collate_fn=_as_is,
-            num_workers=self.num_workers,
-            persistent_workers=False,
-        )
-
-    def _place(self) -> tuple[int, int]:
-        """Rank and number of processes."""
-        trainer = self.trainer
-        return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
-
-    def _batches_done(self, batches_per_pass: int) -> int:
-        """Training batches that each process has consumed, from the optimiser steps taken.
-
-        An incomplete accumulation at the end of a pass also ends in a step.
-        """
-        if self.trainer is None:
-            return 0
-        accumulate = self.trainer.accumulate_grad_batches
-        steps_per_pass = -(-batches_per_pass // accumulate)
-        passes, steps = divmod(self.trainer.global_step, steps_per_pass)
-        return passes * batches_per_pass + min(steps * accumulate, batches_per_pass)
-
-
-class _ResumableLoader(DataLoader[StateBatch]):
-    """A loader that a checkpoint need not describe: the optimiser step says where it stands."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Nothing to keep; having the method tells Lightning that resuming is exact."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing to restore."""
-        del state
-
-
-class _Renumbered(Dataset[StateBatch]):
-    """A part of a dataset under its own example numbers."""
-
-    def __init__(self, dataset: StateDataset, indices: NDArray[np.int64]) -> None:
-        self.dataset = dataset
-        self.indices = indices
-
-    def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
-        return self.dataset[[ref._replace(number=int(self.indices[ref.number])) for ref in batch]]
+        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
@@ -404,10 +422,10 @@ def _spread_evenly(
     """At most ``limit`` of the chosen examples, in turn from every task and quarter of time."""
     strata: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for at in chosen.tolist():
-        trace, step = index.traces[index.trace[at]], int(index.step[at])
-        quarter = -1 if step == REMASKED else 4 * step // max(trace.num_steps, 1)
-        key = (str(trace.meta.get("task", "")), quarter)
-        order = _hash(f"val:{seed}:{trace.uid}:{step}:{index.kept[at]}")
+        trace, step = int(index.trace[at]), int(index.step[at])
+        quarter = -1 if step == REMASKED else 4 * step // max(int(index.num_steps[trace]), 1)
+        key = (index.tasks[trace], quarter)
+        order = _hash(f"val:{seed}:{index.uids[trace]}:{step}:{index.kept[at]}")
         strata.setdefault(key, []).append((order, at))
     queues = [sorted(strata[key]) for key in sorted(strata)]
     turns = [
@@ -416,8 +434,3 @@ def _spread_evenly(
         for turn, (_, at) in enumerate(queue)
     ]
     return np.array([at for _, _, at in sorted(turns)[:limit]])
-
-
-def _as_is(batch: Any) -> Any:
-    """The dataset collates; the loader must not."""
-    return batch

@@ -1,4 +1,4 @@
-"""Turns the parser's nested error reports into one line that names the nearest right key."""
+"""The parser of configurations: one-line errors that name the nearest right key; saved files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from pydoc import locate
+from typing import NoReturn
 
 from jsonargparse import ArgumentParser
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 _UNKNOWN_OPTION = re.compile(r"Option '([^']+)' is not accepted")
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
@@ -113,3 +117,24 @@ def _keys(parser: ArgumentParser | None) -> list[str]:
     if parser is None:
         return []
     return [action.dest for action in parser._actions if action.dest]
+
+
+class Parser(LightningArgumentParser):
+    """Argument parser whose errors say what is wrong, where, and what was probably meant."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints one short error and exits with status 2."""
+        sys.stderr.write(f"lit-dlm: error: {explain(message, self)}\n")
+        raise SystemExit(2)
+
+
+class RunConfigCallback(SaveConfigCallback):
+    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
+        assert trainer.state.fn is not None
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = self.parser.dump(self.config, skip_none=False)
+        (folder / f"{trainer.state.fn.value}.yaml").write_text(text)

@@ -57,6 +57,19 @@ def test_command_line_holds_no_logic():
     assert len((ROOT / "cli.py").read_text().splitlines()) <= 140
 
 
+PERMITTED = {
+    # Its unpickler knows two classes and some builtins, and runs only where it was asked for.
+    "pickles run code when loaded": {"lit_dlm/trajectories/peer_import.py"},
+    # A thread hands whatever happened to its caller; a callback must join that thread.
+    "hides faults": {
+        "callbacks/result_writer.py",
+        "callbacks/shard_writer.py",
+        "callbacks/trajectory_folder.py",
+        "lit_dlm/trajectories/background.py",
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
@@ -72,6 +85,7 @@ def test_forbidden_code_does_not_occur(pattern: str, why: str):
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in SOURCES
+        if str(path.relative_to(ROOT)) not in PERMITTED.get(why, ())
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         # The sandbox's child must catch whatever the code it runs may raise.
         if re.search(pattern, line) and not (why == "hides faults" and "child" in path.parts)

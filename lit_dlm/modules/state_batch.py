@@ -51,6 +51,9 @@ class StateBatch:
     """First response column, the same in every row."""
     mask_id: int
     """Id of the mask token."""
+    is_correct: Tensor | None = None
+    """``(B,)`` bool: the trace's answer was graded as right; ``None`` where a trace of the batch has
+    no grade."""
     features: Tensor | None = None
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None
@@ -74,6 +77,32 @@ def trace_state(trace: Trajectory, step: int) -> StateExample:
         step: ``0 .. num_steps - 1``.
     """
     return StateExample(trace=trace, response=trace.state_at(step))
+
+
+def trace_states(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[StateExample]:
+    """The states before one step of each of many traces, as :func:`trace_state` gives them.
+
+    Traces without overwritten writes, which are most, are replayed together: a call per trace costs
+    more than the work.
+
+    Args:
+        traces: at least one trace; all of one mask id.
+        steps: one step per trace, each ``0 .. num_steps - 1``.
+    """
+    if any(
+        trace.superseded is not None or not 0 <= step <= trace.num_steps
+        for trace, step in zip(traces, steps, strict=True)
+    ):
+        return [trace_state(trace, step) for trace, step in zip(traces, steps, strict=True)]
+    lengths = [len(trace.tokens) for trace in traces]
+    states = np.concatenate([trace.tokens for trace in traces])
+    commit_step = np.concatenate([trace.commit_step for trace in traces])
+    np.putmask(states, commit_step >= np.repeat(steps, lengths), traces[0].mask_id)
+    examples, start = [], 0
+    for trace, length in zip(traces, lengths, strict=True):
+        examples.append(StateExample(trace=trace, response=states[start : start + length]))
+        start += length
+    return examples
 
 
 def remasked_state(trace: Trajectory, rng: np.random.Generator) -> StateExample:
@@ -115,20 +144,22 @@ def collate_states(examples: Sequence[StateExample]) -> StateBatch:
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
     B = len(examples)
-    start = max(example.trace.num_prompt for example in examples)
-    L = start + max(example.trace.num_generated for example in examples)
+    traces = [example.trace for example in examples]
+    num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
+    num_generated = np.array([len(trace.tokens) for trace in traces])
+    start = int(num_prompt.max())
+    L = start + int(num_generated.max())
+    columns = np.arange(L)
+    is_prompt = (columns < start) & (columns >= start - num_prompt[:, None])
+    is_response = (columns >= start) & (columns < start + num_generated[:, None])
+    pad_mask = is_prompt | is_response
     ids = np.zeros((B, L), dtype=np.int64)
-    target = np.zeros((B, L), dtype=np.int64)
-    pad_mask = np.zeros((B, L), dtype=bool)
-    for row, example in enumerate(examples):
-        trace = example.trace
-        first, last = start - trace.num_prompt, start + trace.num_generated
-        ids[row, first:start] = target[row, first:start] = trace.prompt_ids
-        ids[row, start:last] = example.response
-        target[row, start:last] = trace.tokens
-        pad_mask[row, first:last] = True
-    masked = (ids == mask_id) & pad_mask
-    masked[:, :start] = False
+    # A mask selects row by row, which is the order of the concatenated rows.
+    ids[is_prompt] = np.concatenate([trace.prompt_ids for trace in traces])
+    target = ids.copy()
+    ids[is_response] = np.concatenate([example.response for example in examples])
+    target[is_response] = np.concatenate([trace.tokens for trace in traces])
+    masked = (ids == mask_id) & is_response
     features, proposals = _collate_features(examples, start, L)
     return StateBatch(
         ids=torch.from_numpy(ids),
@@ -138,9 +169,16 @@ def collate_states(examples: Sequence[StateExample]) -> StateBatch:
         is_real=torch.tensor([example.is_real for example in examples]),
         start=start,
         mask_id=mask_id,
+        is_correct=_grades(traces),
         features=features,
         proposals=proposals,
     )
+
+
+def _grades(traces: Sequence[Trajectory]) -> Tensor | None:
+    """``(B,)`` bool grades, if all traces have one."""
+    grades = [trace.meta.get("correct") for trace in traces]
+    return None if None in grades else torch.tensor([bool(grade) for grade in grades])
 
 
 def _collate_features(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -39,11 +41,14 @@ def _method_order(run: Path) -> list[str]:
     return [record["method"] for record in json.loads(path.read_text())]
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """Runs the command.
 
     Args:
         arguments: what follows ``lit-dlm report``.
+
+    Returns:
+        The exit status, 0.
 
     Raises:
         ValueError: a folder holds no results.
@@ -54,10 +59,35 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("run", nargs="+", type=Path, help="run folder that has a results/ folder")
     parser.add_argument("--out", type=Path, help="where the report goes (default: the first run)")
     options = parser.parse_args(arguments)
-    summaries: list[MethodSummary] = []
+    runs: list[tuple[str, list[MethodSummary]]] = []
     for run in options.run:
         found = summarise_folder(run / "results", _method_order(run))
         if not found:
             raise ValueError(f"{run}: expected results in {run / 'results'}, found none")
-        summaries += found
-    write_report(summaries, options.out or options.run[0], Console())
+        runs.append((run.resolve().name, found))
+    write_report(merge_runs(runs), options.out or options.run[0], Console())
+    return 0
+
+
+def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSummary]:
+    """Puts the summaries of several runs into one list, task by task.
+
+    A method that several runs share, such as one decoder on differently trained models, gets the
+    name of its run.
+
+    Args:
+        runs: name and summaries of each run.
+
+    Returns:
+        The summaries; tasks in the order in which they first occur.
+    """
+    uses = Counter((s.task, s.method) for _, found in runs for s in found)
+    merged: dict[str, list[MethodSummary]] = {}
+    for run, found in runs:
+        methods = {s.method for s in found}
+        for summary in found:
+            if uses[summary.task, summary.method] > 1:
+                label = run if len(methods) == 1 else f"{run}/{summary.method}"
+                summary = replace(summary, method=label)
+            merged.setdefault(summary.task, []).append(summary)
+    return [summary for group in merged.values() for summary in group]

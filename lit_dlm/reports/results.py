@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +54,9 @@ class ResultRow:
     """How the decode ended: ``complete``, ``eos`` or ``step_limit``."""
     seed: int
     """The sample's seed."""
+    trajectory: dict[str, str] | None = None
+    """The record of this very decode, where one was kept: ``set`` (folder, seen from the run
+    folder), ``uid`` and content ``digest``."""
 
 
 class ResultFolder:
@@ -107,6 +110,31 @@ class ResultFolder:
         """Uids of the samples that are done."""
         return {row["uid"] for row in self._lines(self.method_folder(task, method))}
 
+    def keep_only(self, uids: Collection[str]) -> int:
+        """Removes rows whose trajectory is not among those that are on disk.
+
+        A run that was killed between the two writers has such rows. They are decoded again, so
+        that every row has the trajectory that belongs to it. No other process may write meanwhile.
+
+        Args:
+            uids: uids of the trajectories on disk.
+
+        Returns:
+            How many rows were removed.
+        """
+        num_removed = 0
+        for path in sorted(self.folder.glob("*/*/part-r*.jsonl")):
+            kept, removed = [], 0
+            for row in self._rows_of(path):
+                if (row.get("trajectory") or {}).get("uid") in uids:
+                    kept.append(json.dumps(row, ensure_ascii=False) + "\n")
+                else:
+                    removed += 1
+            if removed:
+                write_atomically(path, "".join(kept))
+            num_removed += removed
+        return num_removed
+
     def append(self, rows: Iterable[ResultRow], *, rank: int = 0) -> None:
         """Appends rows and flushes them to disk.
 
@@ -147,16 +175,19 @@ class ResultFolder:
 
     def _lines(self, folder: Path) -> Iterator[dict[str, Any]]:
         for path in sorted(folder.glob("part-r*.jsonl")):
-            text = path.read_text(encoding="utf-8")
-            lines = text.split("\n")
-            # A process that was killed while writing leaves a last line without its end.
-            for number, line in enumerate(lines[:-1], start=1):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a JSON object, got {line[:40]!r}"
-                    ) from error
+            yield from self._rows_of(path)
+
+    @staticmethod
+    def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        # A process that was killed while writing leaves a last line without its end.
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: expected a JSON object, got {line[:40]!r}"
+                ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

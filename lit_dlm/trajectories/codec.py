@@ -1,9 +1,9 @@
 """Format v1 of trajectories: records to bytes and back.
 
 A block holds 1 to 65,535 records as columns (see :mod:`lit_dlm.trajectories.container` for the byte
-layout). Records are method-neutral: prompt, final tokens, commit steps, superseded writes, seeds,
-and optional signal columns. Features of kept steps live in a second member, see
-:mod:`lit_dlm.trajectories.feature_codec`.
+layout and ``docs/trajectory_format.md`` for the whole format). Records are method-neutral: prompt,
+final tokens, commit steps, superseded writes, seeds, and optional signal columns. Features of kept
+steps live in a second member, see :mod:`lit_dlm.trajectories.feature_codec`.
 
 One convention differs from the record in memory: the commit step column stores 0 where nothing was
 ever written, since it is unsigned. Such a position holds the mask id and has no earlier write; a
@@ -12,39 +12,40 @@ given position is named by its own bit column. Both get back -1 on reading.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.column_io import (
-    ColumnReader,
-    make_column,
-    pack_texts,
-    split_texts,
-    unpack_texts,
-)
+from lit_dlm.trajectories.column_io import ColumnReader, make_column, pack_texts, unpack_texts
 from lit_dlm.trajectories.columns import MAX_LENGTH, STATUSES, Columns, flatten
 from lit_dlm.trajectories.container import MAX_RAW_BYTES, Column, Dtype, Header, pack, unpack
-from lit_dlm.trajectories.errors import ChecksumError, InvariantError, TrajectoryFormatError
-from lit_dlm.trajectories.record import DIGEST_TAG, Trajectory, trusted
+from lit_dlm.trajectories.errors import ChecksumError, InvariantError
+from lit_dlm.trajectories.record import Trajectory, trusted
+from lit_dlm.trajectories.record_fields import (
+    content_digests,
+    meta_bytes,
+    read_metas,
+    seeds,
+    status_codes,
+    uid_bytes,
+)
 from lit_dlm.trajectories.signal_codec import SIGNAL_TAGS, read_signals, signal_columns
+from lit_dlm.trajectories.withheld import WithheldTrajectory, prompt_digest
 
 FLAG_PARTIAL = 0x0001
 """Block flag: some record was cut by a step limit or aborted."""
 FLAG_FEATURES = 0x10000
 """Block flag, of the half that readers may ignore: a features member belongs to this block."""
 
-_DTYPES: dict[str, tuple[Dtype, ...]] = {
+DTYPES: dict[str, tuple[Dtype, ...]] = {
     "SMID": (Dtype.BYTES,),
     "PLEN": (Dtype.U16,),
     "GLEN": (Dtype.U16,),
     "NSTP": (Dtype.U16,),
     "PTOK": (Dtype.U24,),
+    "PDIG": (Dtype.BYTES,),
     "GTOK": (Dtype.U24,),
     "CSTP": (Dtype.U8, Dtype.U16),
     "GIVN": (Dtype.BYTES,),
@@ -58,12 +59,18 @@ _DTYPES: dict[str, tuple[Dtype, ...]] = {
     "META": (Dtype.BYTES,),
     **{tag: (dtype,) for tag, dtype in SIGNAL_TAGS.values()},
 }
-_REQUIRED = ("SMID", "PLEN", "GLEN", "NSTP", "PTOK", "GTOK", "CSTP", "SEED", "CDIG", "STAT")
+"""Columns that this reader knows, with the element types that each may have."""
+_REQUIRED = ("SMID", "PLEN", "GLEN", "NSTP", "GTOK", "CSTP", "SEED", "CDIG", "STAT")
 _EVENTS = ("ECNT", "ESTP", "EPOS", "ETOK")
 
 
 def encode_block(
-    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 9
+    records: Sequence[Trajectory],
+    *,
+    run_digest: bytes = b"\0" * 16,
+    level: int = 9,
+    withhold_prompts: bool = False,
+    dictionary: bytes | None = None,
 ) -> bytes:
     """Writes records as one block. Features are not part of it.
 
@@ -71,6 +78,10 @@ def encode_block(
         records: 1 to 65,535 records with one mask id, vocabulary size and set of signals.
         run_digest: 16 bytes that name the run (see ``RunRecord.digest``).
         level: zstd level.
+        withhold_prompts: store a digest of each prompt instead of its ids. Records that were read
+            from such a block can only be written this way.
+        dictionary: a trained zstd dictionary; it pays for blocks of few records, and every reader
+            needs it.
 
     Returns:
         The bytes of the block.
@@ -83,20 +94,28 @@ def encode_block(
     if len(run_digest) != 16:
         raise ValueError(f"encode_block: run_digest must have 16 bytes, got {len(run_digest)}")
     flat = flatten(records)
+    for name in ("mask_id", "vocab_size"):
+        if not 0 <= getattr(flat, name) < 2**32:
+            raise InvariantError(
+                f"trajectory {records[0].uid!r}: {name} must be in 0..2**32-1, "
+                f"got {getattr(flat, name)}"
+            )
     flat.check()
-    statuses = _status_codes(records)
+    statuses = status_codes(records)
+    uids = uid_bytes(records)
     cstp = np.maximum(flat.commit_step, 0)
     narrow = int(flat.num_steps.max()) <= 256
+    num_prompt = np.array([record.num_prompt for record in records])
     columns = [
-        Column("SMID", Dtype.BYTES, pack_texts("<H", [_uid_bytes(r.uid) for r in records])),
-        make_column("PLEN", Dtype.U16, flat.num_prompt),
+        Column("SMID", Dtype.BYTES, pack_texts("<H", uids)),
+        make_column("PLEN", Dtype.U16, num_prompt),
         make_column("GLEN", Dtype.U16, flat.num_generated),
         make_column("NSTP", Dtype.U16, flat.num_steps),
-        make_column("PTOK", Dtype.U24, flat.prompts),
+        _prompt_column(records, flat, withhold_prompts),
         make_column("GTOK", Dtype.U24, flat.tokens),
         make_column("CSTP", Dtype.U8 if narrow else Dtype.U16, cstp),
-        make_column("SEED", Dtype.U64, _seeds(records)),
-        Column("CDIG", Dtype.BYTES, b"".join(_digests(flat))),
+        make_column("SEED", Dtype.U64, seeds(records)),
+        Column("CDIG", Dtype.BYTES, b"".join(_digests(records, flat))),
         make_column("STAT", Dtype.U8, statuses),
     ]
     if flat.given is not None:
@@ -111,7 +130,7 @@ def encode_block(
         ]
     if any(r.meta for r in records):
         columns.append(
-            Column("META", Dtype.BYTES, pack_texts("<I", [_meta_bytes(r) for r in records]))
+            Column("META", Dtype.BYTES, pack_texts("<I", [meta_bytes(r) for r in records]))
         )
     columns += signal_columns(records, flat)
     flags = FLAG_PARTIAL if (statuses >= 2).any() else 0
@@ -124,11 +143,15 @@ def encode_block(
         vocab_size=flat.vocab_size,
         run_digest=run_digest,
     )
-    return pack(header, columns, level=level)
+    return pack(header, columns, level=level, dictionary=dictionary)
 
 
 def decode_block(
-    data: bytes | memoryview, *, strict: bool = True, max_raw_bytes: int = MAX_RAW_BYTES
+    data: bytes | memoryview,
+    *,
+    strict: bool = True,
+    max_raw_bytes: int = MAX_RAW_BYTES,
+    dictionaries: Mapping[int, bytes] | None = None,
 ) -> list[Trajectory]:
     """Reads a block.
 
@@ -136,191 +159,172 @@ def decode_block(
 
     Args:
         data: exactly one block.
-        strict: also check every rule of the format and each record's content digest. Checksums,
-            lengths and structure are always checked.
+        strict: also compute each record's content digest anew, and check the uids and the block
+            flag. Checksums, lengths and the rules of the arrays are always checked.
         max_raw_bytes: refuse a block whose columns unpack to more than this.
+        dictionaries: zstd dictionaries by id, for blocks that need one.
 
     Returns:
-        The records in their stored order.
+        The records in their stored order; :class:`WithheldTrajectory` where the block holds no
+        prompt ids.
 
     Raises:
         TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
     """
-    header, columns = unpack(data, known=tuple(_DTYPES), max_raw_bytes=max_raw_bytes)
+    header, columns = unpack(
+        data, known=DTYPES, max_raw_bytes=max_raw_bytes, dictionaries=dictionaries
+    )
     n = header.num_records
     if not 1 <= n <= MAX_LENGTH:
-        raise TrajectoryFormatError(f"block: expected 1 to {MAX_LENGTH} records, got {n}")
+        raise InvariantError(f"block: expected 1 to {MAX_LENGTH} records, got {n}")
     missing = [tag for tag in _REQUIRED if tag not in columns]
+    if "PTOK" not in columns and "PDIG" not in columns:
+        missing.append("PTOK")
     present = [tag for tag in _EVENTS if tag in columns]
     if missing or len(present) not in (0, len(_EVENTS)):
-        raise TrajectoryFormatError(f"block: columns {missing or present} are missing or alone")
-    read = ColumnReader(columns, _DTYPES)
+        raise InvariantError(f"block: columns {missing or present} are missing or alone")
+    read = ColumnReader(columns, DTYPES)
     num_prompt = read.integers("PLEN", n)
-    num_generated = read.integers("GLEN", n)
-    num_steps = read.integers("NSTP", n)
-    size = int(num_generated.sum())
-    tokens = read.tokens("GTOK", size)
-    commit_step = read.array("CSTP", size).astype(np.int32)
-    given = _read_given(columns.get("GIVN"), size)
-    num_events = read.integers("ECNT", n) if present else np.zeros(n, dtype=np.int64)
-    events = _read_events(read, int(num_events.sum())) if present else _NO_EVENTS
-    uids = unpack_texts("<H", columns["SMID"], n)
-    flat = Columns(
-        uids=uids,
-        num_prompt=num_prompt,
-        num_generated=num_generated,
-        num_steps=num_steps,
-        prompts=read.tokens("PTOK", int(num_prompt.sum())),
-        tokens=tokens,
-        commit_step=commit_step,
-        given=given,
-        num_events=num_events,
-        events=events,
-        mask_id=header.mask_id,
-        vocab_size=header.vocab_size,
-    )
+    has_prompts = "PTOK" in columns
+    flat = _read_flat(read, header, num_prompt if has_prompts else np.zeros_like(num_prompt))
     _restore_unwritten(flat)
+    flat.check()
     statuses = read.array("STAT", n)
     if statuses.max() >= len(STATUSES):
         raise InvariantError(f"block: unknown status code {statuses.max()}")
-    seeds = read.array("SEED", n)
+    seed_values = read.array("SEED", n)
+    digests = read.raw("CDIG", 16 * n)
+    prompt_digests = read.raw("PDIG", 16 * n) if "PDIG" in columns else None
     if strict:
-        _check_strictly(flat, statuses, header, read.raw("CDIG", 16 * n))
-    metas = _unpack_metas(columns.get("META"), n)
+        _check_strictly(flat, statuses, header)
+        if has_prompts:
+            _check_digests(flat, digests, prompt_digests)
+    values = _split(flat, statuses, seed_values, read_metas(columns.get("META"), n))
     signals = read_signals(read, flat)
-    return _split(flat, statuses, seeds, metas, signals)
+    records: list[Trajectory] = []
+    if has_prompts:
+        for fields, own in zip(values, signals, strict=True):
+            records.append(trusted(**fields, signals=own))
+        return records
+    assert prompt_digests is not None
+    for i, (fields, own) in enumerate(zip(values, signals, strict=True)):
+        part = slice(16 * i, 16 * i + 16)
+        records.append(
+            WithheldTrajectory(
+                **{**fields, "signals": own},
+                prompt_length=int(num_prompt[i]),
+                prompt_digest=prompt_digests[part],
+                content_digest=digests[part],
+            )
+        )
+    return records
+
+
+def _read_flat(read: ColumnReader, header: Header, num_prompt: NDArray[np.int64]) -> Columns:
+    n = header.num_records
+    num_generated = read.integers("GLEN", n)
+    size = int(num_generated.sum())
+    tokens = read.tokens("GTOK", size)
+    has_events = "ECNT" in read.columns
+    num_events = read.integers("ECNT", n) if has_events else np.zeros(n, dtype=np.int64)
+    prompts = read.tokens("PTOK", int(num_prompt.sum())) if num_prompt.any() else _NO_IDS
+    if not num_prompt.any() and "PTOK" in read.columns:
+        read.raw("PTOK", 0)
+    return Columns(
+        uids=unpack_texts("<H", read.columns["SMID"], n),
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        num_steps=read.integers("NSTP", n),
+        prompts=prompts,
+        tokens=tokens,
+        commit_step=read.array("CSTP", size).astype(np.int32),
+        given=read_given(read.columns.get("GIVN"), size),
+        num_events=num_events,
+        events=_read_events(read, int(num_events.sum())) if has_events else _NO_EVENTS,
+        mask_id=header.mask_id,
+        vocab_size=header.vocab_size,
+    )
 
 
 def _split(
     flat: Columns,
     statuses: NDArray[np.uint8],
-    seeds: NDArray[np.uint64],
+    seed_values: NDArray[np.uint64],
     metas: list[dict[str, Any]],
-    signals: list[dict[str, NDArray[Any]]],
-) -> list[Trajectory]:
-    ends = np.cumsum(flat.num_generated).tolist()
-    prompt_ends = np.cumsum(flat.num_prompt).tolist()
-    event_ends = np.cumsum(flat.num_events).tolist()
-    num_steps, seed_list, codes = flat.num_steps.tolist(), seeds.tolist(), statuses.tolist()
-    records = []
+) -> Iterator[dict[str, Any]]:
+    """Fields of one record after the other, without its signals; arrays are views."""
+    mask_id, vocab_size = flat.mask_id, flat.vocab_size
+    prompts, tokens, commit_step, events = flat.prompts, flat.tokens, flat.commit_step, flat.events
+    rows = zip(
+        flat.uids,
+        np.cumsum(flat.num_prompt).tolist(),
+        np.cumsum(flat.num_generated).tolist(),
+        np.cumsum(flat.num_events).tolist(),
+        flat.num_steps.tolist(),
+        seed_values.tolist(),
+        statuses.tolist(),
+        metas,
+        strict=True,
+    )
     start = prompt_start = event_start = 0
-    for i, uid in enumerate(flat.uids):
-        end, prompt_end, event_end = ends[i], prompt_ends[i], event_ends[i]
+    for uid, prompt_end, end, event_end, num_steps, seed, code, meta in rows:
         given = None if flat.given is None else flat.given[start:end]
-        records.append(
-            trusted(
-                uid=uid,
-                prompt_ids=flat.prompts[prompt_start:prompt_end],
-                tokens=flat.tokens[start:end],
-                commit_step=flat.commit_step[start:end],
-                num_steps=num_steps[i],
-                mask_id=flat.mask_id,
-                vocab_size=flat.vocab_size,
-                seed=seed_list[i],
-                status=STATUSES[codes[i]],
-                given=given if given is not None and given.any() else None,
-                superseded=flat.events[event_start:event_end] if event_end > event_start else None,
-                signals=signals[i],
-                features=None,
-                meta=metas[i],
-            )
-        )
+        yield {
+            "uid": uid,
+            "prompt_ids": prompts[prompt_start:prompt_end],
+            "tokens": tokens[start:end],
+            "commit_step": commit_step[start:end],
+            "num_steps": num_steps,
+            "mask_id": mask_id,
+            "vocab_size": vocab_size,
+            "seed": seed,
+            "status": STATUSES[code],
+            "given": given if given is not None and given.any() else None,
+            "superseded": events[event_start:event_end] if event_end > event_start else None,
+            "features": None,
+            "meta": meta,
+        }
         start, prompt_start, event_start = end, prompt_end, event_end
-    return records
 
 
 _NO_EVENTS = np.empty((0, 3), dtype=np.int32)
+_NO_IDS = np.empty(0, dtype=np.int32)
 
 
-def _status_codes(records: Sequence[Trajectory]) -> NDArray[np.uint8]:
-    for record in records:
-        if record.status not in STATUSES:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: status must be one of {STATUSES}, "
-                f"got {record.status!r}"
-            )
-    return np.array([STATUSES.index(record.status) for record in records], dtype=np.uint8)
+def _prompt_column(records: Sequence[Trajectory], flat: Columns, withhold: bool) -> Column:
+    if not withhold:
+        for record in records:
+            if isinstance(record, WithheldTrajectory):
+                raise InvariantError(
+                    f"trajectory {record.uid!r}: its prompt is withheld; give it back with "
+                    "with_prompt, or withhold the prompts of the whole block",
+                    record=record.uid,
+                )
+        return make_column("PTOK", Dtype.U24, flat.prompts)
+    digests = [
+        record.prompt_digest
+        if isinstance(record, WithheldTrajectory)
+        else prompt_digest(record.prompt_ids)
+        for record in records
+    ]
+    return Column("PDIG", Dtype.BYTES, b"".join(digests))
 
 
-def _seeds(records: Sequence[Trajectory]) -> NDArray[np.uint64]:
-    for record in records:
-        if not 0 <= record.seed < 2**64:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: seed must be in 0..2**64-1, got {record.seed}"
-            )
-    return np.array([record.seed for record in records], dtype=np.uint64)
+def _digests(records: Sequence[Trajectory], flat: Columns) -> list[bytes]:
+    if any(isinstance(record, WithheldTrajectory) for record in records):
+        return [record.digest() for record in records]
+    return content_digests(flat)
 
 
-def _uid_bytes(uid: str) -> bytes:
-    data = uid.encode()
-    if not 1 <= len(data) <= MAX_LENGTH:
-        raise InvariantError(f"uid {uid[:40]!r}: expected 1 to 65535 bytes, got {len(data)}")
-    return data
-
-
-def _meta_bytes(record: Trajectory) -> bytes:
-    if not record.meta:
-        return b""
-    try:
-        text = json.dumps(
-            record.meta, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
-    except (TypeError, ValueError) as error:
-        raise InvariantError(f"trajectory {record.uid!r}: meta is not JSON: {error}") from error
-    return text.encode()
-
-
-def _unpack_metas(column: Column | None, n: int) -> list[dict[str, Any]]:
-    if column is None:
-        return [{} for _ in range(n)]
-    try:
-        metas = [json.loads(text) if text else {} for text in split_texts("<I", column, n)]
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, TrajectoryFormatError):
-            raise
-        raise TrajectoryFormatError(f"block: column 'META' is not JSON: {error}") from error
-    if not all(isinstance(meta, dict) for meta in metas):
-        raise TrajectoryFormatError("block: column 'META' must hold JSON objects")
-    return metas
-
-
-def _digests(flat: Columns) -> list[bytes]:
-    """Content digests of all records, as :meth:`Trajectory.digest` computes them."""
-    prompts, tokens, commits, events = (
-        memoryview(part.astype("<i4", copy=False).tobytes())
-        for part in (flat.prompts, flat.tokens, flat.commit_step, flat.events)
-    )
-    head = struct.Struct("<5I")
-    digests, p, g, e = [], 0, 0, 0
-    lengths = zip(
-        flat.num_prompt.tolist(),
-        flat.num_generated.tolist(),
-        flat.num_steps.tolist(),
-        flat.num_events.tolist(),
-        strict=True,
-    )
-    for P, G, T, K in lengths:
-        body = (
-            DIGEST_TAG,
-            head.pack(P, G, T, flat.mask_id, K),
-            prompts[p : p + 4 * P],
-            tokens[g : g + 4 * G],
-            commits[g : g + 4 * G],
-            events[e : e + 12 * K],
-        )
-        digests.append(hashlib.sha256(b"".join(body)).digest()[:16])
-        p, g, e = p + 4 * P, g + 4 * G, e + 12 * K
-    return digests
-
-
-def _read_given(column: Column | None, size: int) -> NDArray[np.bool_] | None:
+def read_given(column: Column | None, size: int) -> NDArray[np.bool_] | None:
+    """``(size,)`` bool of the column ``GIVN``; ``None`` where no position is given."""
     if column is None:
         return None
     if len(column.data) != (size + 7) // 8:
-        raise TrajectoryFormatError(f"block: column 'GIVN' must have {(size + 7) // 8} bytes")
+        raise InvariantError(f"block: column 'GIVN' must have {(size + 7) // 8} bytes")
     bits = np.unpackbits(np.frombuffer(column.data, dtype=np.uint8), bitorder="little")
     if bits[size:].any():
-        raise TrajectoryFormatError("block: column 'GIVN' has bits behind its end")
+        raise InvariantError("block: column 'GIVN' has bits behind its end")
     return bits[:size].astype(bool)
 
 
@@ -345,19 +349,27 @@ def _restore_unwritten(flat: Columns) -> None:
     flat.commit_step[unwritten] = -1
 
 
-def _check_strictly(
-    flat: Columns, statuses: NDArray[np.uint8], header: Header, digests: bytes
-) -> None:
-    flat.check()
+def _check_strictly(flat: Columns, statuses: NDArray[np.uint8], header: Header) -> None:
     if len(set(flat.uids)) != len(flat.uids):
         raise InvariantError("block: a uid appears twice")
     if not all(flat.uids):
         raise InvariantError("block: a uid is empty")
-    if bool((statuses >= 2).any()) != bool(header.flags & FLAG_PARTIAL):
-        raise InvariantError("block: the flag for partial trajectories does not fit the statuses")
-    actual = b"".join(_digests(flat))
-    if actual != digests:
-        at = next(
-            i for i in range(len(flat.uids)) if actual[16 * i :][:16] != digests[16 * i :][:16]
+    if (statuses >= 2).any() and not header.flags & FLAG_PARTIAL:
+        raise InvariantError("block: it holds partial trajectories without saying so in its flags")
+
+
+def _check_digests(flat: Columns, digests: bytes, prompt_digests: bytes | None) -> None:
+    actual = content_digests(flat)
+    if b"".join(actual) != digests:
+        at = next(i for i, own in enumerate(actual) if own != digests[16 * i : 16 * i + 16])
+        raise ChecksumError(
+            f"trajectory {flat.uids[at]!r}: content digest does not match", record=flat.uids[at]
         )
-        raise ChecksumError(f"trajectory {flat.uids[at]!r}: content digest does not match")
+    if prompt_digests is not None:
+        ends = np.cumsum(flat.num_prompt)[:-1]
+        for i, ids in enumerate(np.split(flat.prompts, ends)):
+            if prompt_digest(ids) != prompt_digests[16 * i : 16 * i + 16]:
+                raise ChecksumError(
+                    f"trajectory {flat.uids[i]!r}: prompt digest does not match",
+                    record=flat.uids[i],
+                )

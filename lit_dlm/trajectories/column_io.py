@@ -80,18 +80,19 @@ def pack_texts(length_format: str, texts: Sequence[bytes]) -> bytes:
 def split_texts(length_format: str, column: Column, n: int) -> list[bytes]:
     """The inverse of :func:`pack_texts` for exactly ``n`` texts."""
     length = struct.Struct(length_format)
+    width, unpack_from = length.size, length.unpack_from
     data, at, texts = column.data, 0, []
-    for _ in range(n):
-        if at + length.size > len(data):
-            raise TrajectoryFormatError(f"block: column {column.tag!r} is too short")
-        (size,) = length.unpack_from(data, at)
-        at += length.size
-        if at + size > len(data):
-            raise TrajectoryFormatError(f"block: column {column.tag!r} is too short")
-        texts.append(data[at : at + size])
-        at += size
+    try:
+        for _ in range(n):
+            (size,) = unpack_from(data, at)
+            start = at + width
+            at = start + size
+            texts.append(data[start:at])
+    except struct.error:
+        at = len(data) + 1
     if at != len(data):
-        raise TrajectoryFormatError(f"block: column {column.tag!r} is too long")
+        word = "short" if at > len(data) else "long"
+        raise TrajectoryFormatError(f"block: column {column.tag!r} is too {word}")
     return texts
 
 
@@ -111,7 +112,6 @@ def pack_u24(values: NDArray[Any]) -> bytes:
 
 def unpack_u24(data: bytes) -> Int32:
     """The inverse of :func:`pack_u24`: ``(N,)`` int32."""
-    raw = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
-    words = np.zeros((len(raw), 4), dtype=np.uint8)
-    words[:, :3] = raw
-    return words.reshape(-1).view("<i4").astype(np.int32, copy=False)
+    # Overlapping four-byte words, three bytes apart; the fourth byte belongs to the next number.
+    words = np.ndarray((len(data) // 3,), dtype="<i4", buffer=data + b"\0", strides=(3,))
+    return np.bitwise_and(words, 0xFFFFFF, dtype=np.int32)

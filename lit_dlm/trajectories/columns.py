@@ -70,11 +70,12 @@ class Columns:
         Raises:
             InvariantError: Naming the record and the rule.
         """
-        T = np.repeat(self.num_steps, self.num_generated)
         self._check_ids("prompt_ids", self.prompts, self.num_prompt)
         self._check_ids("tokens", self.tokens, self.num_generated)
         commit = self.commit_step
-        self._refuse((commit < -1) | (commit >= T), "commit_step must be in -1..num_steps - 1")
+        if len(commit) and not (commit.min() >= -1 and commit.max() < self.num_steps.min()):
+            T = np.repeat(self.num_steps, self.num_generated)
+            self._refuse((commit < -1) | (commit >= T), "commit_step must be in -1..num_steps - 1")
         written = commit >= 0
         is_mask = self.tokens == self.mask_id
         unwritten = ~written
@@ -179,7 +180,8 @@ class Columns:
             self._fail(int(record[np.argmax(bad)]), f"a superseded write {rule}")
 
     def _fail(self, record: int, rule: str) -> NoReturn:
-        raise InvariantError(f"trajectory {self.uids[record]!r}: {rule}")
+        uid = self.uids[record]
+        raise InvariantError(f"trajectory {uid!r}: {rule}", record=uid)
 
 
 def flatten(records: Sequence[Trajectory]) -> Columns:

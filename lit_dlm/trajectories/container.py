@@ -22,14 +22,18 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import BinaryIO, NamedTuple
 
 import zstandard
 
 from lit_dlm.trajectories.errors import (
+    BadMagicError,
     ChecksumError,
+    DictionaryMissingError,
+    InvariantError,
     TrajectoryFormatError,
     TruncatedBlockError,
     UnsupportedFormatError,
@@ -43,11 +47,13 @@ UNDERSTOOD_FLAGS = 0x0001
 MUST_UNDERSTAND = 0x0001
 """Column flag: a reader that does not know the tag must refuse the block."""
 MAX_RAW_BYTES = 1 << 30
-"""Default cap on the unpacked columns of one block."""
+"""Default cap on the unpacked columns of one block, together and hence each."""
 
 _HEADER = struct.Struct("<8sBBHIIIII16s")
 _ENTRY = struct.Struct("<4sBBHQQI")
 _TRAILER = struct.Struct("<QI4s")
+_HEAD_READ = 2048
+"""Bytes read at once from a file: header and directory of up to 71 columns."""
 _LOCAL = threading.local()
 
 
@@ -67,10 +73,11 @@ class Dtype(IntEnum):
 
 
 class Codec(IntEnum):
-    """How a column is stored. zstd with a dictionary (2) is reserved and not read yet."""
+    """How a column is stored."""
 
     RAW = 0
     ZSTD = 1
+    ZSTD_DICTIONARY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,25 +101,64 @@ class Column:
     flags: int = 0
 
 
-def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
+class _Entry(NamedTuple):
+    """One line of the directory, with the place of its payload."""
+
+    tag: str
+    dtype: int
+    codec: int
+    flags: int
+    raw_length: int
+    stored_length: int
+    crc: int
+    at: int
+    """First byte of the payload, from the start of the block."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Header and directory, checked."""
+
+    header: Header
+    dictionary: int
+    entries: list[_Entry]
+    crc: int
+    length: int
+    """Bytes of the whole block, as the directory adds them up."""
+
+
+def pack(
+    header: Header, columns: Sequence[Column], *, level: int, dictionary: bytes | None = None
+) -> bytes:
     """Writes a block.
 
     Args:
         header: facts about the block.
         columns: in the order in which they are stored.
         level: zstd level; a column that does not shrink is stored raw.
+        dictionary: a trained zstd dictionary for the columns; readers need it, too.
 
     Returns:
         The bytes of the block.
+
+    Raises:
+        ValueError: If a number does not fit its field, or the dictionary has no id.
     """
-    compressor = _compressor(level)
+    trained = None if dictionary is None else _trained(dictionary)
+    packed_as = Codec.ZSTD if trained is None else Codec.ZSTD_DICTIONARY
+    compressor = _compressor(level) if trained is None else _dictionary_compressor(level, trained)
+    for name in ("num_records", "flags", "mask_id", "vocab_size"):
+        if not 0 <= getattr(header, name) < 2**32:
+            raise InvariantError(
+                f"block: {name} must be in 0..2**32-1, got {getattr(header, name)}"
+            )
     directory, payloads = [], []
     for column in columns:
         stored, codec = column.data, Codec.RAW
         if len(column.data) > 16:
             packed = compressor.compress(column.data)
             if len(packed) < len(column.data):
-                stored, codec = packed, Codec.ZSTD
+                stored, codec = packed, packed_as
         entry = (len(column.data), len(stored), zlib.crc32(stored))
         tag = column.tag.encode("ascii")
         directory.append(_ENTRY.pack(tag, column.dtype, codec, column.flags, *entry))
@@ -126,7 +172,7 @@ def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
         header.flags,
         header.mask_id,
         header.vocab_size,
-        0,
+        0 if trained is None else trained.dict_id(),
         header.run_digest,
     ) + b"".join(directory)
     crc = zlib.crc32(head)
@@ -134,28 +180,35 @@ def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
     return b"".join([head, crc.to_bytes(4, "little"), *payloads, _TRAILER.pack(length, crc, END)])
 
 
+def stored_sizes(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
+    """Bytes of every column of a block, also of unknown ones: raw, and as stored.
+
+    Raises:
+        TrajectoryFormatError: Or one of its kinds, if header or directory are not in order.
+    """
+    head = _read_head(memoryview(data), len(data))
+    return {entry.tag: (entry.raw_length, entry.stored_length) for entry in head.entries}
+
+
 def read_header(data: bytes | memoryview) -> Header:
     """The header of a block whose bytes were checked before (by :func:`unpack`)."""
-    _, _, _, _, *numbers, run_digest = _HEADER.unpack_from(data)
-    num_records, flags, mask_id, vocab_size, _ = numbers
-    return Header(
-        num_records=num_records,
-        flags=flags,
-        mask_id=mask_id,
-        vocab_size=vocab_size,
-        run_digest=run_digest,
-    )
+    return _header(_HEADER.unpack_from(data))
 
 
 def unpack(
-    data: bytes | memoryview, *, known: Sequence[str], max_raw_bytes: int = MAX_RAW_BYTES
+    data: bytes | memoryview,
+    *,
+    known: Collection[str],
+    max_raw_bytes: int = MAX_RAW_BYTES,
+    dictionaries: Mapping[int, bytes] | None = None,
 ) -> tuple[Header, dict[str, Column]]:
     """Reads a block and checks every byte of it.
 
     Args:
         data: exactly one block.
         known: tags that the caller understands; other columns are checked and dropped.
-        max_raw_bytes: refuse a block whose columns unpack to more than this.
+        max_raw_bytes: refuse a block whose known columns unpack to more than this.
+        dictionaries: zstd dictionaries by id.
 
     Returns:
         The header and the known columns by tag.
@@ -164,87 +217,205 @@ def unpack(
         TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
     """
     view = memoryview(data)
-    if len(view) < _HEADER.size + 4 + _TRAILER.size:
-        raise TruncatedBlockError(f"block: expected at least 68 bytes, got {len(view)}")
-    magic, major, _minor, num_columns, *numbers, run_digest = _HEADER.unpack_from(view)
-    num_records, flags, mask_id, vocab_size, dictionary = numbers
-    if magic != MAGIC:
-        raise TrajectoryFormatError(f"block: not a trajectory block (it begins with {magic!r})")
+    head = _read_head(view, len(view))
+    length, crc_again, end = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
+    if length != len(view) or end != END or crc_again != head.crc:
+        raise TruncatedBlockError(
+            f"block: the trailer does not close a block of {len(view)} bytes (cut or extended)",
+            offset=len(view) - _TRAILER.size,
+        )
+    wanted = _wanted(head, known, known, max_raw_bytes)
+    columns: dict[str, Column] = {}
+    for entry in head.entries:
+        stored = view[entry.at : entry.at + entry.stored_length]
+        _check_crc(entry, stored)
+        if entry.tag in wanted:
+            columns[entry.tag] = _column(entry, stored, head, dictionaries)
+    return head.header, columns
+
+
+def read_columns(
+    file: BinaryIO,
+    offset: int,
+    size: int,
+    *,
+    known: Collection[str],
+    wanted: Collection[str],
+    max_raw_bytes: int = MAX_RAW_BYTES,
+    dictionaries: Mapping[int, bytes] | None = None,
+) -> tuple[Header, dict[str, Column]]:
+    """Reads some columns of a block in a file, and no more of the file than these need.
+
+    Header, directory and the columns that are read are checked as :func:`unpack` does; the other
+    columns and the trailer are not looked at.
+
+    Args:
+        file: open for reading.
+        offset: first byte of the block.
+        size: bytes of the block.
+        known: tags that the caller understands.
+        wanted: tags to read; those that the block lacks are left out.
+        max_raw_bytes: refuse columns that unpack to more than this.
+        dictionaries: zstd dictionaries by id.
+
+    Returns:
+        The header and the wanted columns by tag.
+
+    Raises:
+        TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
+    """
+    file.seek(offset)
+    start = file.read(min(size, _HEAD_READ))
+    if len(start) >= _HEADER.size:
+        needed = _HEADER.size + _HEADER.unpack_from(start)[3] * _ENTRY.size + 4
+        if len(start) < needed <= size:
+            start += file.read(needed - len(start))
+    head = _read_head(memoryview(start), size)
+    tags = _wanted(head, known, wanted, max_raw_bytes)
+    columns = {}
+    for entry in head.entries:
+        if entry.tag not in tags:
+            continue
+        stored = start[entry.at : entry.at + entry.stored_length]
+        if len(stored) < entry.stored_length:
+            file.seek(offset + entry.at)
+            stored = file.read(entry.stored_length)
+        _check_crc(entry, stored)
+        columns[entry.tag] = _column(entry, memoryview(stored), head, dictionaries)
+    return head.header, columns
+
+
+def _read_head(view: memoryview, size: int) -> _Head:
+    """Checks header and directory of a block of ``size`` bytes, of which ``view`` is the start."""
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
+        raise BadMagicError(
+            f"block: not a trajectory block (it begins with {bytes(view[:8])!r})", offset=0
+        )
+    if size < _HEADER.size + 4 + _TRAILER.size or len(view) < _HEADER.size:
+        raise TruncatedBlockError(f"block: expected at least 68 bytes, got {min(size, len(view))}")
+    fields = _HEADER.unpack_from(view)
+    major, num_columns, flags, dictionary = fields[1], fields[3], fields[5], fields[8]
+    # Before the checksum: another major version may lay its header out in another way.
+    if major != MAJOR:
+        raise UnsupportedFormatError(
+            f"block: format version {major}, this reader knows {MAJOR}", offset=8
+        )
     body = _HEADER.size + num_columns * _ENTRY.size
-    if len(view) < body + 4 + _TRAILER.size:
+    if size < body + 4 + _TRAILER.size or len(view) < body + 4:
         raise TruncatedBlockError(f"block: directory of {num_columns} columns is cut short")
     crc = int.from_bytes(view[body : body + 4], "little")
     if zlib.crc32(view[:body]) != crc:
-        raise ChecksumError("block: checksum of the header does not match")
-    if major != MAJOR:
-        raise UnsupportedFormatError(f"block: format version {major}, this reader knows {MAJOR}")
-    if flags & 0xFFFF & ~UNDERSTOOD_FLAGS or dictionary:
+        raise ChecksumError("block: checksum of the header does not match", offset=body)
+    if flags & 0xFFFF & ~UNDERSTOOD_FLAGS:
         raise UnsupportedFormatError(
-            f"block: unknown flags {flags:#x} or dictionary {dictionary} that a reader must know"
+            f"block: unknown flags {flags:#x} that a reader must know", offset=16
         )
-    length, crc_again, end = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
-    if length != len(view) or end != END or crc_again != crc:
-        raise TruncatedBlockError(
-            f"block: the trailer does not close a block of {len(view)} bytes (cut or extended)"
-        )
-    entries = list(_ENTRY.iter_unpack(view[_HEADER.size : body]))
-    raw_total = sum(entry[4] for entry in entries)
-    stored_total = sum(entry[5] for entry in entries)
-    if raw_total > max_raw_bytes:
-        raise TrajectoryFormatError(
-            f"block: columns unpack to {raw_total} bytes, the cap is {max_raw_bytes}"
-        )
-    if body + 4 + stored_total + _TRAILER.size != len(view):
-        raise TruncatedBlockError("block: column lengths do not add up to the block length")
-    columns: dict[str, Column] = {}
-    at = body + 4
-    for name, dtype, codec, column_flags, raw_length, stored_length, column_crc in entries:
-        stored = view[at : at + stored_length]
-        at += stored_length
+    entries, at = [], body + 4
+    for name, dtype, codec, bits, raw_length, stored_length, column_crc in _ENTRY.iter_unpack(
+        view[_HEADER.size : body]
+    ):
         tag = name.decode("ascii", errors="backslashreplace")
-        if zlib.crc32(stored) != column_crc:
-            raise ChecksumError(f"block: checksum of column {tag!r} does not match")
-        if tag not in known:
-            if column_flags & MUST_UNDERSTAND:
-                raise UnsupportedFormatError(f"block: column {tag!r} is required but unknown")
-            continue
-        if tag in columns:
-            raise TrajectoryFormatError(f"block: column {tag!r} appears twice")
-        columns[tag] = Column(tag, _dtype(tag, dtype), _inflate(tag, codec, stored, raw_length))
-    header = Header(
+        entries.append(_Entry(tag, dtype, codec, bits, raw_length, stored_length, column_crc, at))
+        at += stored_length
+    length = at + _TRAILER.size
+    if length != size:
+        raise TruncatedBlockError(
+            f"block: column lengths add up to a block of {length} bytes, not {size}"
+        )
+    return _Head(_header(fields), dictionary, entries, crc, length)
+
+
+def _header(fields: tuple[int, ...]) -> Header:
+    _, _, _, _, num_records, flags, mask_id, vocab_size, _, run_digest = fields
+    return Header(
         num_records=num_records,
         flags=flags,
         mask_id=mask_id,
         vocab_size=vocab_size,
-        run_digest=run_digest,
+        run_digest=run_digest,  # type: ignore[arg-type]
     )
-    return header, columns
 
 
-def _dtype(tag: str, code: int) -> Dtype:
+def _wanted(
+    head: _Head, known: Collection[str], wanted: Collection[str], max_raw_bytes: int
+) -> set[str]:
+    """The wanted tags that the block has; nothing is unpacked before these checks."""
+    tags: set[str] = set()
+    raw_total = 0
+    for entry in head.entries:
+        if entry.tag not in known:
+            if entry.flags & MUST_UNDERSTAND:
+                raise UnsupportedFormatError(
+                    f"block: column {entry.tag!r} is required but unknown", offset=entry.at
+                )
+            continue
+        if entry.tag not in wanted:
+            continue
+        if entry.tag in tags:
+            raise InvariantError(f"block: column {entry.tag!r} appears twice", offset=entry.at)
+        tags.add(entry.tag)
+        raw_total += entry.raw_length
+    if raw_total > max_raw_bytes:
+        raise InvariantError(
+            f"block: columns unpack to {raw_total} bytes, the cap is {max_raw_bytes}"
+        )
+    return tags
+
+
+def _check_crc(entry: _Entry, stored: bytes | memoryview) -> None:
+    if len(stored) != entry.stored_length:
+        raise TruncatedBlockError(f"block: column {entry.tag!r} is cut short", offset=entry.at)
+    if zlib.crc32(stored) != entry.crc:
+        raise ChecksumError(
+            f"block: checksum of column {entry.tag!r} does not match", offset=entry.at
+        )
+
+
+def _column(
+    entry: _Entry, stored: memoryview, head: _Head, dictionaries: Mapping[int, bytes] | None
+) -> Column:
     try:
-        return Dtype(code)
+        dtype = Dtype(entry.dtype)
     except ValueError:
-        raise UnsupportedFormatError(f"block: column {tag!r} has unknown dtype {code}") from None
+        raise UnsupportedFormatError(
+            f"block: column {entry.tag!r} has unknown dtype {entry.dtype}", offset=entry.at
+        ) from None
+    if entry.codec == Codec.RAW:
+        data = bytes(stored)
+    elif entry.codec == Codec.ZSTD:
+        data = _inflate(entry, stored, _decompressor())
+    elif entry.codec == Codec.ZSTD_DICTIONARY:
+        content = (dictionaries or {}).get(head.dictionary)
+        if content is None:
+            raise DictionaryMissingError(
+                f"block: column {entry.tag!r} needs the zstd dictionary {head.dictionary}",
+                offset=entry.at,
+            )
+        data = _inflate(entry, stored, zstandard.ZstdDecompressor(dict_data=_trained(content)))
+    else:
+        raise UnsupportedFormatError(
+            f"block: column {entry.tag!r} has unknown codec {entry.codec}", offset=entry.at
+        )
+    if len(data) != entry.raw_length:
+        raise InvariantError(
+            f"block: column {entry.tag!r} must have {entry.raw_length} bytes, got {len(data)}",
+            offset=entry.at,
+        )
+    return Column(entry.tag, dtype, data, entry.flags)
 
 
-def _inflate(tag: str, codec: int, stored: memoryview, raw_length: int) -> bytes:
-    if codec == Codec.RAW:
-        if len(stored) != raw_length:
-            raise TrajectoryFormatError(f"block: column {tag!r} is raw but changes its length")
-        return bytes(stored)
-    if codec != Codec.ZSTD:
-        raise UnsupportedFormatError(f"block: column {tag!r} has unknown codec {codec}")
+def _inflate(entry: _Entry, stored: memoryview, decompressor: zstandard.ZstdDecompressor) -> bytes:
     try:
         # The size in the frame decides what gets allocated: it must be the directory's.
-        if zstandard.frame_content_size(stored) != raw_length:
-            raise TrajectoryFormatError(f"block: column {tag!r} disagrees about its length")
-        data = _decompressor().decompress(stored, allow_extra_data=False)
+        if zstandard.frame_content_size(stored) != entry.raw_length:
+            raise InvariantError(
+                f"block: column {entry.tag!r} disagrees about its length", offset=entry.at
+            )
+        return decompressor.decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise TrajectoryFormatError(f"block: column {tag!r} does not unpack: {error}") from error
-    if len(data) != raw_length:
-        raise TrajectoryFormatError(f"block: column {tag!r} unpacks to a wrong length")
-    return data
+        raise TrajectoryFormatError(
+            f"block: column {entry.tag!r} does not unpack: {error}", offset=entry.at
+        ) from error
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
@@ -255,6 +426,21 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
             level=level, write_checksum=False, write_content_size=True
         )
     return cache[level]
+
+
+def _dictionary_compressor(
+    level: int, dictionary: zstandard.ZstdCompressionDict
+) -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(
+        level=level, dict_data=dictionary, write_checksum=False, write_content_size=True
+    )
+
+
+def _trained(content: bytes) -> zstandard.ZstdCompressionDict:
+    dictionary = zstandard.ZstdCompressionDict(content)
+    if dictionary.dict_id() == 0:
+        raise ValueError("zstd dictionary: expected a trained dictionary with an id, got none")
+    return dictionary
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:

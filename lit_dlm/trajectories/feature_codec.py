@@ -9,24 +9,36 @@ FMET  one JSON object: layout, scheme, groups, projector
 FCNT  u32, n: kept steps S of each record
 FROW  u32, n: rows R per kept step (G, or P + G)
 FSTP  u16, sum S: the kept steps
-FPRP  u24, sum S*R: proposed tokens
-FSCL  f16, sum S*R*(number of groups): scales of int8 features
-FEAT  i8 or f16, sum S*R*F
+FPRP  u24, N: proposed tokens
+FSCL  f16, N*(number of groups): scales of int8 features; n'*F when they are per
+      feature, for the n' records with features
+FEAT  i8 or f16, N*F
 ====  ===========================================================================
+
+N, the number of stored rows, is sum S*R; in layout ``masked`` it counts the response positions that
+are masked before their step, which the record itself tells.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories.column_io import ColumnReader, make_column, pack_texts, split_texts
-from lit_dlm.trajectories.container import MAX_RAW_BYTES, Column, Dtype, Header, pack, unpack
+from lit_dlm.trajectories.container import (
+    MAX_RAW_BYTES,
+    Column,
+    Dtype,
+    Header,
+    pack,
+    read_columns,
+    unpack,
+)
 from lit_dlm.trajectories.errors import InvariantError, TrajectoryFormatError
 from lit_dlm.trajectories.features import StepFeatures
 from lit_dlm.trajectories.record import Trajectory
@@ -71,7 +83,7 @@ def encode_features(
                 f"trajectory {record.uid!r}: all features of a block need one layout, "
                 f"expected {facts}, got {_facts(features)}"
             )
-    parts = [features for _, features in kept]
+    parts = [_stored_rows(record, features) for record, features in kept]
     counts = [0 if r.features is None else r.features.num_kept for r in records]
     rows = [0 if r.features is None else r.features.proposals.shape[1] for r in records]
     text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
@@ -81,17 +93,17 @@ def encode_features(
         Column("FMET", Dtype.BYTES, pack_texts("<I", [text])),
         make_column("FCNT", Dtype.U32, np.array(counts)),
         make_column("FROW", Dtype.U32, np.array(rows)),
-        make_column("FSTP", Dtype.U16, np.concatenate([f.kept_steps for f in parts])),
-        make_column("FPRP", Dtype.U24, np.concatenate([f.proposals.reshape(-1) for f in parts])),
+        make_column("FSTP", Dtype.U16, np.concatenate([f.kept_steps for _, f in kept])),
+        make_column("FPRP", Dtype.U24, np.concatenate([part.proposals for part in parts])),
     ]
-    scales = [f.scales.reshape(-1) for f in parts if f.scales is not None]
+    scales = [part.scales for part in parts if part.scales is not None]
     if scales:
         columns.append(make_column("FSCL", Dtype.F16, np.concatenate(scales)))
     columns.append(
         make_column(
             "FEAT",
             Dtype.I8 if scales else Dtype.F16,
-            np.concatenate([f.features.reshape(-1) for f in parts]),
+            np.concatenate([part.features for part in parts]),
         )
     )
     header = Header(
@@ -138,32 +150,55 @@ def attach_features(
             raise InvariantError(f"features block: its record {i} is not {record.uid!r}")
     facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
     groups: tuple[int, ...] = tuple(facts["groups"])
-    num_features, int8 = sum(groups), facts["scheme"] == "int8"
+    F, int8, per_channel = sum(groups), facts["scheme"] != "fp16", facts["scheme"] == "int8_channel"
     if (columns["FEAT"].dtype is Dtype.I8) is not int8 or ("FSCL" in columns) is not int8:
         raise InvariantError("features block: element type and scheme do not fit")
     counts, rows = read.integers("FCNT", n), read.integers("FROW", n)
-    cells = counts * rows
-    total = int(cells.sum())
     steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
+    ends = np.cumsum(counts)
+    masks: list[NDArray[np.bool_] | None] = [None] * n
+    cells = counts * rows
+    if facts["layout"] == "masked":
+        for i, record in enumerate(records):
+            if counts[i]:
+                mask = _masked(record, steps[ends[i] - counts[i] : ends[i]], int(rows[i]))
+                masks[i], cells[i] = mask, int(mask.sum())
+    total = int(cells.sum())
     proposals = read.tokens("FPRP", total)
-    features = read.array("FEAT", total * num_features)
-    scales = read.array("FSCL", total * len(groups)) if int8 else None
-    ends, cell_ends = np.cumsum(counts).tolist(), np.cumsum(cells).tolist()
-    joined = []
+    features = read.array("FEAT", total * F)
+    num_scales = int((counts > 0).sum()) * F if per_channel else total * len(groups)
+    scales = read.array("FSCL", num_scales) if int8 else None
+    cell_ends = np.cumsum(cells).tolist()
+    joined, num_before = [], 0
     for i, record in enumerate(records):
         S, R = int(counts[i]), int(rows[i])
         if S == 0:
             joined.append(record)
             continue
-        last, first = cell_ends[i], cell_ends[i] - S * R
+        first, last = cell_ends[i] - int(cells[i]), cell_ends[i]
+        own = None
+        if scales is not None and per_channel:
+            own = np.broadcast_to(scales[num_before * F : (num_before + 1) * F], (S, 1, F))
+        elif scales is not None:
+            own = _restored(scales, first, last, (S, R, len(groups)), masks[i])
+        num_before += 1
+        kept = steps[ends[i] - S : ends[i]]
+        tokens = proposals[first:last]
+        if masks[i] is None:
+            tokens = tokens.reshape(S, R)
+        else:
+            standing = np.stack([record.state_at(int(step)) for step in kept])
+            standing[masks[i]] = tokens
+            tokens = standing
         part = StepFeatures(
-            kept_steps=steps[ends[i] - S : ends[i]],
-            features=_cells(features, first, last, (S, R, num_features)),
-            scales=None if scales is None else _cells(scales, first, last, (S, R, len(groups))),
+            kept_steps=kept,
+            features=_restored(features, first, last, (S, R, F), masks[i]),
+            scales=own,
             groups=groups,
-            proposals=proposals[first:last].reshape(S, R),
+            proposals=tokens,
             layout=facts["layout"],
             projector_digest=facts["projector"],
+            per_channel=per_channel,
         )
         try:
             part.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
@@ -173,9 +208,125 @@ def attach_features(
     return joined
 
 
-def _cells(flat: NDArray[Any], first: int, last: int, shape: tuple[int, int, int]) -> NDArray[Any]:
-    width = shape[2]
-    return flat[first * width : last * width].reshape(shape)
+def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
+    """Features in layout ``masked``, from ones of all response rows.
+
+    Args:
+        record: the record they belong to.
+        features: in layout ``generation``.
+
+    Returns:
+        The same features with zeros at rows that are not masked before their step.
+
+    Raises:
+        ValueError: If the layout is another one.
+    """
+    if features.layout != "generation":
+        raise ValueError(
+            f"trajectory {record.uid!r}: expected features in layout 'generation', "
+            f"got {features.layout!r}"
+        )
+    states = np.stack([record.state_at(int(step)) for step in features.kept_steps])
+    masked = states == record.mask_id
+    scales = features.scales
+    if scales is not None and not features.per_channel:
+        scales = np.where(masked[..., None], scales, np.float16(0))
+    return replace(
+        features,
+        features=np.where(masked[..., None], features.features, features.features.dtype.type(0)),
+        scales=scales,
+        proposals=np.where(masked, features.proposals, states),
+        layout="masked",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _StoredRows:
+    """The flat columns of one record's features."""
+
+    features: NDArray[Any]
+    proposals: NDArray[np.int32]
+    scales: NDArray[np.float16] | None
+
+
+def _stored_rows(record: Trajectory, features: StepFeatures) -> _StoredRows:
+    chosen: Any = ...
+    if features.layout == "masked":
+        chosen = _masked(record, features.kept_steps, record.num_generated)
+        if features.features[~chosen].any():
+            raise InvariantError(
+                f"trajectory {record.uid!r}: features in layout 'masked' must be 0 where no mask is"
+            )
+    scales = features.scales
+    if scales is not None:
+        scales = (scales[0] if features.per_channel else scales[chosen]).reshape(-1)
+    return _StoredRows(
+        features.features[chosen].reshape(-1), features.proposals[chosen].reshape(-1), scales
+    )
+
+
+def _masked(record: Trajectory, steps: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:
+    """``(S, R)`` bool: response positions that are masked before each kept step."""
+    if rows != record.num_generated or not ((steps >= 0) & (steps < record.num_steps)).all():
+        raise InvariantError(f"features block: kept steps and rows do not fit {record.uid!r}")
+    states = np.stack([record.state_at(int(step)) for step in steps])
+    masked: NDArray[np.bool_] = states == record.mask_id
+    return masked
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSteps:
+    """What a features block says about its records besides the features."""
+
+    steps: list[NDArray[np.int32]]
+    """``n`` arrays ``(S,)``, empty for records without features."""
+    layout: str
+    groups: tuple[int, ...]
+    projector_digest: str
+
+
+def read_kept_steps(file: BinaryIO, offset: int, size: int) -> KeptSteps:
+    """Reads the small columns of a features block in a file, and not its features.
+
+    Args:
+        file: open for reading.
+        offset: first byte of the block.
+        size: bytes of the block.
+
+    Raises:
+        TrajectoryFormatError: If a column that is read is damaged or missing.
+    """
+    tags = ("FMET", "FCNT", "FSTP")
+    header, columns = read_columns(file, offset, size, known=tuple(_DTYPES), wanted=tags)
+    missing = [tag for tag in tags if tag not in columns]
+    if missing:
+        raise InvariantError(f"features block: columns {missing} are missing")
+    read = ColumnReader(columns, _DTYPES)
+    facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
+    counts = read.integers("FCNT", header.num_records)
+    steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
+    return KeptSteps(
+        np.split(steps, np.cumsum(counts)[:-1]),
+        facts["layout"],
+        tuple(facts["groups"]),
+        facts["projector"],
+    )
+
+
+def _restored(
+    flat: NDArray[Any],
+    first: int,
+    last: int,
+    shape: tuple[int, int, int],
+    mask: NDArray[np.bool_] | None,
+) -> NDArray[Any]:
+    """Stored rows ``first .. last`` in their places; zeros elsewhere."""
+    stored = flat[first * shape[2] : last * shape[2]]
+    if mask is None:
+        return stored.reshape(shape)
+    array = np.zeros(shape, dtype=flat.dtype)
+    array[mask] = stored.reshape(-1, shape[2])
+    return array
 
 
 def _facts(features: StepFeatures) -> dict[str, Any]:
@@ -194,8 +345,8 @@ def _read_facts(text: bytes) -> dict[str, Any]:
         raise TrajectoryFormatError(f"features block: FMET is not JSON: {error}") from error
     fits = (
         isinstance(facts, dict)
-        and facts.get("layout") in ("generation", "all")
-        and facts.get("scheme") in ("fp16", "int8")
+        and facts.get("layout") in ("generation", "all", "masked")
+        and facts.get("scheme") in ("fp16", "int8", "int8_channel")
         and isinstance(facts.get("projector"), str)
         and isinstance(facts.get("groups"), list)
         and all(type(size) is int and 0 < size < 2**24 for size in facts["groups"])

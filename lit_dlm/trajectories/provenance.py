@@ -30,6 +30,8 @@ from lit_dlm.trajectories.shard_files import write_atomically
 RUN_FILE = "run.json"
 ESSENTIAL = ("model", "tokenizer", "decode", "randomness", "data")
 """Groups that decide what a decode gives; resuming with another value of any key is an error."""
+_OPEN = ("decode.methods", "data.tasks")
+"""Collections to which a later run of the same folder may add members, or leave some out."""
 
 _PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "webdataset", "zstandard")
 _VARIABLES = (
@@ -90,7 +92,8 @@ class RunRecord:
 
         Returns:
             The file that holds this record: ``run.json``, or ``run-<digest>.json`` when the folder
-            was begun with other software or hardware.
+            was begun with other software or hardware, or with other methods or tasks beside those
+            that both runs have.
 
         Raises:
             ValueError: If the folder was made by a run that differs in what decides the outcome;
@@ -99,18 +102,17 @@ class RunRecord:
         folder = Path(folder)
         path = folder / RUN_FILE
         if path.exists():
-            stored = _read(path)
-            differing = _differences(stored, json.loads(self.text()))
-            if differing:
-                raise ValueError(
-                    f"{path}: the folder holds a run with other settings; use another folder or "
-                    "the same settings. " + "; ".join(differing)
-                )
-            if canonical_json(stored) == self.text():
-                return path
+            for former in (path, *sorted(folder.glob("run-*.json"))):
+                stored = _read(former)
+                differing = _differences(stored, json.loads(self.text()))
+                if differing:
+                    raise ValueError(
+                        f"{former}: the folder holds a run with other settings; use another folder "
+                        "or the same settings. " + "; ".join(differing)
+                    )
+                if canonical_json(stored) == self.text():
+                    return former
             path = folder / f"run-{self.digest().hex()[:16]}.json"
-            if path.exists():
-                return path
         write_atomically(path, self.text().encode())
         return path
 
@@ -121,7 +123,19 @@ class RunRecord:
         Raises:
             ValueError: If the file is not a run record.
         """
-        stored = _read(Path(path))
+        return cls._of(_read(Path(path)))
+
+    @classmethod
+    def parse(cls, text: str) -> RunRecord:
+        """Reads a record from its text.
+
+        Raises:
+            ValueError: If it is not a run record.
+        """
+        return cls._of(_checked(text.encode(), "run record"))
+
+    @classmethod
+    def _of(cls, stored: Mapping[str, Any]) -> RunRecord:
         groups = (*ESSENTIAL, "software", "hardware", "parent")
         return cls(**{name: stored[name] for name in groups})
 
@@ -218,8 +232,12 @@ def _driver() -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    return _checked(path.read_bytes(), str(path))
+
+
+def _checked(data: bytes, path: str) -> dict[str, Any]:
     try:
-        stored = json.loads(path.read_bytes())
+        stored = json.loads(data)
     except ValueError as error:
         raise TrajectoryFormatError(f"{path}: not JSON: {error}") from error
     missing = [
@@ -234,15 +252,32 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for every essential key that differs."""
+    """One line for every essential key that differs; new members of open collections do not."""
     lines = []
     for group in ESSENTIAL:
         old, new = _leaves(stored[group], group), _leaves(current[group], group)
         for key in sorted(old.keys() | new.keys()):
             before, after = old.get(key, "absent"), new.get(key, "absent")
+            is_member = any(key == name or key.startswith(f"{name}.") for name in _OPEN)
+            if is_member and _is_only_on_one_side(key, stored, current):
+                continue
             if before != after:
                 lines.append(f"{key}: {before} in the folder, {after} now")
     return lines
+
+
+def _is_only_on_one_side(key: str, *records: Mapping[str, Any]) -> bool:
+    """Whether the member of an open collection that ``key`` lies in is missing in some record."""
+    group, collection, *rest = key.split(".")
+    member = ".".join(rest)
+    held = [record[group].get(collection) for record in records]
+    if not any(isinstance(members, dict) for members in held):
+        return False
+    return not all(
+        isinstance(members, dict)
+        and any(member == name or member.startswith(f"{name}.") for name in members)
+        for members in held
+    )
 
 
 def _leaves(value: Any, path: str) -> dict[str, str]:

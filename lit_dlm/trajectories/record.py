@@ -126,7 +126,8 @@ class Trajectory:
             ``(G,)`` int32.
         """
         self._check_step(step, self.num_steps)
-        state = np.where(self.commit_step >= step, np.int32(self.mask_id), self.tokens)
+        state = self.tokens.copy()
+        np.putmask(state, self.commit_step >= step, self.mask_id)
         if self.superseded is not None:
             events = self.superseded[: np.searchsorted(self.superseded[:, 0], step)]
             # Sorted by step: for a repeated index numpy keeps the last, which is the latest write.
@@ -137,7 +138,12 @@ class Trajectory:
     def all_states(self) -> Int32:
         """``(T + 1, G)`` int32: row ``t`` equals ``state_at(t)``."""
         steps = np.arange(self.num_steps + 1, dtype=np.int32)[:, None]
-        states = np.where(self.commit_step >= steps, np.int32(self.mask_id), self.tokens)
+        # The sign of (commit step - step) as a bit mask, in place: three times faster than a choice
+        # between two arrays.
+        states = self.commit_step - steps
+        states >>= 31
+        states &= self.tokens ^ np.int32(self.mask_id)
+        states ^= np.int32(self.mask_id)
         if self.superseded is not None:
             ends = flatten([self]).event_ends().tolist()
             for (step, position, token), end in zip(self.superseded.tolist(), ends, strict=True):

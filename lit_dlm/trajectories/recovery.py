@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +16,7 @@ from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
 from lit_dlm.trajectories.feature_codec import attach_features, encode_features
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.shard_files import (
+    DROPPED_SUFFIX,
     MANIFEST_FILE,
     RUN_MEMBER,
     ShardName,
@@ -93,6 +94,8 @@ def recover(folder: str | Path) -> list[Recovered]:
 def merge_manifest(folder: str | Path) -> dict[str, Any]:
     """Merges all side files of a folder into ``manifest.json``; can be repeated at any time.
 
+    ``complete`` is false while records that a writer dropped on request are missing.
+
     Args:
         folder: folder of the set.
 
@@ -118,9 +121,12 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
             if uid in owners:
                 raise ShardError(f"uid {uid!r} is in both {owners[uid]} and {side.shard}")
             owners[uid] = side.shard
+    dropped = _still_missing(folder, owners)
     manifest = {
         "format": MANIFEST_FORMAT,
         "version": 1,
+        "complete": not dropped,
+        "num_dropped": len(dropped),
         "num_records": sum(side.num_records for side in sides),
         "num_blocks": sum(len(side.blocks) for side in sides),
         "bytes": sum(side.bytes for side in sides),
@@ -139,6 +145,22 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
     }
     write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return manifest
+
+
+def _still_missing(folder: Path, owners: Mapping[str, str]) -> set[str]:
+    """Uids that some writer dropped and no shard holds; notes that are settled are removed."""
+    missing: set[str] = set()
+    for path in sorted(folder.iterdir()):
+        if not path.name.endswith(DROPPED_SUFFIX):
+            continue
+        try:
+            uids = {str(uid) for uid in json.loads(path.read_bytes())["uids"]} - owners.keys()
+        except (ValueError, TypeError, KeyError) as error:
+            raise ShardError(f"{path}: not a list of dropped records: {error!r}") from error
+        missing |= uids
+        if not uids:
+            path.unlink()
+    return missing
 
 
 @dataclass

@@ -21,6 +21,8 @@ from lit_dlm.trajectories.errors import ShardError
 
 SIDE_FORMAT = "lit-dlm/trajectory-shard"
 MANIFEST_FILE = "manifest.json"
+DROPPED_SUFFIX = ".dropped.json"
+"""Ends the name of a note that lists records which a writer was asked to drop."""
 RUN_MEMBER = "__run__/run.json"
 """Member that carries the run record; names of this kind are skipped by sample readers."""
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
@@ -55,9 +57,13 @@ class ShardName:
                     f"shard {part}: expected 0..{limit - 1}, got {getattr(self, part)}"
                 )
 
+    @property
+    def series(self) -> str:
+        """``{name}-{split}-r{rank}-w{worker}``, what all shards of one writer begin with."""
+        return f"{self.name}-{self.split}-r{self.rank:05d}-w{self.worker:03d}"
+
     def __str__(self) -> str:
-        series = f"{self.name}-{self.split}-r{self.rank:05d}-w{self.worker:03d}"
-        return f"{series}-{self.index:06d}.tar"
+        return f"{self.series}-{self.index:06d}.tar"
 
     def key(self, block: int) -> str:
         """Key of a block's members: no dots, since readers cut it at the first one."""

@@ -14,6 +14,7 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from lit_dlm.trajectories.codec import FLAG_FEATURES, decode_block
 from lit_dlm.trajectories.container import read_header
 from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
 from lit_dlm.trajectories.feature_codec import attach_features
+from lit_dlm.trajectories.outline import BlockOutline, read_outline
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.shard_files import BlockEntry, SideFile, shards_in, side_path
 
@@ -51,13 +53,16 @@ class TrajectoryShardReader:
         split_by: Literal["shard", "block"] = "shard",
         features: bool = True,
         strict: bool = True,
+        max_bad_fraction: float = 0.001,
+        dictionaries: Mapping[int, bytes] | None = None,
     ) -> None:
         """Opens a set; only side files are read here.
 
         Args:
             shards: folder of a set, or paths of shards.
             on_error: at damage: ``raise`` a :class:`ShardError`; ``skip`` what is damaged, with a
-                warning, and read every other block; ``stop`` the iteration, with a warning.
+                warning, and read every other block, as long as ``max_bad_fraction`` allows;
+                ``stop`` the iteration, with a warning.
             rank: number of this process among ``world_size``.
             world_size: processes that share the set.
             worker: number of this loader worker among ``num_workers``; by default what torch's
@@ -66,7 +71,11 @@ class TrajectoryShardReader:
             split_by: ``shard`` deals out whole shards, read as streams; ``block`` deals out blocks,
                 which is even with few shards, read by offset.
             features: also read the features members.
-            strict: check every rule and content digest, not only checksums.
+            strict: compute every content digest anew. Checksums, the rules of the format and the
+                uids of the side file are always checked.
+            max_bad_fraction: share of the set's records that ``skip`` may lose in this reader
+                before it raises after all.
+            dictionaries: zstd dictionaries by id, for blocks that need one.
 
         Raises:
             ShardError: If there is no shard, or a shard or side file is missing (``skip`` warns).
@@ -82,15 +91,25 @@ class TrajectoryShardReader:
             worker is not None and num_workers is not None and not 0 <= worker < num_workers
         ):
             raise ValueError(f"worker: expected 0..num_workers - 1, got {worker} of {num_workers}")
+        if not 0.0 <= max_bad_fraction <= 1.0:
+            raise ValueError(f"max_bad_fraction: expected 0..1, got {max_bad_fraction}")
         self.on_error = on_error
         self.rank, self.world_size = rank, world_size
         self.worker, self.num_workers = worker, num_workers
         self.split_by = split_by
         self.features = features
         self.strict = strict
+        self.max_bad_fraction = max_bad_fraction
+        self.dictionaries = dictionaries
         self.num_damaged_blocks = 0
         """Blocks lost to damage so far (only with ``skip`` and ``stop``)."""
+        self.num_lost_records = 0
+        """Records of these blocks and of missing shards."""
         self._sides = self._load_sides(shards)
+        self._starts = {
+            path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
+            for path, side in self._sides.items()
+        }
 
     @property
     def shards(self) -> list[Path]:
@@ -106,6 +125,11 @@ class TrajectoryShardReader:
     def num_records(self) -> int:
         """Records of the whole set, as its side files count them."""
         return sum(side.num_records for side in self._sides.values())
+
+    @property
+    def blocks(self) -> list[tuple[Path, int]]:
+        """Shard and number of every block of the set, in order."""
+        return [(path, i) for path, side in self._sides.items() for i in range(len(side.blocks))]
 
     def side_file(self, shard: str | Path) -> SideFile:
         """The side file of a shard of this set."""
@@ -152,6 +176,40 @@ class TrajectoryShardReader:
                     members[extension] = file.read(size)
         return self._decode(path, side, index, members)
 
+    def outline(self, shard: str | Path, index: int, *, written: bool = False) -> BlockOutline:
+        """What can be said about the records of a block from its small columns.
+
+        Neither the features nor, without ``written``, the tokens are read.
+
+        Args:
+            shard: a shard of this set.
+            index: number of the block in it.
+            written: also find the records in which a step wrote a token that stands at the end.
+
+        Returns:
+            The outline; with its kept steps if this reader reads features.
+
+        Raises:
+            ShardError: If a column that is read is damaged.
+            IndexError: If there is no such block.
+        """
+        path = Path(shard)
+        side = self._sides[path]
+        entry = side.blocks[index]
+        try:
+            with path.open("rb") as file:
+                outline = read_outline(
+                    file,
+                    entry,
+                    features=self.features,
+                    written=written,
+                    dictionaries=self.dictionaries,
+                )
+            self._check_uids(path, index, outline.uids)
+        except TrajectoryFormatError as error:
+            raise self._located(path, entry, error) from error
+        return outline
+
     # -- internals -----------------------------------------------------------------------------
 
     def _load_sides(self, shards: str | Path | Sequence[str | Path]) -> dict[Path, SideFile]:
@@ -168,13 +226,17 @@ class TrajectoryShardReader:
         else:
             paths = [Path(path) for path in shards]
         sides = {}
+        missing = 0
         for path in paths:
             try:
                 if not side_path(path).exists():
                     raise ShardError(f"{path}: its side file is missing; recover the folder first")
                 side = SideFile.read(side_path(path))
                 if not path.exists():
+                    missing += side.num_records
                     raise ShardError(f"{path}: the shard of this side file is missing")
+                if len(set(side.uids)) != sum(entry.num_records for entry in side.blocks):
+                    raise ShardError(f"{side_path(path)}: its uids and block counts do not fit")
                 sides[path] = side
             except ShardError as error:
                 if self.on_error == "raise":
@@ -182,6 +244,10 @@ class TrajectoryShardReader:
                 logger.warning("skipped: %s", error)
         if not sides:
             raise ShardError(f"{shards}: there are no trajectory shards")
+        self.num_lost_records = missing
+        self._num_expected = missing + sum(side.num_records for side in sides.values())
+        if self.on_error == "skip":
+            self._check_losses(None)
         return sides
 
     def _part(self) -> tuple[int, int]:
@@ -225,12 +291,14 @@ class TrajectoryShardReader:
                 for sample in self._samples(path, stream):
                     index = left.pop(sample["__key__"], None)
                     if index is None:
-                        self._damage(ShardError(f"{path}: unknown block {sample['__key__']!r}"))
+                        self._damage(
+                            ShardError(f"{path}: unknown block {sample['__key__']!r}"), num_lost=0
+                        )
                         continue
                     try:
                         records = self._decode(path, side, index, sample)
                     except ShardError as error:
-                        self._damage(error)
+                        self._damage(error, num_lost=side.blocks[index].num_records)
                         continue
                     yield from records
         except (tarfile.TarError, ValueError, EOFError) as error:
@@ -246,7 +314,8 @@ class TrajectoryShardReader:
                 f"the stream ended before {next(iter(left))!r} (a damaged header or a cut file)"
             )
             if self.on_error != "skip":
-                self._damage(missing)
+                lost = sum(side.blocks[index].num_records for index in left.values())
+                self._damage(missing, num_lost=lost)
             logger.warning("%s; reading the others by offset", missing)
             for index in left.values():
                 yield from self._tolerant_block(path, index)
@@ -266,36 +335,60 @@ class TrajectoryShardReader:
         try:
             return self.read_block(path, index)
         except ShardError as error:
-            self._damage(error)
+            self._damage(error, num_lost=self._sides[path].blocks[index].num_records)
             return []
 
-    def _damage(self, error: ShardError) -> None:
+    def _damage(self, error: ShardError, *, num_lost: int) -> None:
         if self.on_error == "raise":
             raise error
         self.num_damaged_blocks += 1
+        self.num_lost_records += num_lost
         logger.warning("%s: %s", "skipped" if self.on_error == "skip" else "stopped", error)
         if self.on_error == "stop":
             raise _Stop
+        self._check_losses(error)
+
+    def _check_losses(self, cause: ShardError | None) -> None:
+        allowed = self.max_bad_fraction * self._num_expected
+        if self.num_lost_records > allowed:
+            raise ShardError(
+                f"{self.num_lost_records} of {self._num_expected} records are lost to damage, "
+                f"more than max_bad_fraction {self.max_bad_fraction} allows"
+            ) from cause
 
     def _decode(
         self, path: Path, side: SideFile, index: int, members: Mapping[str, bytes]
     ) -> list[Trajectory]:
-        entry: BlockEntry = side.blocks[index]
+        entry = side.blocks[index]
         try:
             if "trajb" not in members:
                 raise ShardError("its records member is missing")
             block = members["trajb"]
-            records = decode_block(block, strict=self.strict)
+            records = decode_block(block, strict=self.strict, dictionaries=self.dictionaries)
             if self.features and "featb" in members:
                 records = attach_features(records, members["featb"])
             elif self.features and read_header(block).flags & FLAG_FEATURES:
                 raise ShardError("its features member is missing")
-            first = sum(before.num_records for before in side.blocks[:index])
-            if tuple(r.uid for r in records) != side.uids[first : first + entry.num_records]:
-                raise ShardError("its records are not those that the side file names")
+            self._check_uids(path, index, [record.uid for record in records])
         except TrajectoryFormatError as error:
-            raise ShardError(f"{path}: block {entry.key!r}: {error}") from error
+            raise self._located(path, entry, error) from error
         return records
+
+    def _check_uids(self, path: Path, index: int, uids: Sequence[str]) -> None:
+        first, end = self._starts[path][index : index + 2]
+        if tuple(uids) != self._sides[path].uids[first:end]:
+            raise ShardError("its records are not those that the side file names")
+
+    @staticmethod
+    def _located(path: Path, entry: BlockEntry, error: TrajectoryFormatError) -> ShardError:
+        offset = entry.offset + (error.offset or 0)
+        return ShardError(
+            f"{path}: block {entry.key!r} at byte {offset}: {error}",
+            file=path,
+            member=entry.key,
+            offset=offset,
+            record=error.record,
+        )
 
 
 class _Stop(Exception):  # noqa: N818  (control flow, not an error)

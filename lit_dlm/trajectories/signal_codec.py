@@ -63,10 +63,26 @@ def signal_columns(records: Sequence[Trajectory], flat: Columns) -> list[Column]
             if array.shape != (length,):
                 raise InvariantError(
                     f"trajectory {record.uid!r}: signal {name!r} must have shape ({length},), "
-                    f"got {array.shape}"
+                    f"got {array.shape}",
+                    record=record.uid,
                 )
+            _check_range(record.uid, name, array, dtype)
         columns.append(make_column(tag, dtype, np.concatenate(arrays)))
     return columns
+
+
+_LARGEST = {Dtype.U24: 2**24 - 1, Dtype.U32: 2**32 - 1}
+
+
+def _check_range(uid: str, name: str, array: NDArray[Any], dtype: Dtype) -> None:
+    """Refuses integers that would wrap around in their column."""
+    largest = _LARGEST.get(dtype)
+    if largest is None or not array.size:
+        return
+    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > largest:
+        raise InvariantError(
+            f"trajectory {uid!r}: signal {name!r} must hold integers in 0..{largest}", record=uid
+        )
 
 
 def read_signals(read: ColumnReader, flat: Columns) -> list[dict[str, NDArray[Any]]]:

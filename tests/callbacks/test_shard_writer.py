@@ -143,7 +143,7 @@ def test_records_that_are_there_already_are_left_out(tmp_path, caplog):
     predict(tmp_path, count=3)
     predict(tmp_path, count=4, recover_first=False)
     assert len(list(TrajectoryShardReader(tmp_path))) == 8
-    assert "letters/test/0@confidence is in" in caplog.text
+    assert "letters/test/0@confidence (and 2 more) is in" in caplog.text
 
 
 def test_an_exception_keeps_the_finished_batches(tmp_path):
@@ -184,11 +184,11 @@ def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeyp
     """The third block cannot be written, nor anything after it."""
     plain, calls = shard_writer.ShardFile._append, []
 
-    def append(self, data):
+    def append(self, data, **options):
         calls.append(len(data))
         if len(calls) > 3:  # the run record and two blocks
             raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        plain(self, data)
+        plain(self, data, **options)
 
     monkeypatch.setattr(shard_writer.ShardFile, "_append", append)
     with pytest.raises(OSError, match="No space left on device") as error:

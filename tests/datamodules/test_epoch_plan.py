@@ -27,6 +27,14 @@ def test_a_resumed_plan_continues_where_it_stopped(done: int) -> None:
     assert resumed == stream[done : done + 10]
 
 
+def test_examples_may_have_numbers_of_their_own() -> None:
+    """The same order, with ``100 + 3 i`` for ``i``."""
+    renamed = plan(numbers=[100 + 3 * i for i in range(40)])
+    assert indices(renamed) == [[100 + 3 * i for i in batch] for batch in indices(plan())]
+    with pytest.raises(ValueError, match="expected 40 numbers like blocks, got 2"):
+        plan(numbers=[1, 2])
+
+
 def test_passes_differ_and_are_reproducible() -> None:
     one = plan()
     assert one.order(0).tolist() != one.order(1).tolist()

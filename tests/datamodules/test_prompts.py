@@ -3,6 +3,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from datamodules import PromptDataModule
@@ -12,6 +13,8 @@ from lit_dlm.reports import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
 from tests.fakes import TableBackbone, logits_for
 from tests.reports.test_results import row
+from tests.trajectories.samples import random_record
+from tests.trajectories.test_shards import write
 
 
 class Letters(Task):
@@ -65,7 +68,13 @@ def _module() -> DecodeModule:
 
 
 def _work(data: PromptDataModule, *, rank: int = 0, world: int = 1) -> list[tuple[str, str]]:
-    data.trainer = SimpleNamespace(lightning_module=_module(), global_rank=rank, world_size=world)
+    data.trainer = SimpleNamespace(
+        lightning_module=_module(),
+        global_rank=rank,
+        world_size=world,
+        is_global_zero=rank == 0,
+        strategy=SimpleNamespace(barrier=lambda name: None),
+    )
     data.setup("predict")
     return [
         (batch.method, example.uid)
@@ -97,6 +106,24 @@ def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
     left = sorted(uid for method, uid in chain(*parts) if method == "one")
     assert left == [f"letters/test/{n}" for n in (1, 2, 4, 5, 6)]
     assert sum(method == "two" for method, _ in chain(*parts)) == 7
+
+
+def test_a_sample_is_done_only_when_both_folders_hold_it(tmp_path: Path):
+    """Rows 0, 1 and 2 are on disk; records 1, 2 and 3 are: 1 and 2 are done."""
+    ResultFolder(tmp_path / "results").append(
+        [row(f"letters/test/{n}", task="letters", method="one") for n in (0, 1, 2)]
+    )
+    records = [random_record(np.random.default_rng(n), f"letters/test/{n}@one") for n in (1, 2, 3)]
+    write(tmp_path / "trajectories", records)
+    work = _work(
+        PromptDataModule(
+            [Letters()],
+            methods=["one"],
+            results_dir=str(tmp_path / "results"),
+            trajectories_dir=str(tmp_path / "trajectories"),
+        )
+    )
+    assert [uid for _, uid in work] == [f"letters/test/{n}" for n in (0, 3, 4, 5, 6)]
 
 
 def test_one_method_per_example_covers_all_examples_and_uses_both():

@@ -1,16 +1,22 @@
 import hashlib
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from datamodules.resuming import batches_done
 from datamodules.trajectories import REMASKED, TrajectoryDataModule, is_validation
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.trajectories import Trajectory, container
+from lit_dlm.trajectories.codec import DTYPES
 from lit_dlm.trajectories.errors import ShardError
+from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.traces import (
     PROJECTOR,
     feature_capture,
@@ -95,7 +101,8 @@ def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Pat
     assert set(per_record.tolist()) == {4 + 2}
     loader = module.train_dataloader()
     assert next(iter(loader)).features is None
-    remask = int(np.flatnonzero(index.step[module.train_indices] == REMASKED)[0])
+    numbers = module.train_indices
+    remask = int(numbers[index.step[numbers] == REMASKED][0])
     ref = loader.sampler.batch(0)[0]
     first, again, later = (
         loader.dataset[[ref._replace(number=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
@@ -115,9 +122,10 @@ def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
 
 
 def test_wrong_answers_can_be_left_out(shards: Path) -> None:
+    """Rows 0, 3, 6, ... are wrong: 16 of 24 remain."""
     index = ready(shards, only_correct=True)._dataset.index
-    assert {trace.meta["correct"] for trace in index.traces} == {True}
-    assert len(index.traces) == 16
+    rows = [int(uid.partition("@")[0][-5:]) for uid in index.uids]
+    assert rows == [row for row in range(24) if row % 3 > 0]
 
 
 def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -> None:
@@ -132,8 +140,88 @@ def test_position_in_the_stream_follows_from_the_optimiser_steps(shards: Path) -
     done = []
     for step in range(7):
         Progress.global_step = step
-        done.append(module._batches_done(10))
+        done.append(batches_done(module.trainer, 10))
     assert done == [0, 4, 8, 10, 14, 18, 20]
+
+
+def test_setup_reads_no_features_and_a_pass_reads_each_block_once(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    original = TrajectoryShardReader.read_block
+
+    def counted(self: TrajectoryShardReader, shard: Path, index: int) -> list[Trajectory]:
+        read.append((shard, index))
+        return original(self, shard, index)
+
+    monkeypatch.setattr(TrajectoryShardReader, "read_block", counted)
+    module = ready(shards)
+    assert read == []
+    list(module.train_dataloader())
+    assert 0 < len(read) == len(set(read)) <= 6
+
+
+def test_two_ranks_get_equally_many_batches_of_different_states(shards: Path) -> None:
+    """Together they see each training state at most once; validation copies are marked."""
+    parts = []
+    for rank in range(2):
+        module = ready(shards)
+        module.trainer = SimpleNamespace(  # type: ignore[assignment]
+            global_rank=rank, world_size=2, global_step=0, accumulate_grad_batches=1
+        )
+        train, val = module.train_dataloader(), module.val_dataloader()
+        parts.append((list(train.sampler), list(val.sampler)))
+    for part in (0, 1):
+        assert len(parts[0][part]) == len(parts[1][part])
+    seen = [ref.number for train, _ in parts for batch in train for ref in batch]
+    assert len(seen) == len(set(seen))
+    assert set(seen) <= set(module.train_indices.tolist())
+    real = [ref.number for _, val in parts for batch in val for ref in batch if ref.is_real]
+    assert sorted(real) == sorted(module.val_indices.tolist())
+
+
+def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
+    """The batch replays its records together; the reference goes through ``state_at``."""
+    module = ready(shards, source="tokens", step_ratio=1.0)
+    index = module._dataset.index
+    by_uid = {r.uid: r for r in TrajectoryShardReader(shards)}
+    batch_refs = module.train_dataloader().sampler.batch(0)
+    batch = module._dataset[batch_refs]
+    for row, ref in enumerate(batch_refs):
+        record = by_uid[index.uids[index.trace[ref.number]]]
+        state = record.state_at(int(index.step[ref.number]))
+        assert batch.ids[row, batch.start :].tolist() == state.tolist()
+        assert batch.ids[row, batch.pad_mask[row]].tolist() == [*record.prompt_ids, *state]
+
+
+def test_digests_are_checked_on_demand(tmp_path: Path) -> None:
+    """Wrong digests under right checksums: only ``strict`` computes them."""
+    folder = write_shards(tmp_path, recorded(small_backbone(), 12))
+    options = {"source": "tokens", "val_fraction": 0.4, "step_ratio": 1.0}
+    path = next(folder.glob("*.tar"))
+    side = TrajectoryShardReader(folder).side_file(path)
+    data = bytearray(path.read_bytes())
+    for entry in side.blocks:
+        block = bytes(data[entry.offset : entry.offset + entry.size])
+        header, columns = container.unpack(block, known=tuple(DTYPES))
+        at = block.index(columns["CDIG"].data)
+        data[entry.offset + at] ^= 1
+        # Right checksums: those of the column and, since they contain it, of the directory.
+        directory = 48 + 28 * list(columns).index("CDIG") + 24
+        stored = data[entry.offset + at : entry.offset + at + 16 * header.num_records]
+        data[entry.offset + directory : entry.offset + directory + 4] = crc(stored)
+        body = 48 + 28 * len(columns)
+        whole = crc(data[entry.offset : entry.offset + body])
+        data[entry.offset + body : entry.offset + body + 4] = whole
+        data[entry.offset + entry.size - 8 : entry.offset + entry.size - 4] = whole
+    path.write_bytes(data)
+    assert len(list(ready(folder, **options).train_dataloader())) > 0
+    with pytest.raises(ShardError, match="content digest does not match"):
+        list(ready(folder, strict=True, **options).train_dataloader())
+
+
+def crc(data: bytes | bytearray) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 def test_missing_folder_is_named(tmp_path: Path) -> None:

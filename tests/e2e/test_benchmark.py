@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, finished, results, run, start, write_config
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,7 @@ model:
   init_args:
     backbone: {root}/configs/backbone/tiny.yaml
     tokenizer: tiny
+    level: tokens
     decoders:
       random: {root}/configs/decode/random.yaml
       threshold-0.9: {root}/configs/decode/threshold_0.9.yaml
@@ -45,6 +47,7 @@ data:
     response_length: 32
     batch_size: {batch_size}
     results_dir: ${{run_dir}}/results
+    trajectories_dir: ${{run_dir}}/trajectories
 """
 
 
@@ -83,6 +86,20 @@ def test_a_run_leaves_results_summary_table_plot_and_its_configuration(whole: Pa
     assert (whole / "predict.yaml").exists()
 
 
+def assert_every_row_has_its_trajectory(run_dir: Path) -> None:
+    """Exactly one record per row, with the digest that the row names."""
+    records = list(TrajectoryShardReader(run_dir / "trajectories"))
+    digests = {record.uid: record.digest().hex() for record in records}
+    assert len(digests) == len(records)
+    rows = [row for group in results(run_dir).values() for row in group]
+    assert {row.trajectory["uid"]: row.trajectory["digest"] for row in rows} == digests
+    assert {row.trajectory["set"] for row in rows} == {"trajectories"}
+
+
+def test_every_number_can_be_replayed(whole: Path):
+    assert_every_row_has_its_trajectory(whole)
+
+
 def test_the_saved_configuration_runs_again_and_redoes_nothing(whole: Path):
     parts = {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")}
     before = results(whole)
@@ -117,6 +134,7 @@ def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
     assert 0 < done < 36
     run("predict", "--config", path)
     assert results(tmp_path / "killed") == results(whole)
+    assert_every_row_has_its_trajectory(tmp_path / "killed")
 
 
 def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):

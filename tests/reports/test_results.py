@@ -82,3 +82,16 @@ def test_other_settings_are_refused_and_the_difference_is_named(tmp_path: Path):
 def test_names_that_are_no_folder_names_are_refused(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match="method"):
         ResultFolder(tmp_path).method_folder("t", name)
+
+
+def test_rows_whose_trajectory_is_missing_are_removed(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    named = {uid: {"set": "trajectories", "uid": f"{uid}@m", "digest": "00"} for uid in "abc"}
+    folder.append([row("a", trajectory=named["a"]), row("old")], rank=0)
+    folder.append([row("b", trajectory=named["b"]), row("c", trajectory=named["c"])], rank=1)
+    assert folder.keep_only({"a@m", "c@m"}) == 2
+    assert [(r.uid, r.trajectory) for r in folder.rows("t", "m")] == [
+        ("a", named["a"]),
+        ("c", named["c"]),
+    ]
+    assert folder.keep_only({"a@m", "c@m"}) == 0

@@ -336,3 +336,19 @@ def test_wrong_use_is_one_clear_error():
     run(DECODERS["one"], [capture])
     with pytest.raises(ValueError, match="expected 8 uids"):
         capture.trajectories(["a"])
+
+
+def test_features_of_masked_rows_alone_equal_those_of_all_rows_there():
+    """Same decode, two layouts."""
+    whole = captured(DECODERS["threshold"], level="features", features=feature_capture())
+    part = captured(
+        DECODERS["threshold"], level="features", features=feature_capture(layout="masked")
+    )
+    for a, b in zip(whole, part, strict=True):
+        assert (a.features is None) == (b.features is None)
+        if a.features is not None:
+            for k, step in enumerate(a.features.kept_steps):
+                masked = a.state_at(step) == MASK
+                x, y = a.features.dequantized()[k], b.features.dequantized()[k]
+                np.testing.assert_array_equal(x[masked], y[masked])
+                assert not y[~masked].any()

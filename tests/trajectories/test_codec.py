@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import json
 import struct
 import tracemalloc
 import zlib
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +14,13 @@ from lit_dlm.trajectories import Trajectory, TrajectoryFormatError
 from lit_dlm.trajectories import container as layout
 from lit_dlm.trajectories.codec import decode_block, encode_block
 from lit_dlm.trajectories.errors import ChecksumError, InvariantError, UnsupportedFormatError
-from lit_dlm.trajectories.feature_codec import attach_features
-from tests.trajectories.samples import MASK, VOCAB, assert_same, random_record
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "trajectories"
+from tests.trajectories.samples import (
+    MASK,
+    VOCAB,
+    assert_same,
+    random_record,
+    sparse_record,
+)
 
 
 def small_block(**options) -> tuple[list[Trajectory], bytes]:
@@ -43,8 +45,8 @@ class _AllTags(tuple):
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(1, 6),
-    num_generated=st.sampled_from([1, 2, 13, 64]),
-    num_steps=st.sampled_from([0, 1, 7, 30, 300]),
+    num_generated=st.sampled_from([0, 1, 2, 13, 64]),
+    num_steps=st.sampled_from([0, 1, 7, 30, 256, 257]),
     num_prompt=st.sampled_from([0, 1, 20]),
     remask=st.sampled_from([0.0, 0.05]),
     fixed=st.sampled_from([0.0, 0.3]),
@@ -73,6 +75,37 @@ def test_decoding_undoes_encoding(
         decoded = decode_block(encode_block(records, level=level))
         for before, after in zip(records, decoded, strict=True):
             assert_same(before, after)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_generated=st.integers(1, 4096),
+    num_steps=st.integers(1, 1024),
+    num_prompt=st.integers(0, 3000),
+    remasks=st.integers(0, 200),
+    fixed=st.sampled_from([0.0, 0.1]),
+)
+def test_long_records_round_trip(seed, num_generated, num_steps, num_prompt, remasks, fixed):
+    """Two records of random lengths, ``remasks`` random rewrites each; their states agree, too."""
+    rng = np.random.default_rng(seed)
+    before = [
+        sparse_record(
+            rng,
+            f"u{i}",
+            num_generated=max(1, num_generated >> i),
+            num_steps=num_steps,
+            num_prompt=num_prompt,
+            num_rewrites=remasks,
+            fixed=fixed,
+        )
+        for i in range(2)
+    ]
+    after = decode_block(encode_block([record for record, _ in before], level=1))
+    for (record, truth), read in zip(before, after, strict=True):
+        assert_same(record, read)
+        for step in rng.integers(0, num_steps + 1, 4).tolist():
+            np.testing.assert_array_equal(read.state_at(step), truth(step))
 
 
 def test_a_long_record_round_trips():
@@ -124,12 +157,7 @@ def _flip_bits(count: int, seed: int) -> None:
 
 
 def test_bit_flips_are_detected():
-    _flip_bits(1500, seed=0)
-
-
-@pytest.mark.slow
-def test_many_bit_flips_are_detected():
-    _flip_bits(20_000, seed=1)
+    _flip_bits(12_000, seed=0)
 
 
 def test_bit_flips_under_fresh_checksums_raise_only_format_errors():
@@ -274,42 +302,59 @@ def test_encoding_names_the_record_that_breaks_a_rule():
         encode_block([random_record(rng, "a"), other])
 
 
-def test_repeated_uids_in_a_block_are_refused_on_reading():
+def test_repeated_uids_in_a_block_are_refused():
     rng = np.random.default_rng(6)
-    data = encode_block([random_record(rng, "a"), random_record(rng, "a")])
+    one, two = random_record(rng, "a"), random_record(rng, "b")
+    with pytest.raises(InvariantError, match="'a': a uid appears twice"):
+        encode_block([one, replace(two, uid="a")])
+    forged = rebuilt(
+        encode_block([one, two]),
+        lambda c: c | {"SMID": layout.Column("SMID", layout.Dtype.BYTES, b"\1\0a\1\0a")},
+    )
     with pytest.raises(InvariantError, match="a uid appears twice"):
-        decode_block(data)
+        decode_block(forged)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("gsm8k_256_256", 750), ("gsm8k_128_64", 420)])
-def test_bytes_per_record_stay_within_the_format_goal(name, limit):
-    stored = (GOLDEN / f"{name}.trajb").read_bytes()
-    records = decode_block(stored)
-    assert len(records) == 64
-    assert len(encode_block(records, level=9)) / 64 <= limit
+def test_numbers_that_do_not_fit_their_column_are_refused_on_writing():
+    rng = np.random.default_rng(7)
+    record = random_record(rng, "a", signals=True)
+    for name, value in (("step_proposal", 2**24), ("step_proposal", -1), ("step_time_us", 2**32)):
+        values = record.signals[name].astype(np.int64)
+        values[0] = value
+        with pytest.raises(InvariantError, match=f"signal '{name}' must hold integers in 0"):
+            encode_block([replace(record, signals={**record.signals, name: values})])
+    bare = replace(record, signals={})
+    full = replace(bare, tokens=np.ones_like(bare.tokens), given=np.ones(12, dtype=bool))
+    with pytest.raises(InvariantError, match="mask_id must be in 0"):
+        encode_block([replace(full, commit_step=np.full(12, -1), mask_id=-1)])
+    with pytest.raises(InvariantError, match="not valid text"):
+        encode_block([replace(bare, uid="\ud800")])
+    with pytest.raises(InvariantError, match="meta is not JSON"):
+        encode_block([bare.with_meta(text="\ud800")])
 
 
-def test_golden_blocks_read_forever():
-    expected = json.loads((GOLDEN / "full.json").read_text())
-    records = decode_block((GOLDEN / "full.trajb").read_bytes())
-    records = attach_features(records, (GOLDEN / "full.featb").read_bytes())
-    assert len(records) == len(expected)
-    for record, fields in zip(records, expected, strict=True):
-        assert record.digest().hex() == fields["digest"]
-        for name in ("uid", "num_steps", "mask_id", "vocab_size", "seed", "status", "meta"):
-            assert getattr(record, name) == fields[name], name
-        for name in ("prompt_ids", "tokens", "commit_step", "given", "superseded"):
-            value = getattr(record, name)
-            assert (None if value is None else value.tolist()) == fields[name], name
-        assert record.signals.keys() == fields["signals"].keys()
-        for name, values in record.signals.items():
-            bits = values.view(np.uint16 if values.dtype == np.float16 else np.uint32)
-            assert bits.tolist() == fields["signals"][name], name
-        assert (record.features is None) == (fields["features"] is None)
-        if record.features is not None:
-            assert record.features.scales is not None
-            assert record.features.scales.view(np.uint16).tolist() == fields["features"]["scales"]
-            for name in ("kept_steps", "features", "proposals"):
-                assert getattr(record.features, name).tolist() == fields["features"][name]
-            assert list(record.features.groups) == fields["features"]["groups"]
-            assert record.features.projector_digest == fields["features"]["projector_digest"]
+def test_partial_records_without_the_flag_are_refused():
+    """The flag alone is harmless: a writer may set it before it knows."""
+    records, _ = small_block()
+    data = encode_block([replace(records[0], status="aborted")])
+    header, columns = layout.unpack(data, known=_AllTags())
+    assert header.flags == 1
+    bare = layout.pack(replace(header, flags=0), list(columns.values()), level=1)
+    with pytest.raises(InvariantError, match="without saying so"):
+        decode_block(bare)
+    whole, columns = layout.unpack(encode_block(records), known=_AllTags())
+    flagged = layout.pack(replace(whole, flags=1), list(columns.values()), level=1)
+    assert len(decode_block(flagged)) == 3
+
+
+def test_hostile_events_are_refused_without_strict_reading():
+    """A position beyond the response would be an index error in whatever replays the record."""
+    _, data = small_block(remask=0.3)
+
+    def change(columns):
+        raw = bytearray(columns["EPOS"].data)
+        raw[0:2] = b"\xff\xff"
+        columns["EPOS"] = layout.Column("EPOS", layout.Dtype.U16, bytes(raw))
+
+    with pytest.raises(InvariantError, match="outside the canvas"):
+        decode_block(rebuilt(data, change), strict=False)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lit_dlm.trajectories import StepFeatures, TrajectoryFormatError
 from lit_dlm.trajectories.codec import decode_block, encode_block
-from lit_dlm.trajectories.feature_codec import attach_features, encode_features
+from lit_dlm.trajectories.feature_codec import attach_features, encode_features, only_masked
 from tests.trajectories.samples import assert_same, random_features, random_record
 
 
@@ -123,3 +125,66 @@ def test_features_must_share_a_layout_within_a_block():
     object.__setattr__(records[1].features, "projector_digest", "another")
     with pytest.raises(ValueError, match=r"'u1'.*one layout"):
         encode_features(records)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_channel", "fp16"])
+def test_only_masked_rows_are_stored_and_come_back(scheme):
+    """Re-masking included: which rows are masked is read off the record, not stored. About half of
+    the rows of a decode are masked, so the block shrinks."""
+    rng = np.random.default_rng(7)
+    records, whole = [], []
+    for i in range(4):
+        record = random_record(rng, f"u{i}", num_generated=16 + i, num_steps=9, remask=0.05)
+        features = random_features(rng, 16 + i, 9, scheme=scheme)
+        whole.append(replace(record, features=features))
+        if i != 1:  # one record without features in between
+            record = replace(record, features=only_masked(record, features))
+        records.append(record)
+    data = encode_features(records)
+    assert len(data) < 0.75 * len(encode_features(whole))
+    restored = attach_features(decode_block(encode_block(records)), data)
+    for before, after, full in zip(records, restored, whole, strict=True):
+        assert_same(before, after)
+        if before.features is None:
+            continue
+        assert (after.features.layout, after.features.scheme) == ("masked", scheme)
+        states = np.stack([before.state_at(int(t)) for t in after.features.kept_steps])
+        masked = states == before.mask_id
+        values = after.features.dequantized()
+        np.testing.assert_array_equal(values[masked], full.features.dequantized()[masked])
+        assert not values[~masked].any()
+        np.testing.assert_array_equal(
+            after.features.proposals, np.where(masked, full.features.proposals, states)
+        )
+
+
+def test_features_outside_masks_are_refused_in_layout_masked():
+    rng = np.random.default_rng(8)
+    record = random_record(rng, "a", features=True)
+    wrong = replace(record, features=replace(record.features, layout="masked"))
+    with pytest.raises(ValueError, match="'a': features in layout 'masked' must be 0"):
+        encode_features([wrong])
+    with pytest.raises(ValueError, match="expected features in layout 'generation', got 'masked'"):
+        only_masked(wrong, wrong.features)
+
+
+def test_scales_per_feature_hold_the_largest_value_of_the_sample():
+    """Feature 0 reaches 127 and feature 1 reaches 12.7, so their scales are 1 and 0.1 (rounded up
+    to float16): 12.7 becomes 127 or 126 steps."""
+    values = np.array([[[127.0, 1.27], [3.0, 12.7]], [[-5.0, 0.0], [0.0, -12.7]]], np.float32)
+    stored = quantize(values, scheme="int8_channel")
+    assert stored.scheme == "int8_channel"
+    assert stored.scales.shape == (2, 1, 2)
+    assert stored.scales[0, 0].astype(float) == pytest.approx([1.0, 0.1], rel=1e-3)
+    assert stored.features[..., 0].tolist() == [[127, 3], [-5, 0]]
+    np.testing.assert_allclose(stored.dequantized(), values, atol=0.051)
+
+
+def test_int8_per_feature_keeps_gaussian_features_within_one_percent_too():
+    """Largest of 2 x 200 normal values: about 3, so the error is 3 / 127 / sqrt(12) = 0.7 %."""
+    rng = np.random.default_rng(9)
+    spread = np.array([1.0, 30.0, 0.01, 5.0])
+    values = (rng.normal(size=(2, 200, 4)) * spread).astype(np.float32)
+    restored = quantize(values, scheme="int8_channel").dequantized()
+    error = np.sqrt(((restored - values) ** 2).mean((0, 1)) / (values**2).mean((0, 1)))
+    assert (error < 0.01).all()

@@ -57,6 +57,29 @@ def test_a_folder_refuses_other_settings_and_names_the_keys(tmp_path):
     assert "decode.policy" not in str(e.value)
 
 
+def test_methods_may_be_added_and_left_out_but_not_changed(tmp_path):
+    """Three runs of one folder: method a; methods a and b-0.9; b-0.9 with another setting."""
+
+    def run(**methods):
+        return run_record(decode={"methods": methods}, data={"tasks": {"t": {"split": "test"}}})
+
+    first, second = run(a={"k": 1}), run(**{"a": {"k": 1}, "b-0.9": {"k": 2}})
+    assert first.save(tmp_path).name == "run.json"
+    assert second.save(tmp_path).name == f"run-{second.digest().hex()[:16]}.json"
+    run(**{"b-0.9": {"k": 2}}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"decode\.methods\.b-0\.9\.k: 2 in the folder, 3 now"):
+        run(**{"b-0.9": {"k": 3}}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"decode\.methods\.a\.j: absent in the folder, 0 now"):
+        run(a={"k": 1, "j": 0}).save(tmp_path)
+
+
+def test_the_text_of_a_record_is_read_back():
+    run = run_record()
+    assert RunRecord.parse(run.text()).digest() == run.digest()
+    with pytest.raises(ValueError, match="run record: not JSON"):
+        RunRecord.parse("{")
+
+
 def test_other_hardware_is_kept_as_a_second_record(tmp_path):
     first, second = run_record(hardware={"devices": []}), run_record(hardware={"devices": ["x"]})
     assert first.save(tmp_path).name == "run.json"

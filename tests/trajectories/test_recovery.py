@@ -10,6 +10,7 @@ import pytest
 
 from lit_dlm.trajectories.errors import ShardError
 from lit_dlm.trajectories.shards import (
+    BackgroundWriter,
     TrajectoryShardReader,
     completed_uids,
     merge_manifest,
@@ -20,10 +21,10 @@ from tests.trajectories.test_shards import records_of, write, writer
 
 
 def _resume(folder: Path, records, *, pause: float = 0.0, **options) -> None:
-    """What a predict loop does: recover, then write what is missing."""
+    """What a predict loop does: recover, then write what is missing, in a thread."""
     recover(folder)
     done = completed_uids(folder)
-    with writer(folder, **options) as shards:
+    with BackgroundWriter(writer(folder, **options)) as shards:
         for record in records:
             if record.uid not in done:
                 shards.put(record)
@@ -69,27 +70,33 @@ def _crashed_writer(folder: Path, records, **options) -> Path:
     return orphan
 
 
-@pytest.mark.parametrize("features", [False, True])
-def test_killed_at_twenty_random_points_each_record_is_there_once(tmp_path, features):
-    records = records_of(300, features=features)
+@pytest.mark.parametrize(("count", "features"), [(1000, False), (200, True)])
+def test_killed_at_twenty_random_points_each_record_is_there_once(tmp_path, count, features):
+    """An uninterrupted run pauses ``count`` x 1 ms at least, so every kill is in the middle of the
+    first runs; the digests are those of a run that nobody killed."""
+    records = records_of(count, features=features)
     rng = np.random.default_rng(0)
-    whole = tmp_path / "whole"
-    write(whole, records, max_shard_records=64)
-    folder = tmp_path / "killed"
-    counts = []
+    options = {"max_shard_records": 128, "block_size": 16}
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    write(whole, records, **options)
+    counts, num_killed = [], 0
     for _ in range(20):
-        delay = float(rng.uniform(0.0, 0.12))
-        # An uninterrupted run pauses 300 x 2 ms, five times the longest delay.
-        _killed(lambda: _resume(folder, records, pause=2e-3, max_shard_records=64), delay)
+        delay = float(rng.uniform(0.02, 0.2))
+        num_killed += not _killed(lambda: _resume(folder, records, pause=1e-3, **options), delay)
         counts.append(len(completed_uids(folder)))
-    assert counts[0] < 300
+    assert num_killed > 3
+    assert counts[0] < count
     assert counts == sorted(counts)
-    _resume(folder, records, max_shard_records=64)
-    assert merge_manifest(folder)["num_records"] == 300
-    found = {record.uid: record for record in TrajectoryShardReader(folder)}
-    assert sum(1 for _ in TrajectoryShardReader(folder)) == len(found) == 300
-    for expected in TrajectoryShardReader(whole):
-        assert_same(expected, found[expected.uid])
+    _resume(folder, records, **options)
+    assert merge_manifest(folder)["num_records"] == count
+    found = list(TrajectoryShardReader(folder))
+    assert len(found) == len({record.uid for record in found}) == count
+    digests = {record.uid: record.digest() for record in found}
+    assert digests == {record.uid: record.digest() for record in TrajectoryShardReader(whole)}
+    if features:
+        by_uid = {record.uid: record for record in found}
+        for record in records:
+            assert_same(record, by_uid[record.uid])
     assert not list(folder.glob("*.tmp*"))
 
 

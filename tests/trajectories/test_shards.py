@@ -232,9 +232,15 @@ def test_a_damaged_payload_is_reported_and_only_its_block_is_lost(tmp_path):
         file.write(bytes([byte[0] ^ 4]))
     with pytest.raises(ShardError, match="r0w0s0b00001"):
         list(TrajectoryShardReader(tmp_path))
-    reader = TrajectoryShardReader(tmp_path, on_error="skip")
+    reader = TrajectoryShardReader(tmp_path, on_error="skip", max_bad_fraction=0.34)
     assert [int(r.uid[-4:]) for r in reader] == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert reader.num_damaged_blocks == 1
+    assert (reader.num_damaged_blocks, reader.num_lost_records) == (1, 4)
+    few = TrajectoryShardReader(tmp_path, on_error="skip", max_bad_fraction=0.33)
+    with pytest.raises(ShardError, match="4 of 12 records are lost to damage") as error:
+        list(few)
+    cause = error.value.__cause__
+    assert isinstance(cause, ShardError)
+    assert (cause.file, cause.member) == (shard, "r0w0s0b00001")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.7, 0.97])
@@ -244,7 +250,7 @@ def test_a_truncated_shard_is_reported(tmp_path, keep):
     os.truncate(shard, int(shard.stat().st_size * keep))
     with pytest.raises(ShardError, match=re.escape(str(shard))):
         list(TrajectoryShardReader(tmp_path))
-    list(TrajectoryShardReader(tmp_path, on_error="skip"))
+    list(TrajectoryShardReader(tmp_path, on_error="skip", max_bad_fraction=1.0))
     with pytest.raises(ShardError, match="bytes, got"):
         merge_manifest(tmp_path)
 

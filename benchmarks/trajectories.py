@@ -1,0 +1,446 @@
+"""Size and speed of stored trajectories against a per-step store and against plain numpy.
+
+    python benchmarks/trajectories.py [--json] [--repeats 5] [--records 4096]
+
+The records are the committed fixtures of the format (GSM8K texts, G = T = 256 and G = 128, T = 64)
+and decodes of the embedded model. Baselines: (a) ``per_step_store.py``, which keeps each step as
+zstd frames of its own; (b) plain numpy, the same arrays as int32 in one uncompressed ``.npz``.
+Everything runs in one process on one thread, repetitions interleaved. Times are medians: CPU time
+where one action is compared with another, wall time where records per second are counted.
+
+What the ratios mean (each is baseline (a) over ours, per record):
+
+- ``size_ratio``: bytes of (a)'s files over bytes of our block of 64 at zstd level 9 (G = T = 256).
+  (a) also holds a timestamp per step; ``size_ratio_with_times`` gives our block step times, too.
+- ``replay_ratio``: from files in the page cache to all 64 final states. Each side reads its 64
+  records as it stores them: (a) 64 files, ours one block, with checksums, rules and content digests
+  checked. ``replay_ratio_lone`` compares one file of (a) with one block that holds one record, and
+  ``replay_ratio_picked`` with the read of a whole block of 64 for the sake of one record.
+- ``capture_us_per_step``: time inside the observer's own calls (start, steps, end) over the steps,
+  on the embedded model with a batch of 16; ``capture_overhead_percent`` is that over the time of a
+  step of a decode without capture. The loop does the same work with and without observers apart
+  from these calls, so this is what capture adds. ``capture_on_off_percent`` compares whole decodes,
+  pairs in turns; it swings by several percent on a busy machine. Making records of the buffer
+  (``records_us``) is not part of the decode.
+- ``read_records_per_second``: records that leave the training loader of ``TrajectoryDataModule`` in
+  one process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256);
+  ``read_strict_records_per_second`` with content digests checked. On a busy machine look at
+  ``read_records_per_cpu_second``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import per_step_store
+import torch
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones.tokenizer import load_tokenizer
+from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.trajectories import Trajectory
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.codec import decode_block, encode_block
+from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "golden" / "trajectories"
+
+Figures = dict[str, float]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs everything and prints a table, or one JSON object."""
+    options = _parser().parse_args(arguments)
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        blocks = {
+            size: decode_block((FIXTURES / f"gsm8k_{size}.trajb").read_bytes())
+            for size in ("256_256", "128_64")
+        }
+        figures: Figures = {}
+        for size, records in blocks.items():
+            figures |= sizes(size, records)
+            figures |= speeds(size, records, folder / size, options.repeats)
+        for key in ("size_ratio", "size_ratio_with_times", "replay_ratio"):
+            figures[key] = figures[f"{key}_256_256"]
+        figures["replay_ratio_lone"] = figures["replay_ratio_lone_256_256"]
+        figures["replay_ratio_picked"] = figures["replay_ratio_picked_256_256"]
+        captured, overhead = capture(options)
+        figures |= overhead | sizes("embedded", captured)
+        many = copies(blocks["256_256"], options.records)
+        figures |= writing(many, folder / "shards", options.repeats)
+        figures |= reading(folder / "shards" / "0", options.repeats)
+    figures["threads"] = options.threads
+    if options.json:
+        print(json.dumps({key: _rounded(value) for key, value in figures.items()}))
+    else:
+        print(table(figures))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Size and speed of stored trajectories.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of every measurement")
+    parser.add_argument("--records", type=int, default=4096, help="records to write and read")
+    parser.add_argument("--length", type=int, default=64, help="response cells when capturing")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a decode when capturing")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--folder", default=None, help="where temporary files go")
+    return parser
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+def sizes(name: str, records: Sequence[Trajectory]) -> Figures:
+    """Bytes per record of ours, of (a) and of (b)."""
+    times = np.random.default_rng(0)
+    timed = [
+        replace(
+            record,
+            signals={"step_time_us": times.normal(21_000, 500, record.num_steps).astype(np.uint32)},
+        )
+        for record in records
+    ]
+    ours = len(encode_block(records)) / len(records)
+    with_times = len(encode_block(timed)) / len(records)
+    baseline = statistics.mean(len(per_step_store.encode(record)) for record in records)
+    return {
+        f"bytes_{name}": ours,
+        f"bytes_with_times_{name}": with_times,
+        f"bytes_lone_{name}": statistics.mean(len(encode_block([r])) for r in records),
+        f"bytes_per_step_store_{name}": baseline,
+        f"bytes_numpy_{name}": sum(map(_numpy_bytes, records)) / len(records),
+        f"size_ratio_{name}": baseline / ours,
+        f"size_ratio_with_times_{name}": baseline / with_times,
+    }
+
+
+def _numpy_bytes(record: Trajectory) -> int:
+    return record.prompt_ids.nbytes + record.tokens.nbytes + record.commit_step.nbytes
+
+
+# -- encode, decode, replay ----------------------------------------------------------------------
+
+
+def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> Figures:
+    """Microseconds per record, interleaved."""
+    folder.mkdir()
+    n = len(records)
+    block, lone, arrays = folder / "block.trajb", folder / "lone.trajb", folder / "numpy.npz"
+    block.write_bytes(encode_block(records))
+    lone.write_bytes(encode_block(records[:1]))
+    np.savez(arrays, **_stacked(records))
+    files = []
+    for i, record in enumerate(records):
+        files.append(folder / f"{i}.steps")
+        files[-1].write_bytes(per_step_store.encode(record))
+
+    def per_step_final(paths: Sequence[Path]) -> list[Any]:
+        return [per_step_store.final_state(*per_step_store.load(path)[1:]) for path in paths]
+
+    def per_step_all() -> list[Any]:
+        return [per_step_store.all_states(*per_step_store.load(path)[1:]) for path in files]
+
+    def ours_final(path: Path) -> list[Any]:
+        return [r.state_at(r.num_steps) for r in decode_block(path.read_bytes())]
+
+    def numpy_final() -> list[Any]:
+        with np.load(arrays) as loaded:
+            tokens, commit_step = loaded["tokens"], loaded["commit_step"]
+        last = records[0].num_steps
+        return list(np.where(commit_step >= last, records[0].mask_id, tokens))
+
+    data = block.read_bytes()
+    seconds = interleaved(
+        {
+            "encode": lambda: encode_block(records),
+            "encode_level_3": lambda: encode_block(records, level=3),
+            "encode_lone": lambda: encode_block(records[:1]),
+            "decode": lambda: decode_block(data),
+            "decode_unchecked_digests": lambda: decode_block(data, strict=False),
+            "replay": lambda: ours_final(block),
+            "replay_lone": lambda: ours_final(lone),
+            "all_states": lambda: [r.all_states() for r in decode_block(block.read_bytes())],
+            "encode_per_step_store": lambda: [per_step_store.encode(r) for r in records[:8]],
+            "replay_per_step_store": lambda: per_step_final(files),
+            "replay_lone_per_step_store": lambda: per_step_final(files[:1]),
+            "all_states_per_step_store": per_step_all,
+            "replay_numpy": numpy_final,
+        },
+        repeats,
+    )
+    counts = {"encode_lone": 1, "replay_lone": 1, "encode_per_step_store": 8}
+    counts["replay_lone_per_step_store"] = 1
+    figures = {
+        f"{key}_us_{size}": value * 1e6 / counts.get(key, n) for key, value in seconds.items()
+    }
+    whole = seconds["replay"]
+    alone = seconds["replay_lone_per_step_store"]
+    figures |= {
+        f"replay_ratio_{size}": seconds["replay_per_step_store"] / whole,
+        f"replay_ratio_lone_{size}": alone / seconds["replay_lone"],
+        f"replay_ratio_picked_{size}": alone / whole,
+        f"all_states_ratio_{size}": seconds["all_states_per_step_store"] / seconds["all_states"],
+    }
+    for ours, theirs in zip(ours_final(block), per_step_final(files), strict=True):
+        if not np.array_equal(ours, theirs):
+            raise RuntimeError("the two stores disagree about a final state")
+    return figures
+
+
+def _stacked(records: Sequence[Trajectory]) -> dict[str, Any]:
+    return {
+        "prompts": np.concatenate([r.prompt_ids for r in records]),
+        "tokens": np.stack([r.tokens for r in records]),
+        "commit_step": np.stack([r.commit_step for r in records]),
+    }
+
+
+def interleaved(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median CPU seconds of each action; round after round, so that slow moments hit all alike."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for action in actions.values():
+        action()
+    for _ in range(repeats):
+        for name, action in actions.items():
+            begin = time.thread_time()
+            action()
+            times[name].append(time.thread_time() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+# -- capture -------------------------------------------------------------------------------------
+
+
+class TimedCapture(TrajectoryCapture):
+    """Capture with a clock around its calls."""
+
+    seconds = 0.0
+
+    def on_start(self, *arguments: Any) -> None:
+        """Counts the time of the call."""
+        self._timed(super().on_start, *arguments)
+
+    def on_step(self, *arguments: Any) -> None:
+        """Counts the time of the call."""
+        self._timed(super().on_step, *arguments)
+
+    def on_end(self, *arguments: Any) -> None:
+        """Counts the time of the call."""
+        self._timed(super().on_end, *arguments)
+
+    def _timed(self, call: Callable[..., None], *arguments: Any) -> None:
+        begin = time.perf_counter()
+        call(*arguments)
+        self.seconds += time.perf_counter() - begin
+
+
+def capture(options: argparse.Namespace) -> tuple[list[Trajectory], Figures]:
+    """Decodes of the embedded model, and what capturing them costs."""
+    backbone, tokenizer = HFBackbone(path="tiny").eval(), load_tokenizer("tiny")
+    decoder = Decoder(policy=EntropyPolicy())
+    examples = WordProblems("test", num_examples=4 * options.batch).examples()
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.text}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for example in examples
+    ]
+    vocab_size = backbone.vocab_size
+    batches = [
+        prompt_canvas(
+            prompts[first : first + options.batch],
+            response_length=options.length,
+            spec=backbone.spec,
+            seeds=range(first, first + options.batch),
+        )
+        for first in range(0, len(prompts), options.batch)
+    ]
+    records: list[Trajectory] = []
+    plain, inside, making, pairs = [], [], [], []
+    decoder(backbone, batches[0])
+    for round_number in range(max(options.repeats, 2)):
+        canvas = batches[round_number % len(batches)]
+        observer = TimedCapture(vocab_size=vocab_size)
+        seconds = {}
+        # Whichever comes first meets a colder cache: take turns.
+        for on in (False, True) if round_number % 2 else (True, False):
+            begin = time.thread_time()
+            result = decoder(backbone, canvas, [observer] if on else [])
+            seconds[on] = time.thread_time() - begin
+        steps = int(result.num_steps.max())
+        begin = time.perf_counter()
+        uids = [f"word/{round_number}/{row}" for row in range(options.batch)]
+        made = observer.trajectories(uids)
+        making.append((time.perf_counter() - begin) / len(made))
+        if round_number < len(batches):
+            records += made
+        plain.append(seconds[False])
+        pairs.append(seconds[True] / seconds[False] - 1)
+        inside.append(observer.seconds / steps)
+    per_step = statistics.median(plain) / steps
+    return records, {
+        "capture_overhead_percent": 100 * statistics.median(inside) / per_step,
+        "capture_on_off_percent": 100 * statistics.median(pairs),
+        "capture_us_per_step": 1e6 * statistics.median(inside),
+        "decode_us_per_step": 1e6 * per_step,
+        "records_us": 1e6 * statistics.median(making),
+    }
+
+
+# -- shards --------------------------------------------------------------------------------------
+
+
+def copies(records: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """``count`` records, each with a uid (and so, for the split, a prompt) of its own."""
+    return [
+        replace(records[i % len(records)], uid=f"{records[i % len(records)].uid}#{i:06d}")
+        for i in range(count)
+    ]
+
+
+def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
+    """Records per second through the public writer, closed and on disk."""
+    empty: dict[str, str] = {}
+    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    rates: dict[int, list[float]] = {9: [], 3: []}
+    puts = []
+    for number in range(max(1, min(repeats, 3))):
+        for level, values in rates.items():
+            target = folder / (str(number) if level == 9 else f"{number}-{level}")
+            begin = time.perf_counter()
+            with TrajectoryShardWriter(
+                target, name="bench", split="train", rank=0, run=run, level=level
+            ) as writer:
+                for record in records:
+                    writer.put(record)
+                puts.append((time.perf_counter() - begin) / len(records))
+            values.append(len(records) / (time.perf_counter() - begin))
+    return {
+        "write_records_per_second": statistics.median(rates[9]),
+        "write_level_3_records_per_second": statistics.median(rates[3]),
+        "put_us": 1e6 * statistics.median(puts),
+    }
+
+
+def reading(folder: Path, repeats: int) -> Figures:
+    """Records per second through the training loader of the data module."""
+    from datamodules import TrajectoryDataModule  # Lightning takes seconds to import.
+
+    def loader(strict: bool) -> TrajectoryDataModule:
+        module = TrajectoryDataModule(
+            folder,
+            source="tokens",
+            step_ratio=1 / 256,  # one state of each record
+            batch_size=64,
+            val_fraction=0.05,
+            max_val_examples=1,
+            strict=strict,
+        )
+        module.setup("fit")
+        return module
+
+    def seconds_of_a_pass(module: TrajectoryDataModule) -> tuple[int, float, float]:
+        begin, begin_cpu = time.perf_counter(), time.thread_time()
+        count = sum(len(batch.ids) for batch in module.train_dataloader())
+        return count, time.perf_counter() - begin, time.thread_time() - begin_cpu
+
+    begin = time.perf_counter()
+    loader(strict=False)
+    setup = time.perf_counter() - begin
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    cpu_rates = []
+    for number in range(repeats + 1):
+        for strict, values in rates.items():
+            # A fresh module has read no record: the pass decodes every block once.
+            count, seconds, cpu_seconds = seconds_of_a_pass(loader(strict))
+            if number:
+                values.append(count / seconds)
+            if number and not strict:
+                cpu_rates.append(count / cpu_seconds)
+    return {
+        "read_records_per_second": statistics.median(rates[False]),
+        "read_strict_records_per_second": statistics.median(rates[True]),
+        "read_records_per_cpu_second": statistics.median(cpu_rates),
+        "setup_seconds": setup,
+    }
+
+
+# -- table ---------------------------------------------------------------------------------------
+
+
+def table(figures: Figures) -> str:
+    """The figures for people."""
+    f = figures
+    lines = [f"{'bytes per record':<28}{'ours':>10}{'per step':>10}{'numpy':>9}{'ratio':>8}"]
+    names = {"256_256": "G 256, T 256", "128_64": "G 128, T 64", "embedded": "embedded model"}
+    for key, name in names.items():
+        ours, per_step = f[f"bytes_{key}"], f[f"bytes_per_step_store_{key}"]
+        lines.append(
+            f"  {name:<26}{ours:>10.0f}{per_step:>10.0f}{f[f'bytes_numpy_{key}']:>9.0f}"
+            f"{f[f'size_ratio_{key}']:>7.1f}x"
+        )
+        timed = f[f"bytes_with_times_{key}"]
+        lines.append(f"    with step times{timed:>21.0f}{'':>19}{per_step / timed:>7.1f}x")
+    for size in ("256_256", "128_64"):
+        lines.append(
+            f"\n{'us per record, ' + names[size]:<28}{'ours':>10}{'per step':>10}{'ratio':>8}"
+        )
+        rows = {
+            "encode, block of 64": ("encode", "encode_per_step_store"),
+            "encode, one record": ("encode_lone", "encode_per_step_store"),
+            "load + final, block": ("replay", "replay_per_step_store"),
+            "load + final, one record": ("replay_lone", "replay_lone_per_step_store"),
+            "load + all states": ("all_states", "all_states_per_step_store"),
+        }
+        for name, (ours_key, baseline_key) in rows.items():
+            ours, per_step = f[f"{ours_key}_us_{size}"], f[f"{baseline_key}_us_{size}"]
+            lines.append(f"  {name:<26}{ours:>10.1f}{per_step:>10.1f}{per_step / ours:>7.1f}x")
+        lines.append(
+            f"  one record out of a block{'':>21}{f[f'replay_ratio_picked_{size}']:>7.1f}x"
+        )
+        lines.append(f"  load + final, plain numpy{f[f'replay_numpy_us_{size}']:>12.1f}")
+    lines += [
+        "\ncapture, embedded model",
+        f"  decode                    {f['decode_us_per_step']:>10.0f} us per step",
+        f"  inside the observer       {f['capture_us_per_step']:>10.1f} us per step "
+        f"({f['capture_overhead_percent']:.2f} %)",
+        f"  decode on against off     {f['capture_on_off_percent']:>10.2f} %",
+        f"  records of the buffer     {f['records_us']:>10.1f} us per record",
+        "\nrecords per second",
+        f"  writer, zstd 9            {f['write_records_per_second']:>10.0f}   "
+        f"(put: {f['put_us']:.0f} us)",
+        f"  writer, zstd 3            {f['write_level_3_records_per_second']:>10.0f}",
+        f"  data module               {f['read_records_per_second']:>10.0f}   "
+        f"({f['read_records_per_cpu_second']:.0f} per CPU second)",
+        f"  data module, strict       {f['read_strict_records_per_second']:>10.0f}",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

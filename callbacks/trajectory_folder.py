@@ -1,0 +1,235 @@
+"""The part of one process in writing the trajectories of a predict loop to a folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.modules.generate import TraceModule
+from lit_dlm.trajectories.identity import SAMPLE_SEED_RULE, tokenizer_digest
+from lit_dlm.trajectories.provenance import RunRecord, hardware_facts
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shards import (
+    BackgroundWriter,
+    SizeLimitError,
+    TrajectoryShardWriter,
+    completed_uids,
+    merge_manifest,
+    recover,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryFolder:
+    """Recovers a folder, writes this process's records in a thread, and merges the manifest.
+
+    Records whose uid the folder holds already are left out, so a restart never writes one twice.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trainer: Trainer,
+        module: DecodeModule,
+        *,
+        name: str,
+        split: str,
+        max_queue_bytes: int = 256 * 2**20,
+        max_gigabytes: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Prepares the folder; all processes must call it.
+
+        Args:
+            folder: folder of the trajectory set.
+            trainer: the running trainer.
+            module: what decodes.
+            name: name of the set, begins every file name.
+            split: split of the set.
+            max_queue_bytes: memory of records that wait for the disk; decoding waits beyond it.
+            max_gigabytes: stop with an error when the folder has grown beyond this.
+            **options: further options of :class:`TrajectoryShardWriter`.
+
+        Raises:
+            ValueError: If the folder belongs to a run with other settings.
+            OSError: If it cannot be written.
+        """
+        self.folder = Path(folder)
+        self.max_gigabytes = max_gigabytes
+        run = run_record(trainer, module)
+        if trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            run.save(self.folder)
+            recover(self.folder)
+        trainer.strategy.barrier("shards_recovered")
+        self.held = completed_uids(self.folder)
+        """Uids that the folder held when this run began."""
+        budget = None
+        if max_gigabytes is not None:
+            size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))
+            budget = int((max_gigabytes * 1e9 - size) / trainer.world_size)
+        # No process may start a shard while another still counts what the folder holds.
+        trainer.strategy.barrier("shards_counted")
+        self._writer = BackgroundWriter(
+            TrajectoryShardWriter(
+                self.folder,
+                name=name,
+                split=split,
+                rank=trainer.global_rank,
+                run=run,
+                max_total_bytes=budget,
+                **options,
+            ),
+            max_queue_bytes=max_queue_bytes,
+        )
+        if trainer.is_global_zero:
+            logger.info("Trajectories go to %s", self.folder)
+
+    def put(self, decoded: DecodedBatch, facts: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Queues the records of a batch; the thread makes them from what was captured.
+
+        Args:
+            decoded: a batch that was captured.
+            facts: small JSON values per row, added to the records.
+
+        Raises:
+            ValueError: If the batch carries no trajectories.
+            BaseException: What broke the writer since the last call.
+        """
+        if decoded.captured is None:
+            raise ValueError(
+                "the prediction carries no trajectories; use a module that captures them (level)"
+            )
+        uids = [decoded.uid(row) for row in range(len(decoded.examples))]
+        left = [row for row, uid in enumerate(uids) if uid not in self.held]
+        if len(left) < len(uids):
+            one = next(uid for uid in uids if uid in self.held)
+            logger.warning(
+                "%s (and %d more) is in %s already, left out",
+                one,
+                len(uids) - len(left) - 1,
+                self.folder,
+            )
+        if not left:
+            return
+
+        def make() -> list[Trajectory]:
+            records = [decoded.trajectories[row] for row in left]
+            if facts is None:
+                return records
+            return [
+                record.with_meta(**facts[row]) for row, record in zip(left, records, strict=True)
+            ]
+
+        try:
+            self._writer.put_batch(
+                make, uids=[uids[row] for row in left], nbytes=decoded.captured.nbytes
+            )
+        except SizeLimitError as error:
+            raise self._too_large() from error
+
+    def close(self, trainer: Trainer) -> None:
+        """Finishes the shards; when all processes have, the first merges the manifest.
+
+        Raises:
+            BaseException: What broke the writer.
+        """
+        try:
+            self._writer.close()
+        except SizeLimitError as error:
+            raise self._too_large() from error
+        trainer.strategy.barrier("shards_closed")
+        if trainer.is_global_zero:
+            manifest = merge_manifest(self.folder)
+            logger.info(
+                "%s: %d trajectories in %d shards, %.1f MB",
+                self.folder,
+                manifest["num_records"],
+                len(manifest["shards"]),
+                manifest["bytes"] / 1e6,
+            )
+
+    def break_off(self, exception: BaseException) -> None:
+        """Finishes the shards of a run that broke off; never hides what broke it.
+
+        Args:
+            exception: what broke the run.
+        """
+        try:
+            self._writer.close()
+        except BaseException as error:  # the run ends with its own exception, this one is logged
+            if error is not exception and error is not exception.__cause__:
+                logger.exception("%s: not all trajectories could be written", self.folder)
+
+    def _too_large(self) -> RuntimeError:
+        return RuntimeError(
+            f"max_gigabytes: {self.folder} has reached its limit of {self.max_gigabytes} GB; "
+            "what was written is kept, raise the limit to go on"
+        )
+
+
+def run_record(trainer: Trainer, module: DecodeModule) -> RunRecord:
+    """What makes the trajectories of a predict run; collective, the same on all processes.
+
+    The first process hashes the weight files, which may be many gigabytes, and tells the others.
+
+    Args:
+        trainer: its world size is recorded, and the settings of its data module.
+        module: gives backbone, tokenizer, decoders and seed.
+
+    Returns:
+        The record of the run.
+    """
+    text = _describe_run(trainer, module).text() if trainer.is_global_zero else ""
+    return RunRecord.parse(trainer.strategy.broadcast(text))
+
+
+def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    describe = getattr(module.backbone, "describe", None)
+    spec = module.backbone.spec
+    capture: dict[str, Any] = {"level": module.level}
+    if isinstance(module, TraceModule):
+        capture |= {
+            "step_ratio": module.step_ratio,
+            "scheme": module.scheme,
+            "layout": module.settings.layout,
+            "hidden_layers": list(module.settings.hidden_layers),
+        }
+    return RunRecord(
+        model=dict(describe()) if describe else {"class": type(module.backbone).__name__},
+        tokenizer={
+            "path": module.tokenizer_path,
+            "digest": tokenizer_digest(module.tokenizer),
+            "mask_id": spec.mask_id,
+            "pad_id": spec.pad_id,
+            "eos_ids": list(spec.eos_ids),
+        },
+        decode={
+            "methods": {name: decoder.describe() for name, decoder in module.decoders.items()},
+            "response_length": getattr(datamodule, "response_length", None),
+            "capture": capture,
+        },
+        randomness={
+            "seed": module.seed,
+            "sample_seed": SAMPLE_SEED_RULE,
+            "noise": "splitmix64 of (sample seed, stream, step, position, token)",
+        },
+        data={
+            "tasks": {
+                task.name: {"split": task.split} for task in getattr(datamodule, "tasks", ())
+            },
+            "assignment": getattr(datamodule, "assignment", None),
+        },
+        hardware={
+            **hardware_facts(),
+            "world_size": trainer.world_size,
+            "batch_size": getattr(datamodule, "batch_size", None),
+        },
+    )

@@ -1,0 +1,64 @@
+"""What loaders need to go on exactly where a run stopped, whatever its number of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.epoch_plan import EpochPlan, FixedPlan
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader that a checkpoint need not describe: the optimiser step says where it stands."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing to keep; having the method tells Lightning that resuming is exact."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to restore."""
+        del state
+
+
+def planned_loader(
+    dataset: Dataset[Any], plan: EpochPlan | FixedPlan, *, num_workers: int = 0
+) -> ResumableLoader:
+    """A loader over whole batches that a plan lists.
+
+    Args:
+        dataset: gives a collated batch for a list of example references.
+        plan: which examples go into which batch.
+        num_workers: loader processes.
+    """
+    return ResumableLoader(
+        dataset, sampler=plan, batch_size=None, collate_fn=_as_is, num_workers=num_workers
+    )
+
+
+def place(trainer: Trainer | None) -> tuple[int, int]:
+    """Rank and number of processes; one process without a trainer."""
+    return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+
+
+def batches_done(trainer: Trainer | None, batches_per_pass: int) -> int:
+    """Training batches that each process has consumed, from the optimiser steps taken.
+
+    An incomplete accumulation at the end of a pass also ends in a step.
+
+    Args:
+        trainer: the trainer; 0 without one.
+        batches_per_pass: length of a pass.
+    """
+    if trainer is None:
+        return 0
+    accumulate = trainer.accumulate_grad_batches
+    steps_per_pass = -(-batches_per_pass // accumulate)
+    passes, steps = divmod(trainer.global_step, steps_per_pass)
+    return passes * batches_per_pass + min(steps * accumulate, batches_per_pass)
+
+
+def _as_is(batch: Any) -> Any:
+    """The dataset collates; the loader must not."""
+    return batch

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datamodules.epoch_plan import EpochPlan
+from lit_dlm.trajectories import shard_writer
+from lit_dlm.trajectories.background import BackgroundWriter, QueueFullError, record_bytes
+from lit_dlm.trajectories.shards import (
+    SizeLimitError,
+    TrajectoryShardReader,
+    completed_uids,
+    merge_manifest,
+    recover,
+)
+from tests.trajectories.samples import assert_same
+from tests.trajectories.test_shards import records_of, writer
+
+
+def background(folder: Path, **options) -> BackgroundWriter:
+    own = {name: options.pop(name) for name in ("max_queue_bytes", "on_full") if name in options}
+    return BackgroundWriter(writer(folder, **options), **own)
+
+
+class Gate:
+    """Holds the writer's thread at its next block until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        plain = shard_writer.encode_block
+
+        def encode_block(records, **options):
+            self.reached.set()
+            assert self.opened.wait(30)
+            return plain(records, **options)
+
+        monkeypatch.setattr(shard_writer, "encode_block", encode_block)
+
+
+def test_what_is_put_is_read_after_close(tmp_path):
+    records = records_of(30, features=True, remask=0.1)
+    with background(tmp_path, max_shard_records=8) as shards:
+        for record in records:
+            shards.put(record)
+    assert not shards.is_alive
+    for before, after in zip(records, TrajectoryShardReader(tmp_path), strict=True):
+        assert_same(before, after)
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_a_record_can_be_read_as_soon_as_its_ticket_says_so(tmp_path):
+    """No block is full: waiting finishes the open shard with what was put before."""
+    records = records_of(3)
+    with background(tmp_path, block_size=64) as shards:
+        tickets = [shards.put(record) for record in records[:2]]
+        assert not tickets[1].done
+        tickets[1].wait(30)
+        assert tickets[0].done
+        assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records[:2]]
+        shards.put(records[2])
+        shards.flush()
+        assert len(list(TrajectoryShardReader(tmp_path))) == 3
+        shards.flush()  # nothing new
+    assert len(list(tmp_path.glob("*.tar"))) == 2
+    assert all(ticket.done for ticket in tickets)
+
+
+def test_waiting_can_be_limited_in_time(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with background(tmp_path) as shards:
+        ticket = shards.put(records_of(1)[0])
+        with pytest.raises(TimeoutError, match=r"not on disk after 0\.01 s"):
+            ticket.wait(0.01)
+        gate.opened.set()
+        ticket.wait(30)
+
+
+def test_the_thread_makes_the_records_of_a_batch(tmp_path):
+    records, threads = records_of(5), []
+
+    def make():
+        threads.append(threading.current_thread().name)
+        return records
+
+    with background(tmp_path) as shards:
+        ticket = shards.put_batch(make, uids=[r.uid for r in records], nbytes=100)
+        ticket.wait(30)
+        assert completed_uids(tmp_path) == {r.uid for r in records}
+    assert threads == ["trajectory-writer"]
+
+
+def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch, caplog):
+    """Room for three records: at no time do more wait, and all arrive."""
+    records = records_of(40)
+    limit = 3 * max(record_bytes(record) for record in records)
+    gate = Gate(monkeypatch)
+    threading.Timer(0.6, gate.opened.set).start()
+    with background(tmp_path, max_queue_bytes=limit) as shards:
+        for record in records:
+            shards.put(record)
+    assert shards.blocked_seconds > 0.3
+    assert shards.peak_queue_bytes <= limit
+    assert "decoding waited" in caplog.text
+    assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
+
+
+def test_one_record_larger_than_the_queue_is_accepted_alone(tmp_path):
+    records = records_of(3)
+    with background(tmp_path, max_queue_bytes=1) as shards:
+        for record in records:
+            shards.put(record)
+    assert len(list(TrajectoryShardReader(tmp_path))) == 3
+
+
+def test_error_raises_at_a_full_queue_and_loses_nothing_that_was_accepted(tmp_path, monkeypatch):
+    records = records_of(9)
+    gate = Gate(monkeypatch)
+    shards = background(tmp_path, max_queue_bytes=1, on_full="error", block_size=1)
+    shards.put(records[0])
+    assert gate.reached.wait(30)
+    with pytest.raises(QueueFullError, match=r"max_queue_bytes: .* more exceed 1"):
+        shards.put(records[1])
+    gate.opened.set()
+    shards.flush()
+    shards.put(records[2])
+    shards.close()
+    assert completed_uids(tmp_path) == {records[0].uid, records[2].uid}
+
+
+def test_drop_marks_the_manifest_until_the_records_are_there(tmp_path, monkeypatch, caplog):
+    records = records_of(4)
+    gate = Gate(monkeypatch)
+    shards = background(tmp_path, max_queue_bytes=1, on_full="drop", block_size=1)
+    shards.put(records[0])
+    assert gate.reached.wait(30)
+    dropped = [shards.put(record) for record in records[1:3]]
+    gate.opened.set()
+    shards.flush()
+    shards.put(records[3]).wait(30)
+    shards.close()
+    assert shards.num_dropped == 2
+    assert "records are dropped" in caplog.text
+    assert not dropped[0].done
+    with pytest.raises(QueueFullError, match="'task/split/0001'"):
+        dropped[0].wait(30)
+    assert completed_uids(tmp_path) == {records[0].uid, records[3].uid}
+    manifest = merge_manifest(tmp_path)
+    assert (manifest["complete"], manifest["num_dropped"]) == (False, 2)
+    with background(tmp_path) as again:
+        for record in records[1:3]:
+            again.put(record)
+    manifest = merge_manifest(tmp_path)
+    assert (manifest["complete"], manifest["num_records"]) == (True, 4)
+    assert not list(tmp_path.glob("*.dropped.json"))
+
+
+def _wait_for_end(shards: BackgroundWriter) -> None:
+    deadline = time.monotonic() + 30
+    while shards.is_alive and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not shards.is_alive
+
+
+def test_a_broken_record_surfaces_at_put_and_close_and_costs_nobody_else(tmp_path):
+    good = records_of(7)
+    bad = replace(good[3], uid="bad", meta={"x": {1, 2}})  # a set is not JSON
+    broken = replace(good[4], uid="broken")
+    broken.commit_step[0] = 99
+    shards = background(tmp_path)
+    tickets = [shards.put(r) for r in (*good[:2], bad, good[3], broken)]
+    with pytest.raises(ValueError, match="'bad': meta is not JSON"):
+        tickets[2].wait(30)
+    _wait_for_end(shards)
+    with pytest.raises(ValueError, match="'bad': meta"):
+        shards.put(good[5])
+    with pytest.raises(ValueError, match="'bad': meta"):
+        shards.close()
+    shards.close()  # once is enough
+    assert completed_uids(tmp_path) == {r.uid for r in (*good[:2], good[3])}
+    assert [ticket.done for ticket in tickets[:4]] == [True, True, False, True]
+
+
+def test_a_repeated_uid_and_any_other_error_of_the_thread_surface(tmp_path):
+    (record,) = records_of(1)
+    shards = background(tmp_path / "a")
+    shards.put(record)
+    again = shards.put(record)
+    with pytest.raises(ValueError, match="this uid is already in"):
+        again.wait(30)
+    with pytest.raises(ValueError, match="this uid is already in"):
+        shards.close()
+    assert len(list(TrajectoryShardReader(tmp_path / "a"))) == 1
+
+    def make():
+        raise ZeroDivisionError("no OSError, no ValueError")
+
+    shards = background(tmp_path / "b")
+    first = shards.put(record)
+    ticket = shards.put_batch(make, uids=["x"], nbytes=1)
+    with pytest.raises(ZeroDivisionError):
+        ticket.wait(30)
+    assert first.done
+    with pytest.raises(ZeroDivisionError):
+        shards.close()
+    assert completed_uids(tmp_path / "b") == {record.uid}
+
+
+def test_a_full_disk_surfaces_and_leaves_no_torn_final_name(tmp_path):
+    """A file size limit stands in for the full disk. What was flushed before is recovered."""
+    records = records_of(24)
+
+    def action() -> None:
+        shards = background(tmp_path)
+        for record in records[:8]:
+            shards.put(record)
+        while shards._writer.num_pending or shards._writer.num_open < 8:
+            time.sleep(0.002)
+        (path,) = tmp_path.glob("*.tmp-*")
+        limit = path.stat().st_size + 700
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match="File too large") as error:
+            shards.put_batch(lambda: records[8:], uids=["rest"], nbytes=1).wait(30)
+        assert error.value.filename == str(path)
+        assert error.value.errno == errno.EFBIG
+        with pytest.raises(OSError, match="File too large"):
+            shards.close()
+        assert not list(tmp_path.glob("*.tar"))
+
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    recover(tmp_path)
+    assert completed_uids(tmp_path) == {r.uid for r in records[:8]}
+    with background(tmp_path) as shards:
+        for record in records[8:]:
+            shards.put(record)
+    assert sorted(r.uid for r in TrajectoryShardReader(tmp_path)) == [r.uid for r in records]
+
+
+def test_a_failed_wait_for_the_disk_gives_the_shard_up_to_recovery(tmp_path, monkeypatch):
+    """After a failed fsync a second one may succeed although pages are lost, so the file must be
+    read again before anybody trusts it."""
+    records, plain, calls = records_of(8), os.fsync, []
+
+    def fsync(handle):
+        calls.append(handle)
+        if len(calls) > 1:  # the first is that of the run record in the shard
+            raise OSError(errno.EIO, "Input/output error")
+        plain(handle)
+
+    shards = background(tmp_path, block_size=8)
+    monkeypatch.setattr(os, "fsync", fsync)
+    for record in records:
+        shards.put(record)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        shards.close()
+    assert ".tar.tmp-" in error.value.filename
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.tar"))
+    (report,) = recover(tmp_path)
+    assert report.num_records == 8
+
+
+def test_the_size_limit_is_an_error_and_keeps_what_is_written(tmp_path):
+    shards = background(tmp_path, max_total_bytes=100, block_size=2)
+    for record in records_of(2):
+        shards.put(record)
+    with pytest.raises(SizeLimitError, match="limit of 100 bytes"):
+        shards.close()
+    assert len(completed_uids(tmp_path)) == 2
+
+
+def test_records_do_not_wait_longer_than_asked(tmp_path):
+    """The block is never full; its age alone writes it, without another put."""
+    with background(tmp_path, flush_seconds=0.05) as shards:
+        shards.put(records_of(1)[0])
+        deadline = time.monotonic() + 30
+        while not shards.bytes_written and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert shards.bytes_written > 0
+
+
+@pytest.mark.slow
+def test_a_program_that_forgets_to_close_keeps_its_records(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from lit_dlm.trajectories.shards import BackgroundWriter\n"
+        "from tests.trajectories.test_shards import records_of, writer\n"
+        "shards = BackgroundWriter(writer(Path(sys.argv[1])))\n"
+        "for record in records_of(3): shards.put(record)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was never closed" in done.stderr
+    assert len(list(TrajectoryShardReader(tmp_path))) == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_write_unequal_shares_and_three_read_their_exact_union(tmp_path, world_size):
+    """Rank r writes 7 + 9 r records at the same time as the others. Three readers see each record
+    once, and three training processes get equally many batches of them."""
+    counts = [7 + 9 * rank for rank in range(world_size)]
+    starts = np.cumsum([0, *counts]).tolist()
+    children = []
+    for rank, count in enumerate(counts):
+        child = os.fork()
+        if child == 0:
+            with background(tmp_path, rank=rank, max_shard_records=8) as shards:
+                for record in records_of(count, start=starts[rank]):
+                    shards.put(record)
+            os._exit(0)
+        children.append(child)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    total = sum(counts)
+    assert merge_manifest(tmp_path)["num_records"] == total
+    readers = [
+        TrajectoryShardReader(tmp_path, rank=rank, world_size=3, split_by="block")
+        for rank in range(3)
+    ]
+    union = [record.uid for reader in readers for record in reader]
+    assert sorted(union) == [f"task/split/{i:04d}" for i in range(total)]
+    sides = [readers[0].side_file(shard) for shard in readers[0].shards]
+    sizes = [entry.num_records for side in sides for entry in side.blocks]
+    blocks = np.repeat(np.arange(len(sizes)), sizes)
+    plans = [EpochPlan(blocks, batch_size=2, seed=0, rank=r, world_size=3) for r in range(3)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert len(plans[0]) == total // 6
+
+
+def test_settings_out_of_range_are_refused(tmp_path):
+    for options, message in (
+        ({"max_queue_bytes": 0}, "max_queue_bytes: expected at least 1, got 0"),
+        ({"on_full": "wait"}, "on_full: expected 'block', 'error' or 'drop', got 'wait'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            background(tmp_path, **options)
+    shards = background(tmp_path)
+    shards.close()
+    with pytest.raises(ValueError, match="the writer is closed"):
+        shards.put(records_of(1)[0])

@@ -1,0 +1,271 @@
+"""``lit-dlm traj``: what the commands print, write and return."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lit_dlm.backbones.location import ASSETS
+from lit_dlm.trajectories.commands import main
+from lit_dlm.trajectories.shard_files import shards_in
+from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
+from lit_dlm.trajectories.shard_writer import TrajectoryShardWriter
+from lit_dlm.trajectories.shards import RunRecord
+from tests.trajectories.decoded_sets import LENGTH, NUM_TEXTS, decoded_set, write_set
+from tests.trajectories.samples import assert_same, random_record
+
+METHODS = ("confidence", "drawn")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return decoded_set(tmp_path_factory.mktemp("commands") / "set", METHODS)
+
+
+def plain_run() -> RunRecord:
+    return RunRecord(
+        model={}, tokenizer={}, decode={}, randomness={}, data={}, software={}, hardware={}
+    )
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
+    status = run(*arguments, "--json")
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "replay", "verify", "diff", "repack", "recover", "export", "import"]
+)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert f"usage: lit-dlm traj {command}" in capsys.readouterr().out
+    assert run() == 2
+
+
+def test_inspect_counts_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, facts = run_json(capsys, "inspect", folder)
+    records = list(TrajectoryShardReader(folder))
+    assert status == 0
+    assert facts["num_records"] == len(records) == 2 * NUM_TEXTS
+    assert facts["bytes"] == sum(shard.stat().st_size for shard in shards_in(folder))
+    assert facts["lengths"]["response"] == {"min": LENGTH, "mean": LENGTH, "max": LENGTH}
+    steps = [record.num_steps for record in records]
+    assert facts["lengths"]["steps"]["mean"] == pytest.approx(np.mean(steps))
+    confidence = facts["methods"]["confidence"]
+    assert (confidence["mean_steps"], confidence["tokens_per_step"]) == (LENGTH, 1.0)
+    assert facts["columns"]["CDIG"]["raw"] == 16 * len(records)
+    assert run("inspect", folder) == 0
+    text = capsys.readouterr().out
+    for expected in ("ConfidencePolicy", "bytes per record", "tokens per step", "CSTP"):
+        assert expected in text
+
+
+def test_replay_prints_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = next(iter(TrajectoryShardReader(folder)))
+    assert run("replay", folder, "--tokenizer", "none", "--uid", record.uid) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{record.uid}: {record.num_steps} steps, complete")
+    steps = [line for line in lines if line[:2].strip().isdigit() and line[2:4] == "  "]
+    assert len(steps) == record.num_steps
+    assert steps[-1].split()[1:] == [str(token) for token in record.tokens]
+    assert steps[0].split().count("·") == LENGTH - 1
+    assert run("replay", folder, "--step", 3) == 0
+    assert "<|user|>Tom has 34 pens" in capsys.readouterr().out
+
+
+def test_replay_writes_all_canvases(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "states.npz"
+    assert run("replay", folder, "--npz", path) == 0
+    stored = np.load(path)
+    for number, record in enumerate(TrajectoryShardReader(folder)):
+        assert stored["uids"][number] == record.uid
+        np.testing.assert_array_equal(stored[f"states_{number}"], record.all_states())
+
+
+def test_verify_passes_on_the_same_model_and_fails_on_another(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 0, then 1 with the changed parts named: weights and tokenizer of a folder."""
+    status, result = run_json(capsys, "verify", folder, "--level", 3, "--backbone", "tiny")
+    assert (status, result["exact"], result["failed"]) == (0, 2 * NUM_TEXTS, 0)
+    other = tmp_path / "other"
+    shutil.copytree(ASSETS / "tiny", other)
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template + " ")
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 0x80  # the sign of one float16 weight
+    (other / "model.safetensors").write_bytes(data)
+    assert run("verify", folder, "--level", 4, "--backbone", other, "--sample", 2) == 1
+    text = capsys.readouterr().out
+    assert "model.weights digest" in text
+    assert "tokenizer digest" in text
+    assert "FAILED: level 4 (free-running)" in text
+
+
+def test_verify_names_a_changed_seed_and_temperature(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("verify", folder, "--level", 3, "--backbone", "tiny", "--steps", 6)
+    status, result = run_json(capsys, *options, "--seed", 5)
+    assert (status, result["differences"]) == (1, ["randomness.seed: 0 recorded, 5 now"])
+    status, result = run_json(capsys, *options, "--temperature", 0)
+    assert (status, result["differences"]) == (
+        1,
+        ["decode.drawn.sampler.temperature: 0.9 recorded, 0.0 now"],
+    )
+    uids = {record["uid"].partition("@")[2] for record in result["records"] if record["reason"]}
+    assert uids <= {"drawn"}
+
+
+def test_verify_finds_damage_without_a_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", folder) == 0
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shard = shards_in(copy)[0]
+    shard.write_bytes(shard.read_bytes()[:-600])
+    capsys.readouterr()
+    assert run("verify", copy, "--level", 0) == 1
+    assert "bytes, got" in capsys.readouterr().out
+
+
+def test_diff_finds_the_first_differing_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("diff", folder, folder) == 0
+    assert f"{2 * NUM_TEXTS} records compared, {2 * NUM_TEXTS} equal" in capsys.readouterr().out
+    records = list(TrajectoryShardReader(folder))
+    record = records[0]
+    at = int(record.commit_step.argmax())
+    tokens = record.tokens.copy()
+    tokens[at] = 5 if tokens[at] != 5 else 6
+    changed = type(record)(**{**vars(record), "tokens": tokens})
+    other = write_set(tmp_path / "other", [changed, *records[2:]], plain_run())
+    status, facts = run_json(capsys, "diff", folder, other)
+    assert status == 1
+    (uid,) = facts["differing"]
+    assert uid == record.uid
+    assert facts["differing"][uid]["first_step"] == record.num_steps - 1
+    assert facts["differing"][uid]["tokens"] == [[at, int(record.tokens[at]), int(tokens[at])]]
+    assert facts["only_a"] == [records[1].uid]
+    assert run("diff", folder, other) == 1
+    assert f"step {record.num_steps - 1}" in capsys.readouterr().out
+
+
+def test_repack_keeps_every_record_and_goes_on_where_it_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A half-written new set, as a killed repack leaves it, is completed and not repeated."""
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, f"r/{i}", remask=0.1, features=i < 10) for i in range(40)]
+    old = write_set(tmp_path / "old", records, plain_run(), block_size=5, max_shard_records=20)
+    new = tmp_path / "new"
+    half = TrajectoryShardWriter(new, name="t", split="test", rank=0, run=plain_run())
+    for record in records[:7]:
+        half.put(record)
+    half.close()
+    assert run("repack", old, "--out", new, "--block_size", 16) == 0
+    assert "40 records" in capsys.readouterr().out
+    found = {record.uid: record for record in TrajectoryShardReader(new)}
+    assert len(found) == 40
+    for record in records:
+        assert_same(record, found[record.uid])
+    assert run("verify", new) == 0
+    assert run("repack", old, "--out", old) == 2
+    assert "give another folder" in capsys.readouterr().err
+
+
+def test_exports_come_back_through_imports(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rows.parquet", "rows.jsonl", "rows.json"):
+        path, out = tmp_path / name, tmp_path / f"set-{name.partition('.')[2]}"
+        assert run("export", folder, "--out", path) == 0
+        assert run("import", path, "--out", out) == 0
+        assert run("diff", folder, out) == 0
+    row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert row["prompt"] == "Tom has 34 pens, finds 7, loses 5. How many pens?"
+    assert sorted(row["decoding_order"]) == list(range(LENGTH)), "one token a step"
+    # Parquet keeps the run, so even what was imported can be executed again.
+    options = ("--level", 3, "--backbone", "tiny", "--sample", 1, "--steps", 2)
+    assert run("verify", tmp_path / "set-parquet", *options) == 0
+    capsys.readouterr()
+    assert run("verify", tmp_path / "set-json", *options) == 2
+    assert "its run record describes no decoder" in capsys.readouterr().err
+
+
+def test_misfits_stop_an_export_or_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(1)
+    records = [random_record(rng, f"r/{i}", remask=0.5 * (i == 1)) for i in range(3)]
+    folder = write_set(tmp_path / "set", records, plain_run())
+    options = ("export", folder, "--out", tmp_path / "rows.jsonl", "--tokenizer", "tiny")
+    assert run(*options) == 2
+    assert "'r/1'" in capsys.readouterr().err
+    assert run(*options, "--skip_misfits") == 0
+    assert "left out: 1 records" in capsys.readouterr().out
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_recover_saves_the_blocks_of_a_dead_process(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "killed"
+    shutil.copytree(folder, copy)
+    shard = shards_in(copy)[0]
+    shard.rename(shard.with_name(shard.name + ".tmp-4194999"))
+    shard.with_name(shard.name + ".json").unlink()
+    assert run("recover", copy) == 0
+    text = capsys.readouterr().out
+    assert f"{2 * NUM_TEXTS} records in 1 shards" in text
+    assert run("verify", copy) == 0
+    assert run("recover", copy) == 0
+    assert "nothing to recover" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "nowhere"), "nowhere: there is no such shard or folder"),
+        (("inspect", "{empty}"), "there are no trajectory shards in this folder"),
+        (("verify", "{set}", "--level", "3"), "--backbone: level 3 executes the records"),
+        (("verify", "{set}", "--level", "7"), "invalid choice: 7"),
+        (("verify", "{set}", "--level", "3", "--backbone", "nope"), "nope"),
+        (("verify", "{set}", "--sample", "0"), "--sample: expected at least 1, got 0"),
+        (("replay", "{set}", "--uid", "task/test/0"), "did you mean task/test/0@confidence"),
+        (("replay", "{set}", "--step", "99"), "--step: expected 0 to 11, got 99"),
+        (("replay", "{set}", "--npz", "x.txt"), "expected a name that ends in .npz"),
+        (("diff", "{set}", "{set}", "--uid", "zz"), "no record has the uid 'zz'"),
+        (("export", "{set}", "--out", "x.csv"), "give --format"),
+        (("import", "x.jsonl", "--out", "y"), "x.jsonl: there is no such file"),
+        (("import", "{pickle}", "--out", "y"), "--allow_pickle"),
+        (("recover", "nowhere"), "there is no such folder"),
+        (("repack", "{set}", "--out", "y", "--level", "99"), "--level: expected 1 to 22"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.dtrace").write_bytes(b"")
+    places = {"set": folder, "empty": tmp_path / "empty", "pickle": tmp_path / "a.dtrace"}
+    assert run(*(argument.format(**places) for argument in arguments)) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
