@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 
 if TYPE_CHECKING:
-    import torch
-
     from lit_dlm.backbones.architecture import Architecture
-    from lit_dlm.backbones.hf import AttentionRoute, DType, HFBackbone
+    from lit_dlm.backbones.autoregressive import FromAR
+    from lit_dlm.backbones.hf import HFBackbone
+    from lit_dlm.backbones.loading import build, load_backbone
+    from lit_dlm.backbones.lora import LoRASettings
+    from lit_dlm.backbones.resolution import Resolved, resolve
     from lit_dlm.backbones.tokenizer import load_tokenizer
 
 __all__ = [
@@ -23,17 +25,26 @@ __all__ = [
     "Backbone",
     "BackboneSpec",
     "Denoised",
+    "FromAR",
     "HFBackbone",
+    "LoRASettings",
+    "Resolved",
+    "build",
     "load_backbone",
     "load_tokenizer",
+    "resolve",
 ]
 
 _ON_FIRST_USE = {
     "Architecture": "architecture",
-    "AttentionRoute": "hf",
-    "DType": "hf",
+    "FromAR": "autoregressive",
     "HFBackbone": "hf",
+    "LoRASettings": "lora",
+    "Resolved": "resolution",
+    "build": "loading",
+    "load_backbone": "loading",
     "load_tokenizer": "tokenizer",
+    "resolve": "resolution",
 }
 
 
@@ -41,30 +52,3 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
-
-
-def load_backbone(
-    path_or_id: str,
-    *,
-    dtype: DType = "float32",
-    device: str | torch.device = "cpu",
-    attn_implementation: AttentionRoute = "sdpa",
-) -> HFBackbone:
-    """Loads a frozen backbone for decoding.
-
-    Args:
-        path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
-        dtype: of weights and activations.
-        device: where the weights go.
-        attn_implementation: ``sdpa``, or ``eager`` as a reference.
-
-    Returns:
-        The backbone in evaluation mode, without gradients.
-
-    Raises:
-        ValueError: nothing of that name exists, or its configuration is not supported.
-    """
-    from lit_dlm.backbones.hf import HFBackbone
-
-    backbone = HFBackbone(path_or_id, dtype=dtype, attn_implementation=attn_implementation)
-    return backbone.to(device).eval()

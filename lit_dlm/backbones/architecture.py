@@ -11,9 +11,11 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+import torch
+import transformers
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 
 Decoder = Literal["qwen2", "llama", "qwen3"]
 
@@ -22,6 +24,15 @@ _CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen3": Qwen3Config,
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
 _CAUSAL_LM_NAMES = {
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -61,6 +72,12 @@ class Architecture:
     """Standard deviation of random weights."""
     tie_embeddings: bool = False
     """Whether the head shares the embedding matrix."""
+    attention_bias: bool = False
+    """Bias on q, k, v and o of a Llama or Qwen3 decoder (Qwen2 always has it on q, k, v)."""
+    mlp_bias: bool = False
+    """Bias in the feed-forward of a Llama decoder."""
+    attention_dropout: float = 0.0
+    """Dropout on attention weights in training; released models have none."""
 
     family: str = "custom"
     """See :class:`BackboneSpec`, as for all fields below."""
@@ -71,6 +88,7 @@ class Architecture:
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
     block_size: int | None = None
+    block_origin: Literal["sequence", "response"] = "sequence"
     logit_scale: float = 1.0
     forbidden_ids: tuple[int, ...] = ()
     positions: Literal["cumsum", "arange"] = "cumsum"
@@ -81,11 +99,12 @@ class Architecture:
                 f"Architecture.decoder: expected one of {sorted(_CONFIG_CLASSES)}, "
                 f"got {self.decoder!r}"
             )
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"Architecture.{name}: expected a positive integer, got {getattr(self, name)}"
-                )
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is None and name in ("num_kv_heads", "head_dim"):
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Architecture.{name}: expected a positive integer, got {value!r}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"Architecture.num_heads: hidden_size {self.hidden_size} is not a multiple of "
@@ -96,6 +115,12 @@ class Architecture:
                 f"Architecture.num_kv_heads: {self.kv_heads} does not divide num_heads "
                 f"{self.num_heads}"
             )
+        if self.attention_bias and self.decoder == "qwen2":
+            raise ValueError("Architecture.attention_bias: a qwen2 decoder has its own, use false")
+        if self.mlp_bias and self.decoder != "llama":
+            raise ValueError(
+                f"Architecture.mlp_bias: expected false with decoder {self.decoder!r}, got true"
+            )
         spec = self.spec()  # checks the rest
         for name in ("mask_id", "pad_id", "bos_id"):
             self._check_id(name, getattr(spec, name))
@@ -104,10 +129,12 @@ class Architecture:
                 self._check_id(name, token_id)
 
     def _check_id(self, name: str, token_id: int | None) -> None:
-        if token_id is not None and not 0 <= token_id < self.vocab_size:
+        if token_id is None or token_id == UNKNOWN_ID:
+            return
+        if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
             raise ValueError(
                 f"Architecture.{name}: expected an id below vocab_size {self.vocab_size}, "
-                f"got {token_id}"
+                f"got {token_id!r}"
             )
 
     @property
@@ -124,11 +151,17 @@ class Architecture:
         """The part that decoding and training see."""
         values = {field.name: getattr(self, field.name) for field in fields(BackboneSpec)}
         for name in ("eos_ids", "forbidden_ids"):  # YAML and JSON give lists
+            if not isinstance(values[name], list | tuple):
+                raise ValueError(
+                    f"Architecture.{name}: expected a list of ids, got {values[name]!r}"
+                )
             values[name] = tuple(values[name])
         return BackboneSpec(**values)
 
     def config_fields(self) -> dict[str, Any]:
         """The transformers configuration as plain JSON values, without its defaults."""
+        # Only where they are on: a configuration without them keeps its digest.
+        biases = {name: True for name in ("attention_bias", "mlp_bias") if getattr(self, name)}
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         return {
             "model_type": self.decoder,
@@ -146,9 +179,10 @@ class Architecture:
             "initializer_range": self.initializer_range,
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_embeddings,
-            "attention_dropout": 0.0,
+            "attention_dropout": self.attention_dropout,
+            **biases,
             "pad_token_id": self.pad_id,
-            "eos_token_id": list(self.eos_ids),
+            "eos_token_id": [i for i in self.eos_ids if i != UNKNOWN_ID] or None,
             "bos_token_id": self.bos_id,
             "is_causal": False,
             "use_cache": False,
@@ -164,6 +198,17 @@ class Architecture:
         # Not a field of these classes: the mask builders and the layers look the attribute up.
         config.is_causal = False
         return config
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Keys and shapes of all weights, without allocating any.
+
+        Returns:
+            Key under transformers' names to shape; a tied head is not listed.
+        """
+        model_class = getattr(transformers, _CAUSAL_LM_NAMES[self.decoder])
+        with torch.device("meta"):
+            named = model_class(self.hf_config()).named_parameters()
+        return {key: tuple(parameter.shape) for key, parameter in named}
 
     def spec_fields(self) -> dict[str, Any]:
         """The :class:`BackboneSpec` as plain JSON values."""

@@ -11,6 +11,17 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+UNKNOWN_ID = -1
+"""Stands for a special token that the files do not name; no token has this id."""
+
+
+_CHOICES: dict[str, tuple[object, object]] = {
+    "shift": (0, 1),
+    "attention": ("full", "block"),
+    "block_origin": ("sequence", "response"),
+    "positions": ("cumsum", "arange"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneSpec:
@@ -19,7 +30,7 @@ class BackboneSpec:
     family: str
     """Family name, for provenance only: ``dream``, ``llada``, ``sdar``, ``tiny``, ..."""
     mask_id: int
-    """Id of the mask token."""
+    """Id of the mask token; ``UNKNOWN_ID`` where the files name none: only plain logits then."""
     pad_id: int
     """Id that fills left padding; its positions are hidden from attention."""
     eos_ids: tuple[int, ...]
@@ -32,6 +43,10 @@ class BackboneSpec:
     """Attention layout the model was trained with."""
     block_size: int | None = None
     """Block length of a block-attention model."""
+    block_origin: Literal["sequence", "response"] = "sequence"
+    """Where blocks are counted from: the first real token of a row (released samplers, so the tail
+    of a prompt may share the first generated block), or the first response cell (the reference's
+    training on traces, arXiv:2509.06949). One model, two partitions."""
     logit_scale: float = 1.0
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
@@ -40,10 +55,16 @@ class BackboneSpec:
     """Position ids under left padding: counted from the first real token, or column numbers."""
 
     def __post_init__(self) -> None:
-        if self.mask_id not in self.forbidden_ids:
+        if self.mask_id not in (*self.forbidden_ids, UNKNOWN_ID):
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
         if not self.eos_ids:
             raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"BackboneSpec.{name}: expected {known[0]!r} or {known[1]!r}, "
+                    f"got {getattr(self, name)!r}"
+                )
         if self.attention == "block" and not self.block_size:
             raise ValueError("BackboneSpec.block_size: block attention needs a block size")
 
@@ -76,6 +97,7 @@ class Backbone(Protocol):
         pad_mask: Tensor | None = None,
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
+        response_start: int | None = None,
     ) -> Denoised:
         """Run one forward.
 
@@ -86,6 +108,8 @@ class Backbone(Protocol):
                 ``None`` means all. Only these rows pass through the head.
             hidden_layers: indices into the tuple of ``num_layers + 1`` hidden states (embedding
                 first; the last one after the final norm); negative ones count from the end.
+            response_start: canvas column of the first response cell, for block models whose blocks
+                count from there (``spec.block_origin``).
 
         Returns:
             The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.

@@ -1,149 +1,43 @@
 """Masked diffusion denoiser on transformers' Qwen2, Llama and Qwen3 decoders, made bidirectional.
 
 The decoders run unchanged: only the causal flag is off and the masks are ours. This file holds the
-forward; sizes come from :mod:`~lit_dlm.backbones.architecture`, checkpoints are translated in
-:mod:`~lit_dlm.backbones.families`. Caches, adapters and block attention are built on top, not here.
+forward; construction, adapters and files are in :mod:`~lit_dlm.backbones.stored`, checkpoints are
+translated in :mod:`~lit_dlm.backbones.resolution`, and caches build on :meth:`encode_window`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import Cache
 
-from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.base import Backbone, Denoised
-from lit_dlm.backbones.families import EXPORT_KEY, read_added_tokens, read_config, resolve
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.visibility import key_visibility, mask_for, position_ids_for
-from lit_dlm.backbones.weights import files_digest, load_weights, save_weights, weight_files
+from lit_dlm.backbones.assembly import AttentionRoute, DType
+from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
+from lit_dlm.backbones.stored import StoredDecoder
+from lit_dlm.backbones.visibility import (
+    attention_visibility,
+    key_visibility,
+    mask_for,
+    position_ids_for,
+)
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
+from lit_dlm.ops.fused_head import TokenStats, token_stats
+from lit_dlm.ops.masking import with_own_key
 
-logger = logging.getLogger(__name__)
-
-_MODEL_CLASSES: dict[str, type[PreTrainedModel]] = {
-    "qwen2": Qwen2ForCausalLM,
-    "llama": LlamaForCausalLM,
-    "qwen3": Qwen3ForCausalLM,
-}
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_HEAD_KEY = "lm_head.weight"
-
-DType = Literal["float32", "bfloat16", "float16"]
-AttentionRoute = Literal["sdpa", "eager"]
+__all__ = ["AttentionRoute", "DType", "HFBackbone"]
 
 
-class HFBackbone(nn.Module, Backbone):
+class HFBackbone(StoredDecoder, Backbone):
     """A bidirectional decoder with aligned outputs (the :class:`~lit_dlm.backbones.base.Backbone`).
 
-    Args:
-        path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
-            Dream, DiffuCoder, LLaDA, MMaDA, SDAR and TraDo work as released; so does what
-            :meth:`save` wrote. Only a hub id may use the network; no code is ever loaded.
-        architecture: sizes for random weights, instead of ``path``. Seed torch before.
-        dtype: of the weights and activations.
-        attn_implementation: ``sdpa`` (fast), or ``eager`` as a reference.
-        trainable: whether parameters require gradients; frozen otherwise.
-        spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
-            files, such as ``{"positions": "arange"}``. Only with ``path``.
-
-    Raises:
-        ValueError: not exactly one of ``path`` and ``architecture``, or the folder is unusable.
+    Constructor options are those of :class:`~lit_dlm.backbones.stored.StoredDecoder`.
     """
 
-    _forbidden: Tensor
-
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        architecture: Architecture | None = None,
-        dtype: DType = "float32",
-        attn_implementation: AttentionRoute = "sdpa",
-        trainable: bool = False,
-        spec_overrides: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        if (path is None) == (architecture is None):
-            given = "neither" if path is None else "both"
-            raise ValueError(
-                f"HFBackbone: expected exactly one of path and architecture, got {given}"
-            )
-        if dtype not in _DTYPES:
-            raise ValueError(f"HFBackbone.dtype: expected one of {list(_DTYPES)}, got {dtype!r}")
-        if attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                "HFBackbone.attn_implementation: expected 'sdpa' or 'eager', "
-                f"got {attn_implementation!r}"
-            )
-        self._weight_files: list[Path] = []
-        self._weights_digest: str | None = None
-        self.attn_implementation = attn_implementation
-        if architecture is not None:
-            if spec_overrides:
-                raise ValueError(
-                    "HFBackbone.spec_overrides: only with path; with architecture set its fields"
-                )
-            self.architecture = architecture
-            model = _build(architecture, attn_implementation, _DTYPES[dtype])
-        else:
-            assert path is not None
-            folder = locate(path)
-            resolved = resolve(
-                read_config(folder),
-                source=f"{path}: ",
-                added_tokens=read_added_tokens(folder),
-                spec_overrides=spec_overrides,
-            )
-            self.architecture = resolved.architecture
-            self._weight_files = weight_files(folder)
-            model = _build_empty(self.architecture, attn_implementation, _DTYPES[dtype])
-            load_weights(
-                self._weight_files,
-                _own_parameters(model, self.architecture),
-                rename=resolved.rename,
-                optional=frozenset([_HEAD_KEY] if self.architecture.tie_embeddings else []),
-            )
-        for layer in model.model.layers:
-            # The module constant would make a mask-free SDPA call causal.
-            layer.self_attn.is_causal = False
-        self.model = model
-        self._keep_rotary_in_float32()
-        self.requires_grad_(trainable)
-
-        self.spec = self.architecture.spec()
-        self.hidden_size = self.architecture.hidden_size
-        self.num_layers = self.architecture.num_layers
-        self.vocab_size = self.architecture.vocab_size
-        self.register_buffer(
-            "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False
-        )
-        if self.spec.attention == "block":
-            logger.warning(
-                "%s was trained with block attention; this backbone lets every token see all",
-                self.spec.family,
-            )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating dtype of the weights."""
-        return self.model.lm_head.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.model.lm_head.weight.device
+    forward_methods: ClassVar = ("denoise", "score_tokens")
+    """Methods that run the weights from outside; under FSDP2 they gather like ``forward``."""
 
     def denoise(
         self,
@@ -152,8 +46,12 @@ class HFBackbone(nn.Module, Backbone):
         pad_mask: Tensor | None = None,
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
+        response_start: int | None = None,
     ) -> Denoised:
         """Runs one forward; only the rows at ``columns`` pass through the head.
+
+        A block model (``spec.attention`` is ``block``) gets its block-causal mask, any other one
+        sees every real token.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -162,6 +60,8 @@ class HFBackbone(nn.Module, Backbone):
             columns: ``(B, K)`` int64 canvas columns to predict; ``None`` means all.
             hidden_layers: indices among ``num_layers + 1`` hidden states: 0 is the embedding, the
                 last one follows the final norm; negative ones count from the end.
+            response_start: canvas column of the first response cell; read only where blocks count
+                from there (``spec.block_origin`` is ``response``).
 
         Returns:
             ``logits`` ``(B, K, V)`` in the model's dtype, scaled, ``-inf`` at forbidden ids; and
@@ -169,11 +69,20 @@ class HFBackbone(nn.Module, Backbone):
             ``i`` speaks of token ``i``. Differentiable.
 
         Raises:
-            ValueError: a hidden layer does not exist.
+            ValueError: a hidden layer does not exist, the mask id is not known, or blocks count
+                from the response and ``response_start`` is not given.
         """
+        if self.spec.mask_id == UNKNOWN_ID:
+            raise ValueError(
+                f"spec.mask_id: the files of this {self.spec.family} model name no mask token; "
+                "give its id as spec_overrides.mask_id"
+            )
         layers = [self._hidden_index(index) for index in hidden_layers]
         starts = self._starts(pad_mask)
-        visible, position_ids = self._attention_inputs(pad_mask)
+        visible = attention_visibility(
+            self.spec, ids, pad_mask=pad_mask, response_start=response_start
+        )
+        position_ids = None if pad_mask is None else position_ids_for(pad_mask, self.spec.positions)
         last, snapshots = self._encode(ids, visible, position_ids, layers=layers)
         if columns is None:
             batch, length = ids.shape
@@ -181,8 +90,7 @@ class HFBackbone(nn.Module, Backbone):
             rows = aligned(last, self.spec.shift, starts=starts)
         else:
             rows = gather_aligned(last, columns, self.spec.shift, starts=starts)
-        # In place: one copy of the logits less, and the head's backward does not need them.
-        logits = self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
+        logits = self.head(rows)
         hidden = None
         if layers:
             stacked = torch.stack([snapshots[index] for index in layers], dim=2)  # (B, L, H, D)
@@ -192,12 +100,16 @@ class HFBackbone(nn.Module, Backbone):
     def forward(
         self, input_ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Aligned logits of the whole canvas, with no id forbidden.
+        """Aligned logits of the whole canvas under the mask given, with no id forbidden.
+
+        Unlike :meth:`denoise` this adds nothing to the mask: without one every token sees all, in
+        block models too.
 
         Args:
             input_ids: ``(B, L)`` int64.
             mask: ``(B, L)`` bool or 0/1 integers, nonzero on real tokens; or ``(B, 1, L, L)`` bool,
-                ``True`` where the query (third axis) may see the key (``B`` may be 1).
+                ``True`` where the query (third axis) may see the key (``B`` may be 1). A query
+                without any key sees itself.
             position_ids: ``(B, L)`` int64; by default the spec's rule for a two-dimensional mask,
                 else column numbers.
 
@@ -207,66 +119,139 @@ class HFBackbone(nn.Module, Backbone):
         Raises:
             ValueError: the mask has another number of dimensions, or a 4-D one is not boolean.
         """
-        starts = None
-        if mask is None or mask.ndim == 2:
-            starts = self._starts(mask)
-            visible, default_positions = self._attention_inputs(mask)
-            position_ids = default_positions if position_ids is None else position_ids
-        elif mask.ndim == 4 and mask.dtype == torch.bool:
-            visible = mask
-        else:
-            raise ValueError(
-                "mask: expected (B, L), or a boolean (B, 1, L, L), "
-                f"got {mask.dtype} {tuple(mask.shape)}"
-            )
+        starts, visible = None, None
+        if mask is not None and mask.ndim == 2:
+            if mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"mask: expected the shape of input_ids {tuple(input_ids.shape)}, "
+                    f"got {tuple(mask.shape)}"
+                )
+            starts, visible = self._starts(mask), key_visibility(mask)
+            if position_ids is None:
+                position_ids = position_ids_for(mask, self.spec.positions)
+        elif mask is not None:
+            visible = _given_visibility(mask)
         last, _ = self._encode(input_ids, visible, position_ids)
         return self._head(aligned(last, self.spec.shift, starts=starts))
 
-    def save(self, folder: str | Path, *, dtype: DType | None = None) -> None:
-        """Writes ``config.json`` and ``model.safetensors`` for ``HFBackbone(path=folder)``.
-
-        Equal weights give equal bytes. Tokenizer files are not known here: copy them beside.
+    def encode_window(
+        self,
+        ids: Tensor,
+        *,
+        cache: Cache,
+        visible: Tensor | None,
+        position_ids: Tensor,
+        hidden_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs some columns of a canvas against cached keys and values.
 
         Args:
-            folder: created when absent; files of the same name are replaced.
-            dtype: of the stored weights; ``None`` keeps the current one.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        stored = self.dtype if dtype is None else _DTYPES[dtype]
-        parameters = _own_parameters(self.model, self.architecture)
-        save_weights(
-            {key: value.to(stored) for key, value in parameters.items()},
-            folder / "model.safetensors",
-        )
-        config = self.architecture.config_fields() | {
-            "dtype": str(stored).removeprefix("torch."),
-            EXPORT_KEY: self.architecture.spec_fields(),
-        }
-        partial = folder / "config.json.partial"
-        partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(partial, folder / "config.json")
-
-    def describe(self) -> dict[str, Any]:
-        """Provenance as plain JSON values.
+            ids: ``(B, W)`` int64 tokens of the columns.
+            cache: receives their keys and values and gives those to attend to.
+            visible: bool, broadcastable to ``(B, 1, W, K)`` for the ``K`` keys that the cache
+                gives, ``True`` where the query may see the key; ``None`` when it sees all.
+            position_ids: ``(B, W)`` int64.
+            hidden_layers: as in :meth:`denoise`.
 
         Returns:
-            ``family``, ``decoder``, ``num_parameters``, ``dtype``, ``attn_implementation``,
-            ``config_sha256``, and ``weights_sha256`` of the files the weights came from (``None``
-            for random ones). The latter reads all files on the first call and says nothing about
-            training since.
+            *Raw* rows, not aligned: ``(B, W, D)`` after the final norm, and ``(B, W, H, D)``
+            snapshots, or ``None`` when none is asked for.
         """
-        if self._weight_files and self._weights_digest is None:
-            self._weights_digest = files_digest(self._weight_files)
-        return {
-            "family": self.spec.family,
-            "decoder": self.architecture.decoder,
-            "num_parameters": sum(p.numel() for p in self.parameters()),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "attn_implementation": self.attn_implementation,
-            "config_sha256": self.architecture.digest(),
-            "weights_sha256": self._weights_digest,
-        }
+        layers = [self._hidden_index(index) for index in hidden_layers]
+        last, snapshots = self._encode(ids, visible, position_ids, layers=layers, cache=cache)
+        hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
+        return last, hidden
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits of aligned hidden rows.
+
+        Args:
+            rows: ``(..., D)`` after the final norm.
+
+        Returns:
+            ``(..., V)``, scaled, ``-inf`` at forbidden ids.
+        """
+        # In place: one copy of the logits less, and the head's backward does not need them.
+        return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
+
+    def score_tokens(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        *,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        response_start: int | None = None,
+        forbidden_ids: Sequence[int] | None = None,
+        temperature: float = 1.0,
+    ) -> TokenStats:
+        """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
+
+        What training uses in place of :meth:`denoise`: the same prediction, but only the chosen
+        rows meet the head, a chunk at a time (:mod:`lit_dlm.ops.fused_head`), in float32.
+
+        Args:
+            ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
+            targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
+            rows: ``(B, L)`` bool, cells to score.
+            mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that
+                of :meth:`denoise`. A boolean ``(B, 1, L, L)`` one replaces it, as in
+                :meth:`forward`.
+            position_ids: ``(B, L)`` int64; by default as in :meth:`denoise` or :meth:`forward`.
+            response_start: see :meth:`denoise`.
+            forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
+            temperature: the logits are divided by it.
+
+        Returns:
+            One entry per chosen cell, row by row: ``rows.sum()`` of them. Differentiable. To go
+            back to the canvas, write ``canvas[rows] = stats.ce``.
+
+        Raises:
+            ValueError: shapes do not fit, a target is forbidden, the temperature is not positive,
+                or the head is not a plain linear layer.
+        """
+        if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
+            raise ValueError(
+                "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
+                f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
+            )
+        if not temperature > 0.0:
+            raise ValueError(f"temperature: expected a positive number, got {temperature}")
+        head = self.model.lm_head
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
+                "the head are not supported"
+            )
+        forbidden = self._forbidden
+        if forbidden_ids is not None:
+            forbidden = torch.tensor(forbidden_ids, dtype=torch.long, device=ids.device)
+        wanted = targets[rows]
+        is_forbidden = torch.isin(wanted, forbidden)
+        if is_forbidden.any():
+            raise ValueError(
+                f"targets: id {int(wanted[is_forbidden][0])} is forbidden (forbidden_ids), so it "
+                "cannot be learnt"
+            )
+        if mask is None or mask.ndim == 2:
+            starts = self._starts(mask)
+            visible = attention_visibility(
+                self.spec, ids, pad_mask=mask, response_start=response_start
+            )
+            if position_ids is None and mask is not None:
+                position_ids = position_ids_for(mask, self.spec.positions)
+        else:
+            starts, visible = None, _given_visibility(mask)
+        last, _ = self._encode(ids, visible, position_ids)
+        return token_stats(
+            aligned(last, self.spec.shift, starts=starts)[rows],
+            head.weight,
+            wanted,
+            bias=head.bias,
+            logit_scale=self.spec.logit_scale / temperature,
+            forbidden_ids=forbidden,
+        )
 
     def _hidden_index(self, index: int) -> int:
         count = self.num_layers + 1
@@ -281,11 +266,6 @@ class HFBackbone(nn.Module, Backbone):
             return None
         return first_real_columns(pad_mask)
 
-    def _attention_inputs(self, pad_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if pad_mask is None:
-            return None, None
-        return key_visibility(pad_mask), position_ids_for(pad_mask, self.spec.positions)
-
     def _encode(
         self,
         ids: Tensor,
@@ -293,6 +273,7 @@ class HFBackbone(nn.Module, Backbone):
         position_ids: Tensor | None,
         *,
         layers: Sequence[int] = (),
+        cache: Cache | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Raw last hidden rows ``(B, L, D)`` after the final norm, and raw snapshots by index."""
         decoder = self.model.model
@@ -318,7 +299,8 @@ class HFBackbone(nn.Module, Backbone):
                 if visible is None
                 else mask_for(self.attn_implementation, visible, self.dtype),
                 position_ids=position_ids,
-                use_cache=False,
+                past_key_values=cache,
+                use_cache=cache is not None,
             ).last_hidden_state
         finally:
             for handle in handles:
@@ -330,44 +312,12 @@ class HFBackbone(nn.Module, Backbone):
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
 
-    def _keep_rotary_in_float32(self) -> None:
-        """Rebuilds the rotary frequencies, which lose positions when rounded to half precision."""
-        decoder = self.model.model
-        decoder.rotary_emb = type(decoder.rotary_emb)(self.model.config).to(self.device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer.
-        super()._apply(fn, recurse)
-        if "model" in self._modules and self.device.type != "meta":
-            self._keep_rotary_in_float32()
-        return self
-
-
-def _build(
-    architecture: Architecture, attn_implementation: str, dtype: torch.dtype
-) -> PreTrainedModel:
-    config = architecture.hf_config()
-    config._attn_implementation = attn_implementation
-    model = _MODEL_CLASSES[architecture.decoder](config)
-    nn.Module.to(model, dtype)  # in place
-    return model
-
-
-def _build_empty(
-    architecture: Architecture, attn_implementation: str, dtype: torch.dtype
-) -> PreTrainedModel:
-    """A model with uninitialised memory: random weights of billions of parameters take minutes."""
-    with torch.device("meta"):
-        model = _build(architecture, attn_implementation, dtype)
-    model.to_empty(device="cpu")
-    if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-def _own_parameters(model: PreTrainedModel, architecture: Architecture) -> Mapping[str, Tensor]:
-    """Parameters by key; a tied head is listed once, under the embedding."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    if architecture.tie_embeddings:
-        del named[_HEAD_KEY]
-    return named
+def _given_visibility(mask: Tensor) -> Tensor:
+    """A caller's own attention mask, checked."""
+    if mask.ndim != 4 or mask.dtype != torch.bool:
+        raise ValueError(
+            "mask: expected (B, L), or a boolean (B, 1, L, L), "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
+    return with_own_key(mask)

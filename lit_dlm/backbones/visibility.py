@@ -12,6 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.ops.masking import block_causal_visibility, block_numbers
+
 
 def key_visibility(pad_mask: Tensor) -> Tensor:
     """Every query sees the real keys.
@@ -60,3 +63,42 @@ def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -
     if positions == "cumsum":
         return (pad_mask.long().cumsum(dim=1) - 1).clamp_min(0)
     return torch.arange(pad_mask.shape[1], device=pad_mask.device).expand_as(pad_mask)
+
+
+def attention_visibility(
+    spec: BackboneSpec,
+    ids: Tensor,
+    *,
+    pad_mask: Tensor | None = None,
+    response_start: int | None = None,
+) -> Tensor | None:
+    """Who sees whom in one forward over a canvas, by the layout the model was trained with.
+
+    Args:
+        spec: full or block attention, block size and origin.
+        ids: ``(B, L)`` int64 canvas.
+        pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` without padding.
+        response_start: canvas column of the first response cell.
+
+    Returns:
+        Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the
+        key; ``None`` when everyone sees all, which keeps the kernels without a mask.
+
+    Raises:
+        ValueError: blocks count from the response and ``response_start`` is not given.
+    """
+    if spec.attention == "full":
+        return None if pad_mask is None else key_visibility(pad_mask)
+    assert spec.block_size is not None
+    if spec.block_origin == "response" and response_start is None:
+        raise ValueError(
+            "response_start: expected the first response column, since spec.block_origin is "
+            "'response', got None"
+        )
+    blocks = block_numbers(
+        ids.shape[1] if pad_mask is None else pad_mask,
+        spec.block_size,
+        origin=response_start if spec.block_origin == "response" else None,
+        device=ids.device,
+    )
+    return block_causal_visibility(blocks, pad_mask)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.location import read_json_object
 
 _SHOWN = 5
+_INDEX_FILE = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -29,7 +32,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder has none, or a shard of the index is absent.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX_FILE
     if index.is_file():
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -42,12 +45,13 @@ def weight_files(folder: Path) -> list[Path]:
         return files
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise ValueError(f"{folder}: expected model.safetensors or model.safetensors.index.json")
+        pickled = " (pickled weights are not read)" if any(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder}: expected model.safetensors or {_INDEX_FILE}{pickled}")
     return [single]
 
 
 def load_weights(
-    files: Iterable[Path],
+    files: Sequence[Path],
     parameters: Mapping[str, Tensor],
     *,
     rename: Callable[[str], str | None],
@@ -65,6 +69,7 @@ def load_weights(
     Raises:
         ValueError: a file is not safetensors, a key is unknown, or a key or shape does not fit.
     """
+    place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
     unknown: list[str] = []
     for path in files:
@@ -82,10 +87,13 @@ def load_weights(
         except SafetensorError as error:
             raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     if unknown:
-        raise ValueError(f"weights: {len(unknown)} unexpected keys, such as {unknown[:_SHOWN]}")
+        raise ValueError(
+            f"{place}: {len(unknown)} unexpected keys, such as {unknown[:_SHOWN]}; "
+            "config.json describes another model"
+        )
     if missing:
         raise ValueError(
-            f"weights: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
+            f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
         )
 
 
@@ -121,3 +129,77 @@ def files_digest(files: Iterable[Path]) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """A tensor without gradient, gathered where it is sharded.
+
+    Args:
+        tensor: of any kind; gathering a sharded one needs every process to call this.
+
+    Returns:
+        The whole tensor.
+    """
+    plain = tensor.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
+
+
+def save_checkpoint(
+    sizes: Mapping[str, int],
+    read: Callable[[str], Tensor],
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    write: bool = True,
+) -> list[Path]:
+    """Writes ``model.safetensors``, or shards with an index where that grows too large.
+
+    One shard at a time is in memory. Files of an earlier checkpoint in the folder that would be
+    read instead, or no more, are removed.
+
+    Args:
+        sizes: key to stored bytes; keys are packed in this order.
+        read: gives the tensor of a key.
+        folder: created when absent.
+        max_shard_bytes: most bytes of a shard, unless one tensor alone is larger.
+        write: whether this process writes. Sharded weights are gathered by all of them.
+
+    Returns:
+        The files.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += size
+    count = len(shards)
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, keys in zip(names, shards, strict=True):
+        tensors = {key: read(key) for key in keys}
+        if write:
+            save_weights(tensors, folder / name)
+    if not write:
+        return []
+    index = folder / _INDEX_FILE
+    if count > 1:
+        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        text = json.dumps(
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2
+        )
+        partial = folder / f"{_INDEX_FILE}.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, index)
+    else:
+        index.unlink(missing_ok=True)
+    for path in [*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"]:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    return [folder / name for name in names]

@@ -1,6 +1,10 @@
-"""Canvas states: which tokens are visible before which step."""
+"""What is visible: tokens before a step, and keys to a query under block attention."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,3 +47,318 @@ def state_at(tokens: Tensor, commit_step: Tensor, step: int | Tensor, mask_id: i
         step = step[:, None]
     hidden = commit_step >= step
     return torch.where(hidden, torch.full_like(tokens, mask_id), tokens)
+
+
+def block_numbers(
+    length_or_pad_mask: int | Tensor,
+    block_size: int,
+    *,
+    origin: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Numbers the blocks of a canvas.
+
+    Args:
+        length_or_pad_mask: ``L``, or ``(B, L)`` bool with ``True`` on real tokens.
+        block_size: cells of a block; the last one may be short.
+        origin: column at which block 0 starts, the same in every row, so that columns to its left
+            lie in blocks -1, -2, ...; ``None`` counts from each row's first real token.
+        device: of the result, where a length is given.
+
+    Returns:
+        ``(1, L)`` int64, or ``(B, L)`` where rows differ. Numbers on left padding are negative
+        (counted from a row's first token) and matter to nobody.
+
+    Raises:
+        ValueError: the block size is not positive.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size: expected at least 1, got {block_size}")
+    if isinstance(length_or_pad_mask, Tensor):
+        length, device = length_or_pad_mask.shape[1], length_or_pad_mask.device
+    else:
+        length = length_or_pad_mask
+    columns = torch.arange(length, device=device)[None]  # (1, L)
+    if origin is not None:
+        columns = columns - origin
+    elif isinstance(length_or_pad_mask, Tensor):
+        columns = columns - length_or_pad_mask.bool().long().argmax(dim=1, keepdim=True)
+    return torch.div(columns, block_size, rounding_mode="floor")
+
+
+def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:
+    """Every query sees the keys of its own and of earlier blocks (SDAR, arXiv:2510.06303).
+
+    Args:
+        blocks: ``(B, L)`` int64 block numbers, or ``(1, L)`` for all rows.
+        real: ``(B, L)`` bool, ``True`` on real tokens. Padding is seen by nobody but itself.
+
+    Returns:
+        ``(B, 1, L, L)`` bool, ``True`` where the query (third axis) may see the key.
+    """
+    return _hide_padding(blocks[:, None, :, None] >= blocks[:, None, None, :], real)
+
+
+def _hide_padding(visible: Tensor, real: Tensor | None) -> Tensor:
+    """Removes padded keys; a query that is left with none sees itself."""
+    if real is None:
+        return visible
+    return with_own_key(visible & real.bool()[:, None, None, :])
+
+
+def with_own_key(visible: Tensor) -> Tensor:
+    """Lets a query that sees nothing see itself.
+
+    Some kernels give NaN for a query without keys, and NaN spreads to other rows in the next layer.
+
+    Args:
+        visible: ``(B, 1, L, L)`` bool.
+
+    Returns:
+        The same with the diagonal set in empty rows.
+    """
+    diagonal = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    return visible | (diagonal & ~visible.any(dim=-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class TwoCopyLayout:
+    """A training row that holds a canvas clean and a part of it noisy, under one mask.
+
+    All blocks are trained in one forward: a noisy block sees itself and the *clean* blocks before
+    it, which is exactly what it sees while it is decoded. Clean tokens are block causal among
+    themselves and never see a noisy one. Build one with :meth:`trace` or :meth:`block_diffusion`,
+    gather tokens with ``ids[:, source]``, put masks into the noisy ones.
+
+    ``N`` is the length of the training row, ``S`` its shape's batch (1 where rows agree).
+    """
+
+    source: Tensor
+    """``(N,)`` int64 canvas column that each slot of the row holds."""
+    is_noisy: Tensor
+    """``(N,)`` bool: slots of the noisy copy."""
+    blocks: Tensor
+    """``(S, N)`` int64 block numbers; a noisy slot has that of its clean twin."""
+    real: Tensor | None
+    """``(B, N)`` bool, ``True`` on slots that take part; ``None`` when all do."""
+
+    @classmethod
+    def trace(
+        cls,
+        response_start: int,
+        length: int,
+        block_size: int,
+        *,
+        pad_mask: Tensor | None = None,
+        origin: Literal["sequence", "response"] = "response",
+        device: torch.device | str | None = None,
+    ) -> TwoCopyLayout:
+        """``[prompt | clean response | noisy response]`` (TraceRL, arXiv:2509.06949).
+
+        With blocks counted from the response the noisy copy is the response, as in the reference.
+        Counted from the sequence, the tail of the prompt may share the first response block; the
+        noisy copy then starts ``block_size - 1`` columns early, and of these only the cells of that
+        shared block take part. They hold prompt tokens and are no targets. Without that copy the
+        tail would have to be read from the clean half, where it has seen the answer.
+
+        Args:
+            response_start: first response column of the canvas.
+            length: canvas length.
+            block_size: cells of a block; the last one may be short.
+            pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
+            origin: where blocks are counted from.
+            device: of the tensors, where no ``pad_mask`` is given.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: the response start lies outside the canvas, or an option is unknown.
+        """
+        if not 0 <= response_start <= length:
+            raise ValueError(
+                f"response_start: expected 0..{length} (the canvas length), got {response_start}"
+            )
+        if origin not in ("sequence", "response"):
+            raise ValueError(f"origin: expected 'sequence' or 'response', got {origin!r}")
+        canvas: int | Tensor = length if pad_mask is None else pad_mask
+        from_response = origin == "response"
+        blocks = block_numbers(
+            canvas, block_size, origin=response_start if from_response else None, device=device
+        )
+        early = 0 if from_response else min(block_size - 1, response_start)
+        columns = torch.arange(length, device=blocks.device)
+        layout = cls._of(columns, columns[response_start - early :], blocks, pad_mask)
+        if early == 0:
+            return layout
+        # The early columns of earlier blocks are no part of the noisy copy.
+        first_block = blocks[:, response_start : response_start + 1]
+        taken = ~layout.is_noisy | (layout.blocks >= first_block)
+        real = taken if layout.real is None else taken & layout.real
+        return replace(layout, real=real)
+
+    @classmethod
+    def block_diffusion(
+        cls,
+        length: int,
+        block_size: int,
+        *,
+        pad_mask: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> TwoCopyLayout:
+        """``[noisy canvas | clean canvas]``, blocks from the first token (BD3-LM, SDAR).
+
+        Block diffusion's own training layout (arXiv:2503.09573): the same rule as :meth:`trace`,
+        with the whole canvas noisy and in the other order.
+
+        Args:
+            length: canvas length.
+            block_size: cells of a block; the last one may be short.
+            pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
+            device: of the tensors, where no ``pad_mask`` is given.
+
+        Returns:
+            The layout.
+        """
+        canvas: int | Tensor = length if pad_mask is None else pad_mask
+        blocks = block_numbers(canvas, block_size, device=device)
+        columns = torch.arange(length, device=blocks.device)
+        return cls._of(columns, columns, blocks, pad_mask, noisy_first=True)
+
+    @classmethod
+    def _of(
+        cls,
+        clean: Tensor,
+        noisy: Tensor,
+        blocks: Tensor,
+        pad_mask: Tensor | None,
+        *,
+        noisy_first: bool = False,
+    ) -> TwoCopyLayout:
+        parts = [(clean, False), (noisy, True)]
+        if noisy_first:
+            parts.reverse()
+        source = torch.cat([columns for columns, _ in parts])
+        is_noisy = torch.cat([torch.full_like(columns, flag).bool() for columns, flag in parts])
+        real = None if pad_mask is None else pad_mask.bool()[:, source]
+        return cls(source=source, is_noisy=is_noisy, blocks=blocks[:, source], real=real)
+
+    def visibility(self) -> Tensor:
+        """The attention mask of the training row.
+
+        Returns:
+            ``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key. A
+            slot that takes no part is seen by nobody but itself.
+        """
+        query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
+        noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
+        sees_clean = torch.where(noisy_query, query > key, query >= key)
+        sees_noisy = noisy_query & (query == key)
+        return _hide_padding(torch.where(noisy_key, sees_noisy, sees_clean), self.real)
+
+    def positions(self, canvas_positions: Tensor) -> Tensor:
+        """Position ids of the training row: a noisy slot repeats those of its clean twin.
+
+        Args:
+            canvas_positions: ``(B, length)`` int64 positions of the canvas.
+
+        Returns:
+            ``(B, N)`` int64.
+        """
+        return canvas_positions[:, self.source]
+
+
+class TimeDelayMask(NamedTuple):
+    """What a state of a recorded decode shows, and what is learnt from it."""
+
+    hidden: Tensor
+    """``(..., L)`` bool: positions that the model sees as mask."""
+    supervised: Tensor
+    """``(..., L)`` bool: positions whose token is to be predicted, all of them hidden."""
+
+
+def time_delay_mask(
+    steps: Tensor,
+    maskable: Tensor,
+    cut: int | Sequence[int] | Tensor,
+    *,
+    window: int,
+    unit: Literal["steps", "tokens"] = "steps",
+) -> TimeDelayMask:
+    """Time-delay masking of TABOM (arXiv:2605.11854): a recorded decode, cut at a step.
+
+    What was written before the cut is shown, everything else is hidden. What was written in the
+    next ``window`` steps is supervised; what came later, or never, is hidden but not learnt.
+
+    Args:
+        steps: ``(L,)`` or ``(B, L)`` integer, the step that wrote each response position; -1 where
+            none did.
+        maskable: bool of the same shape, positions that may be supervised (all of them, or only
+            those of the answer without the padding behind it). It does not change what is hidden.
+        cut: the step, a number or ``(B,)`` integers. -1 stands for a row without a cut: all of it
+            is hidden and nothing is supervised.
+        window: supervised steps, the cut's own included; or, with ``unit`` ``tokens``, supervised
+            positions, counted from the cut on in the order of steps and, within a step, from the
+            left.
+        unit: what ``window`` counts. The release counts steps, the paper tokens.
+
+    Returns:
+        ``hidden`` and ``supervised``, bool of the shape of ``steps``.
+
+    Raises:
+        ValueError: shapes do not fit, the window is not positive, or the unit is unknown.
+    """
+    if steps.shape != maskable.shape or steps.ndim not in (1, 2):
+        raise ValueError(
+            "time_delay_mask: expected steps and maskable of one shape (L,) or (B, L), got "
+            f"{tuple(steps.shape)} and {tuple(maskable.shape)}"
+        )
+    if window < 1:
+        raise ValueError(f"window: expected at least 1, got {window}")
+    at = per_row(cut, steps, name="cut")
+    hidden = (steps < 0) | (steps >= at)
+    later = maskable.bool() & (steps >= 0) & (steps >= at) & (at >= 0)
+    if unit == "steps":
+        return TimeDelayMask(hidden, later & (steps < at + window))
+    if unit != "tokens":
+        raise ValueError(f"unit: expected 'steps' or 'tokens', got {unit!r}")
+    return TimeDelayMask(hidden, first_written(steps, later, window))
+
+
+def first_written(steps: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """The candidates that were written first; of equal steps the leftmost.
+
+    Args:
+        steps: ``(..., L)`` integer.
+        candidates: ``(..., L)`` bool.
+        count: how many per row, at most.
+
+    Returns:
+        ``(..., L)`` bool, a subset of the candidates.
+    """
+    key = torch.where(candidates, steps.long(), torch.iinfo(torch.long).max)
+    rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
+    return candidates & (rank < count)
+
+
+def per_row(value: int | Sequence[int] | Tensor, like: Tensor, *, name: str) -> Tensor:
+    """Brings one integer per row, or one for all, into a shape that broadcasts.
+
+    Args:
+        value: a number, or ``(B,)`` or ``(B, 1)`` integers.
+        like: ``(L,)`` or ``(B, L)`` tensor that it goes with.
+        name: of the argument, for the message.
+
+    Returns:
+        ``()``, ``(1, 1)`` or ``(B, 1)`` int64 on the device of ``like``.
+
+    Raises:
+        ValueError: neither one value nor one for each row.
+    """
+    rows = torch.as_tensor(value, device=like.device).long()
+    num_rows = like.shape[0] if like.ndim == 2 else 1
+    if rows.numel() not in (1, num_rows):
+        raise ValueError(
+            f"{name}: expected one value or {num_rows}, one for each row, got {rows.numel()}"
+        )
+    return rows.reshape(-1, 1) if like.ndim == 2 else rows.reshape(())

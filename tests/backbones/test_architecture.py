@@ -28,6 +28,16 @@ def test_the_specification_always_forbids_the_mask():
         ({"eos_ids": (1, 40)}, "Architecture.eos_ids: .* got 40"),
         ({"eos_ids": ()}, "eos_ids: expected at least one id"),
         ({"attention": "block"}, "block attention needs a block size"),
+        ({"hidden_size": "16"}, "Architecture.hidden_size: expected a positive integer, got '16'"),
+        ({"head_dim": 0}, "Architecture.head_dim: expected a positive integer, got 0"),
+        ({"eos_ids": 3}, "Architecture.eos_ids: expected a list of ids, got 3"),
+        ({"eos_ids": ("a",)}, "Architecture.eos_ids: .* got 'a'"),
+        ({"shift": 2}, "BackboneSpec.shift: expected 0 or 1, got 2"),
+        ({"attention": "causal"}, "BackboneSpec.attention: expected 'full' or 'block'"),
+        ({"positions": "x"}, "BackboneSpec.positions: expected 'cumsum' or 'arange', got 'x'"),
+        ({"block_origin": "x"}, "BackboneSpec.block_origin: expected 'sequence' or 'response'"),
+        ({"attention_bias": True}, "Architecture.attention_bias: a qwen2 decoder has its own"),
+        ({"mlp_bias": True}, "Architecture.mlp_bias: expected false with decoder 'qwen2'"),
     ],
 )
 def test_impossible_descriptions_are_refused_by_name(changes: dict[str, Any], message: str):

@@ -146,6 +146,8 @@ def test_an_absent_hidden_layer_is_named(make_backbone: Maker, index: int):
 def test_an_integer_four_dimensional_mask_is_refused(make_backbone: Maker):
     with pytest.raises(ValueError, match="mask: expected"):
         make_backbone()(IDS, torch.ones(1, 1, 6, 6))
+    with pytest.raises(ValueError, match=r"mask: expected the shape of input_ids \(2, 6\), got"):
+        make_backbone()(IDS, torch.ones(2, 5))
 
 
 def test_an_explicit_mask_gives_the_same_by_both_routes(make_backbone: Maker):
@@ -262,8 +264,71 @@ def test_unknown_settings_are_named(option: str, value: str):
         HFBackbone(architecture=tiny_architecture(), **{option: value})  # type: ignore[arg-type]
 
 
-def test_a_block_model_warns_that_it_sees_everything(
-    make_backbone: Maker, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_block_model_denoises_under_its_block_causal_mask(
+    make_backbone: Maker, padding: str, attn: str
 ):
-    make_backbone(attention="block", block_size=4, family="sdar")
-    assert "sdar was trained with block attention" in caplog.text
+    """Blocks of 4 from a row's first token: a change in block 1 moves nothing in block 0."""
+    backbone = make_backbone(attention="block", block_size=4, attn=attn)
+    ids = torch.tensor([[5, 9, 3, 7, 3, 11, 8]])
+    pad, mask = torch.zeros(1, 2, dtype=torch.long), None
+    if padding != "none":
+        sides = (pad, ids) if padding == "left" else (ids, pad)
+        ids = torch.cat(sides, 1)
+        mask = ids != 0
+    other = ids.masked_fill(ids == 11, 30)
+    real = slice(2, None) if padding == "left" else slice(0, 7)
+    first, second = (
+        backbone.denoise(canvas, pad_mask=mask).logits[0, real] for canvas in (ids, other)
+    )
+    torch.testing.assert_close(first[:4], second[:4])
+    allowed = torch.ones(32, dtype=torch.bool)
+    allowed[3] = False
+    assert ((first - second)[4:, allowed].abs().amax(-1) > 1e-3).all()
+
+
+def test_blocks_may_count_from_the_response(make_backbone: Maker):
+    """A prompt of 3 and blocks of 4: column 3 starts block 0, so it sees columns 0 to 6."""
+    backbone = make_backbone(attention="block", block_size=4, block_origin="response")
+    ids = torch.tensor([[5, 9, 8, 3, 3, 3, 3, 3]])
+    columns = torch.arange(8)
+    blocks = torch.div(columns - 3, 4, rounding_mode="floor")
+    visible = (blocks[:, None] >= blocks[None])[None, None]
+    expected = backbone(ids, visible)
+    expected[..., 3] = float("-inf")
+    torch.testing.assert_close(backbone.denoise(ids, response_start=3).logits, expected)
+    with pytest.raises(ValueError, match="response_start: expected the first response column"):
+        backbone.denoise(ids)
+
+
+def test_the_public_forward_adds_no_mask_of_its_own(make_backbone: Maker):
+    block = make_backbone(attention="block", block_size=2)
+    torch.testing.assert_close(block(IDS), make_backbone()(IDS))
+
+
+def test_an_unknown_mask_id_stops_decoding_but_not_logits(make_backbone: Maker):
+    backbone = make_backbone(mask_id=-1)
+    assert backbone.spec.forbidden_ids == ()
+    torch.testing.assert_close(backbone(IDS), make_backbone()(IDS))
+    with pytest.raises(
+        ValueError, match=r"spec\.mask_id: .* give its id as spec_overrides\.mask_id"
+    ):
+        backbone.denoise(IDS)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("positions", ["cumsum", "arange"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_both_position_conventions_and_sides_of_padding(
+    make_backbone: Maker, shift: int, positions: str, padding: str
+):
+    """Rotary positions act by their differences, so counting from a pad or a token is the same."""
+    backbone = make_backbone(shift=shift, positions=positions)
+    ids = torch.tensor([[5, 9, 3, 7, 3, 11], [8, 3, 6, 2, 0, 0]])
+    real = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    if padding == "left":
+        ids[1], real[1] = ids[1].roll(2), real[1].roll(2)
+    together = backbone.denoise(ids, pad_mask=real).logits
+    alone = backbone.denoise(torch.tensor([[8, 3, 6, 2]])).logits
+    torch.testing.assert_close(together[1][real[1]], alone[0])

@@ -1,7 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 
-from lit_dlm.ops.masking import state_at
+from lit_dlm.ops.masking import (
+    TwoCopyLayout,
+    block_causal_visibility,
+    block_numbers,
+    state_at,
+    with_own_key,
+)
 
 MASK = 9
 TOKENS = torch.tensor([[3, 4, 5, MASK], [6, 7, 8, 1]])
@@ -33,3 +45,195 @@ def test_shapes_that_do_not_fit_are_refused():
         state_at(TOKENS, COMMIT[:1], 0, MASK)
     with pytest.raises(ValueError, match=r"a step of shape \(3,\)"):
         state_at(TOKENS, COMMIT, torch.tensor([0, 1, 2]), MASK)
+
+
+# Attention between positions, each against a definition that asks for one pair at a time.
+
+
+def slow(rule: Callable[[int, int, int], bool], batch: int, length: int) -> Tensor:
+    """``(B, 1, L, L)`` bool from a predicate of row, query and key."""
+    visible = torch.zeros(batch, 1, length, length, dtype=torch.bool)
+    for row in range(batch):
+        for query in range(length):
+            keys = [key for key in range(length) if rule(row, query, key)]
+            visible[row, 0, query, keys or [query]] = True
+    return visible
+
+
+PADDING = {
+    "none": [[1] * 11, [1] * 11],
+    "left": [[0] * 3 + [1] * 8, [1] * 11],
+    "right": [[1] * 11, [1] * 7 + [0] * 4],
+    "both": [[0] * 2 + [1] * 8 + [0], [0] * 5 + [1] * 6],
+}
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("block_size", [1, 3, 4, 20])
+@pytest.mark.parametrize("origin", [None, 0, 4, 11])
+def test_block_causal_is_own_and_earlier_blocks(padding: str, block_size: int, origin: int | None):
+    """11 columns: ragged for blocks of 3 and 4, one single block for 20."""
+    real = torch.tensor(PADDING[padding]).bool()
+    firsts = [row.index(1) for row in PADDING[padding]]
+
+    def block(row: int, column: int) -> int:
+        return (column - (firsts[row] if origin is None else origin)) // block_size
+
+    expected = slow(lambda row, q, k: bool(real[row, k]) and block(row, q) >= block(row, k), 2, 11)
+    blocks = block_numbers(real, block_size, origin=origin)
+    assert torch.equal(block_causal_visibility(blocks, real).expand(2, -1, -1, -1), expected)
+    if padding == "none":
+        without = block_causal_visibility(block_numbers(11, block_size, origin=origin))
+        assert without.shape[0] == 1  # one mask for all rows
+        assert torch.equal(without.expand(2, -1, -1, -1), expected)
+
+
+def test_blocks_before_the_origin_count_backwards():
+    """Blocks of 4 from column 3: columns 0 to 2 are block -1, 3 to 6 block 0, 7 block 1."""
+    assert block_numbers(8, 4, origin=3).tolist() == [[-1, -1, -1, 0, 0, 0, 0, 1]]
+    with pytest.raises(ValueError, match="block_size: expected at least 1, got 0"):
+        block_numbers(8, 0)
+
+
+def trace_rule(start: int, length: int, size: int, real: Tensor) -> Callable[[int, int, int], bool]:
+    """The rule of the trace layout, as its definition reads (blocks from the response)."""
+    response = length - start
+
+    def block(slot: int) -> int:
+        place = slot - start if slot < length else slot - length
+        return place // size
+
+    def rule(row: int, query: int, key: int) -> bool:
+        column = key if key < length else key - response
+        if not real[row, column]:
+            return False
+        if query < length:
+            return key < length and block(query) >= block(key)
+        if key < length:
+            return block(query) > block(key)
+        return block(query) == block(key)
+
+    return rule
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize(("start", "block_size"), [(4, 3), (5, 4), (7, 4), (6, 5), (0, 4), (4, 1)])
+def test_the_trace_layout_follows_its_rule(padding: str, start: int, block_size: int):
+    real = torch.tensor(PADDING[padding]).bool()
+    layout = TwoCopyLayout.trace(start, 11, block_size, pad_mask=real)
+    assert layout.source.tolist() == [*range(11), *range(start, 11)]
+    assert layout.is_noisy.tolist() == [False] * 11 + [True] * (11 - start)
+    rule = trace_rule(start, 11, block_size, real)
+    assert torch.equal(layout.visibility(), slow(rule, 2, 22 - start))
+    positions = torch.arange(11).expand(2, -1)
+    assert torch.equal(layout.positions(positions), positions[:, layout.source])
+
+
+@pytest.mark.parametrize(
+    ("start", "response", "size"), [(8, 16, 4), (7, 14, 4), (10, 12, 5), (6, 10, 4)]
+)
+def test_the_trace_layout_equals_the_reference_masks(start: int, response: int, size: int):
+    from safetensors.torch import load_file
+
+    file = Path(__file__).parents[2].parent / "shared" / "data" / "parity" / "sdar"
+    if not file.is_dir():
+        pytest.skip(f"no parity fixtures at {file}")
+    cases = load_file(file / "cases.safetensors")
+    expected = cases[f"masks.{start}_{response}_{size}"].bool()
+    assert torch.equal(TwoCopyLayout.trace(start, start + response, size).visibility(), expected)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_the_block_diffusion_layout_follows_its_rule(padding: str, block_size: int):
+    real = torch.tensor(PADDING[padding]).bool()
+    firsts = [row.index(1) for row in PADDING[padding]]
+
+    def rule(row: int, query: int, key: int) -> bool:
+        (noisy_q, q), (noisy_k, k) = ((slot < 11, slot % 11) for slot in (query, key))
+        q_block, k_block = ((place - firsts[row]) // block_size for place in (q, k))
+        if not real[row, k]:
+            return False
+        if noisy_k:
+            return noisy_q and q_block == k_block
+        return q_block > k_block if noisy_q else q_block >= k_block
+
+    layout = TwoCopyLayout.block_diffusion(11, block_size, pad_mask=real)
+    assert layout.is_noisy.tolist() == [True] * 11 + [False] * 11
+    assert torch.equal(layout.visibility(), slow(rule, 2, 22))
+
+
+def linear_attention(ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
+    """Two layers of attention with fixed random weights in float64: enough to leak if it could."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    place = torch.randn(40, 8, generator=generator, dtype=torch.float64)
+    x = table[ids] + place[positions]
+    for _ in range(2):
+        w = torch.randn(3, 8, 8, generator=generator, dtype=torch.float64) / 3
+        scores = ((x @ w[0]) @ (x @ w[1]).transpose(1, 2)).masked_fill(~visible[:, 0], -torch.inf)
+        x = x + torch.tanh(scores.softmax(-1) @ x @ w[2])
+    return x
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+@pytest.mark.parametrize("prompts", [(5, 5), (3, 5), (8, 6)])
+def test_a_noisy_block_sees_what_it_sees_while_it_is_decoded(origin: str, prompts: tuple[int, int]):
+    """Each block's noisy slots equal a direct forward with that block noisy and the rest absent.
+
+    Left-padded prompts of different lengths, 7 response cells, blocks of 4: with the sequence as
+    origin the tail of a prompt shares a block with the response, in each row another part.
+    """
+    start, size = max(prompts), 4
+    length = start + 7
+    real = torch.arange(length) >= (start - torch.tensor(prompts))[:, None]
+    generator = torch.Generator().manual_seed(1)
+    clean = torch.randint(1, 20, (2, length), generator=generator)
+    hide = torch.rand(2, length, generator=generator) < 0.5
+    noisy = clean.masked_fill(hide & (torch.arange(length) >= start), 0)
+    positions = (real.long().cumsum(1) - 1).clamp_min(0)
+    layout = TwoCopyLayout.trace(start, length, size, pad_mask=real, origin=origin)  # type: ignore[arg-type]
+    row_ids = torch.where(layout.is_noisy, noisy[:, layout.source], clean[:, layout.source])
+    trained = linear_attention(row_ids, layout.visibility(), layout.positions(positions))
+    compared = 0
+    for row, prompt in enumerate(prompts):
+        first = start - prompt
+        begin = first if origin == "sequence" else start
+        for number in range(-3, 5):
+            block = [c for c in range(first, length) if (c - begin) // size == number]
+            if not block or block[-1] < start:
+                continue
+            canvas = torch.cat([clean[row, first : block[0]], noisy[row, block[0] : block[-1] + 1]])
+            blocks = (torch.arange(first, block[-1] + 1) - begin).div(size, rounding_mode="floor")
+            direct = linear_attention(
+                canvas[None],
+                block_causal_visibility(blocks[None]),
+                torch.arange(len(canvas))[None],
+            )
+            for column in block:
+                slots = ((layout.source == column) & layout.is_noisy).nonzero()[:, 0]
+                if column >= start:
+                    assert len(slots) == 1
+                if len(slots):
+                    torch.testing.assert_close(trained[row, slots[0]], direct[0, column - first])
+                    compared += 1
+    assert compared >= 14
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"response_start": 12}, r"response_start: expected 0\.\.11 .*, got 12"),
+        ({"origin": "prompt"}, "origin: expected 'sequence' or 'response', got 'prompt'"),
+        ({"block_size": 0}, "block_size: expected at least 1, got 0"),
+    ],
+)
+def test_an_impossible_trace_layout_is_named(options: dict[str, object], message: str):
+    values = {"response_start": 4, "length": 11, "block_size": 4, **options}
+    with pytest.raises(ValueError, match=message):
+        TwoCopyLayout.trace(**values)  # type: ignore[arg-type]
+
+
+def test_only_empty_queries_get_themselves():
+    visible = torch.tensor([[[[False, True], [False, False]]]])
+    assert with_own_key(visible).tolist() == [[[[False, True], [False, True]]]]

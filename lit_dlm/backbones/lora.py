@@ -1,0 +1,365 @@
+"""Low-rank adapters (arXiv:2106.09685) through peft, in the layout that PEFT folders have.
+
+Layers are replaced in place: the decoder keeps its module paths, so nothing else needs to know.
+Published adapters load under transformers' names and under LLaDA's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lit_dlm.backbones.keys import LLADA_MODULES, KeyMap
+from lit_dlm.backbones.location import read_json_object
+from lit_dlm.backbones.weights import plain_tensor, save_weights
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_GROUPS = {"attn": _ATTENTION, "all": (*_ATTENTION, *_FEED_FORWARD), "all-linear": None}
+_NAME = "default"
+_PREFIX = "base_model.model."
+
+# What a PEFT configuration may say besides rank, alpha, dropout, targets and layers.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "fan_in_fan_out": (None, False),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False, {}),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "exclude_modules": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "layers_pattern": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRASettings:
+    """Shape of a low-rank adapter: each target gets ``W x + (alpha / rank) B A x``."""
+
+    rank: int = 16
+    """Rows of ``A``."""
+    alpha: float = 16.0
+    """Numerator of the scale."""
+    dropout: float = 0.0
+    """Dropout on the input of ``A``. Keep 0 where probabilities of two forwards are compared."""
+    targets: str | list[str] = "attn"
+    """``attn`` (q, k, v, o), ``all`` (these and the feed-forward), or module names such as
+    ``[q_proj, v_proj]``. LLaDA's own names (``attn_out``, ``ff_proj``, ``ff_out``) mean the same
+    layers."""
+    rslora: bool = False
+    """Divides by the square root of the rank instead (arXiv:2312.03732)."""
+    layers: list[int] | None = None
+    """Decoder layers to adapt; all by default."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank: expected at least 1, got {self.rank}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"lora.dropout: expected 0 <= p < 1, got {self.dropout}")
+        self.modules()
+
+    def modules(self) -> list[str]:
+        """Names of the adapted modules under transformers' names, sorted.
+
+        Raises:
+            ValueError: a target names no module of a decoder layer.
+        """
+        if isinstance(self.targets, str):
+            group = _GROUPS.get(self.targets, ())
+            wanted = list(_GROUPS["all"] or ()) if group is None else list(group)
+        else:
+            # A target may name a path, such as ``blocks.0.ff_out``.
+            wanted = [name.rpartition(".")[2] for name in self.targets]
+        known = set(_GROUPS["all"] or ())
+        found = {LLADA_MODULES.get(name, name) for name in wanted}
+        if not found or not found <= known:
+            raise ValueError(
+                f"lora.targets: expected 'attn', 'all' or some of "
+                f"{sorted(known | (set(LLADA_MODULES) - {'attn_norm', 'ff_norm'}))}, "
+                f"got {self.targets!r}"
+            )
+        return sorted(found)
+
+
+def read_adapter_settings(folder: Path) -> LoRASettings:
+    """Reads ``adapter_config.json`` of a PEFT folder.
+
+    Args:
+        folder: the adapter.
+
+    Returns:
+        Its settings.
+
+    Raises:
+        ValueError: the file is absent, or an option is not supported.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder}: expected an adapter folder with {CONFIG_FILE}")
+    config = read_json_object(path)
+    for option, allowed in _ONLY.items():
+        value = config.get(option)
+        if value not in allowed:
+            raise ValueError(
+                f"{path}: option {option}={value!r} is not supported, "
+                f"expected {allowed[-1] if option != 'peft_type' else 'LORA'!r}"
+            )
+    rank, targets = config.get("r"), config.get("target_modules")
+    if not isinstance(rank, int) or not targets:
+        raise ValueError(
+            f"{path}: expected options r and target_modules, got {rank!r}, {targets!r}"
+        )
+    layers = config.get("layers_to_transform")
+    return LoRASettings(
+        rank=rank,
+        alpha=config.get("lora_alpha", 8),
+        dropout=config.get("lora_dropout", 0.0),
+        targets=targets if isinstance(targets, str) else sorted(targets),
+        rslora=bool(config.get("use_rslora", False)),
+        layers=[layers] if isinstance(layers, int) else layers,
+    )
+
+
+def inject(model: PreTrainedModel, settings: LoRASettings) -> None:
+    """Puts a new adapter into a decoder, in place; it starts as the identity.
+
+    The base weights get frozen. The adapter's are float32 where the base is in half precision, as
+    in peft, since small updates would be rounded away.
+
+    Args:
+        model: the decoder.
+        settings: shape and places.
+
+    Raises:
+        ValueError: a layer to adapt does not exist.
+    """
+    # On first use: peft takes seconds to import, and most runs have no adapter.
+    from peft import LoraConfig, inject_adapter_in_model
+
+    count = len(model.model.layers)
+    if settings.layers is not None and not set(settings.layers) <= set(range(count)):
+        raise ValueError(
+            f"lora.layers: expected indices from 0 to {count - 1}, got {settings.layers}"
+        )
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # only ever divided
+        lora_dropout=settings.dropout,
+        target_modules=settings.modules(),
+        use_rslora=settings.rslora,
+        layers_to_transform=settings.layers,
+    )
+    inject_adapter_in_model(config, model, adapter_name=_NAME)
+    for _, parameter in adapter_parameters(model):
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of the adapter in a decoder.
+
+    Args:
+        model: the decoder.
+
+    Yields:
+        Key, such as ``model.layers.0.self_attn.q_proj.lora_A.weight``, and parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            yield name.replace(f".{_NAME}.", "."), parameter
+
+
+def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
+    """Base weights of a decoder that may hold an adapter.
+
+    Args:
+        model: the decoder.
+
+    Returns:
+        Key without traces of the adapter to the parameter and, for an adapted weight, the layer
+        with which it has to be :func:`merged`.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, tuple[Tensor, nn.Module | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if ".lora_" in name:
+            continue
+        owner, _, last = name.rpartition(".")
+        parent = owner.removesuffix(".base_layer")
+        adapted = parent != owner and last == "weight"
+        found[f"{parent}.{last}"] = (parameter, modules[parent] if adapted else None)
+    return found
+
+
+def merged(weight: Tensor, layer: Any) -> Tensor:
+    """The weight of one of peft's layers with its adapter added.
+
+    Args:
+        weight: ``(out, in)`` of the base layer.
+        layer: peft's layer.
+
+    Returns:
+        ``(out, in)`` in the dtype of ``weight``; the sum is taken in float32 and rounded once.
+    """
+    rows = plain_tensor(layer.lora_B[_NAME].weight).float()
+    columns = plain_tensor(layer.lora_A[_NAME].weight).float()
+    return (weight.float() + rows @ columns * layer.scaling[_NAME]).to(weight.dtype)
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> int:
+    """Adds the adapter to the base weights and removes its layers, in place.
+
+    Args:
+        model: the decoder.
+
+    Returns:
+        How many layers were merged.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    adapted = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    for name, layer in adapted:
+        base: Any = layer.get_base_layer()
+        base.weight.copy_(merged(base.weight, layer))
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, base)
+    if adapted:
+        del model.peft_config
+    return len(adapted)
+
+
+def save_adapter(
+    model: nn.Module,
+    settings: LoRASettings,
+    folder: Path,
+    *,
+    keys: KeyMap,
+    layout: Literal["hf", "original"],
+    base_name: str | None,
+    write: bool = True,
+) -> None:
+    """Writes an adapter as a PEFT folder.
+
+    Args:
+        model: the decoder that holds it.
+        settings: its settings.
+        folder: created when absent.
+        keys: the family's names.
+        layout: ``hf`` for transformers' names, ``original`` for those of the family's own code.
+        base_name: folder or hub id of the base model, for the configuration.
+        write: whether this process writes. Sharded weights are gathered by all of them.
+    """
+    translate = keys.original if layout == "original" else str
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in adapter_parameters(model):
+        module, _, rest = name.partition(".lora_")
+        own = translate(f"{module}.weight").removesuffix(".weight")
+        tensors[f"{_PREFIX}{own}.lora_{rest}"] = plain_tensor(parameter)
+    if not write:
+        return
+    targets = settings.modules()
+    if layout == "original" and keys.layout == "llada":
+        own_names = {target: own for own, target in LLADA_MODULES.items()}
+        # By their paths: the bare name ff_out would also match the head.
+        paths = {key.partition(".lora_")[0].removeprefix(f"{_PREFIX}model.") for key in tensors}
+        targets = (
+            sorted(path.removeprefix("transformer.") for path in paths)
+            if "down_proj" in targets
+            else sorted(own_names[target] for target in targets)
+        )
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": targets,
+        "layers_to_transform": settings.layers,
+        "use_rslora": settings.rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(tensors, folder / WEIGHTS_FILE)
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, folder / CONFIG_FILE)
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path, *, keys: KeyMap) -> Path:
+    """Reads the weights of a PEFT folder into an adapter that is in place already.
+
+    Args:
+        model: the decoder, after :func:`inject` with the folder's settings.
+        folder: the adapter.
+        keys: the family's names; the file may use them or transformers'.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: the file is absent or unreadable, or a key or shape does not fit.
+    """
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        also = " (adapter_model.bin is a pickle and is not read)"
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise ValueError(f"{folder}: expected {WEIGHTS_FILE}{also if pickled else ''}")
+    wanted = dict(adapter_parameters(model))
+    missing = set(wanted)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - the handle is not a mapping
+                ours = _own_key(key, keys, wanted)
+                if ours is None:
+                    raise ValueError(f"{path}: unexpected key {key!r}")
+                tensor = file.get_tensor(key)
+                if tensor.shape != wanted[ours].shape:
+                    raise ValueError(
+                        f"{path}: {key} has shape {tuple(tensor.shape)}, "
+                        f"expected {tuple(wanted[ours].shape)} for this model"
+                    )
+                wanted[ours].copy_(tensor)
+                missing.discard(ours)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    if missing:
+        raise ValueError(f"{path}: {len(missing)} keys are absent, such as {sorted(missing)[0]!r}")
+    return path
+
+
+def _own_key(key: str, keys: KeyMap, wanted: Mapping[str, object]) -> str | None:
+    module, found, rest = key.removeprefix(_PREFIX).partition(".lora_")
+    if not found:
+        return None
+    for names in (keys, KeyMap(layout="hf")):
+        own = names.ours(f"{module}.weight")
+        if own is not None:
+            name = f"{own.removesuffix('.weight')}.lora_{rest}"
+            if name in wanted:
+                return name
+    return None

@@ -1,0 +1,394 @@
+"""A decoder with its specification: construction, adapters, files and provenance.
+
+What it computes is in :mod:`lit_dlm.backbones.hf`, which derives from the class here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_dlm.backbones import lora as adapters
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.assembly import (
+    AttentionRoute,
+    DType,
+    loaded_decoder,
+    random_decoder,
+    torch_dtype,
+)
+from lit_dlm.backbones.autoregressive import FromAR
+from lit_dlm.backbones.families import FAMILIES
+from lit_dlm.backbones.keys import HEAD_KEY, KeyMap
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.original import original_config
+from lit_dlm.backbones.resolution import EXPORT_KEY, resolve
+from lit_dlm.backbones.weights import (
+    files_digest,
+    plain_tensor,
+    save_checkpoint,
+    weight_files,
+)
+
+logger = logging.getLogger(__name__)
+
+ExportLayout = Literal["hf", "original"]
+
+
+class StoredDecoder(nn.Module):
+    """A bidirectional decoder that loads, adapts and exports.
+
+    Args:
+        path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
+            Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), SDAR and TraDo work as
+            released; so does what :meth:`export` wrote. Only a hub id may use the network; no code
+            is ever loaded.
+        architecture: sizes for random weights, instead of ``path``. Seed torch before.
+        dtype: of the weights and activations.
+        attn_implementation: ``sdpa`` (fast), or ``eager`` as a reference.
+        trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
+            own weights ever do.
+        spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
+            files, such as ``{"positions": "arange"}``. Only with ``path``.
+        from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
+        lora: puts a new low-rank adapter on the frozen weights; it is trainable.
+        adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
+        merge_adapter: whether to add the loaded adapter to the weights at once, which costs
+            nothing per forward but can no longer be undone.
+        compile: whether to compile the decoder layers with ``torch.compile``; forwards with a cache
+            run uncompiled.
+        gradient_checkpointing: whether training recomputes each layer's activations in the
+            backward instead of keeping them.
+
+    Raises:
+        ValueError: not exactly one of ``path`` and ``architecture``, the folder is unusable, or
+            options contradict each other.
+    """
+
+    _forbidden: Tensor
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        architecture: Architecture | None = None,
+        dtype: DType = "float32",
+        attn_implementation: AttentionRoute = "sdpa",
+        trainable: bool = False,
+        spec_overrides: dict[str, Any] | None = None,
+        from_ar: FromAR | None = None,
+        lora: LoRASettings | None = None,
+        adapter: str | None = None,
+        merge_adapter: bool = False,
+        compile: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if (path is None) == (architecture is None):
+            given = "neither" if path is None else "both"
+            raise ValueError(
+                f"HFBackbone: expected exactly one of path and architecture, got {given}"
+            )
+        if attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                "HFBackbone.attn_implementation: expected 'sdpa' or 'eager', "
+                f"got {attn_implementation!r}"
+            )
+        if lora is not None and adapter is not None:
+            raise ValueError("HFBackbone: expected at most one of lora and adapter, got both")
+        if merge_adapter and adapter is None:
+            raise ValueError("HFBackbone.merge_adapter: there is no adapter to merge")
+        self.attn_implementation = attn_implementation
+        self._base_name = path
+        self._weight_files: list[Path] = []
+        self._adapter_file: Path | None = None
+        self._digests: dict[str, str] = {}
+        self._source_config: dict[str, Any] | None = None
+        self._adapter: LoRASettings | None = None
+        if architecture is not None:
+            for name, value in (("spec_overrides", spec_overrides), ("from_ar", from_ar)):
+                if value:
+                    raise ValueError(
+                        f"HFBackbone.{name}: only with path; with architecture set its fields"
+                    )
+            self.architecture = architecture
+            family = FAMILIES.get(architecture.family)
+            self._keys = KeyMap(layout=family.layout if family else "hf")
+            self.model = random_decoder(
+                architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
+            )
+        else:
+            assert path is not None
+            number_type = torch_dtype(dtype)
+            resolved = resolve(path, spec_overrides=spec_overrides, from_ar=from_ar)
+            self.architecture, self._keys = resolved.architecture, resolved.keys
+            if EXPORT_KEY in resolved.config:
+                family = FAMILIES.get(self.architecture.family)
+                self._keys = KeyMap(layout=family.layout if family else "hf")
+            else:
+                self._source_config = dict(resolved.config)
+            self._weight_files = weight_files(locate(path))
+            self.model = loaded_decoder(
+                resolved,
+                self._weight_files,
+                attn_implementation=attn_implementation,
+                dtype=number_type,
+            )
+        for layer in self.model.model.layers:
+            # The module constant would make a mask-free SDPA call causal.
+            layer.self_attn.is_causal = False
+        self._keep_rotary_in_float32()
+        self.requires_grad_(trainable)
+
+        self.spec = self.architecture.spec()
+        self.hidden_size = self.architecture.hidden_size
+        self.num_layers = self.architecture.num_layers
+        self.vocab_size = self.architecture.vocab_size
+        self.register_buffer(
+            "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False
+        )
+        if lora is not None:
+            if from_ar is not None:
+                logger.warning(
+                    "from_ar with lora: the new mask embedding is frozen at the mean of the others"
+                )
+            self.add_adapter(lora)
+        if adapter is not None:
+            self.load_adapter(adapter, trainable=trainable)
+        if merge_adapter:
+            self.merge_adapter()
+        if gradient_checkpointing:
+            # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+            for layer in self.model.model.layers:
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        if compile:
+            # Layer by layer: one graph serves all of them, and the hooks that read hidden states
+            # stay outside. nn.Module.compile would put them inside, where later ones are not seen.
+            for layer in self.model.model.layers:
+                layer.forward = _compiled(layer.forward)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        return self.model.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.lm_head.weight.device
+
+    @property
+    def adapter(self) -> LoRASettings | None:
+        """Settings of the low-rank adapter in place, if there is one."""
+        return self._adapter
+
+    def add_adapter(self, settings: LoRASettings) -> None:
+        """Puts a new trainable adapter on the weights, which get frozen.
+
+        Args:
+            settings: its shape and places.
+
+        Raises:
+            ValueError: there is one already, or a target does not exist.
+        """
+        if self._adapter is not None:
+            raise ValueError("adapter: this backbone has one already; merge it first")
+        self.requires_grad_(False)
+        adapters.inject(self.model, settings)
+        self._adapter = settings
+
+    def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
+        """Loads a low-rank adapter in PEFT layout.
+
+        Args:
+            path_or_id: its folder, or a hub id. Keys may have transformers' or the family's names.
+            trainable: whether its weights require gradients.
+
+        Raises:
+            ValueError: the folder is unusable, or the adapter is not one for this model.
+        """
+        folder = locate(path_or_id)
+        self.add_adapter(adapters.read_adapter_settings(folder))
+        self._adapter_file = adapters.load_adapter(self.model, folder, keys=self._keys)
+        self._digests.pop("adapter", None)
+        for _, parameter in adapters.adapter_parameters(self.model):
+            parameter.requires_grad_(trainable)
+
+    def merge_adapter(self) -> None:
+        """Adds the adapter to the weights and removes it; the weights stay frozen.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._adapter is None:
+            raise ValueError("merge_adapter: this backbone has no adapter")
+        adapters.merge(self.model)
+        self._adapter = None
+
+    def save_adapter(self, folder: str | Path, *, layout: ExportLayout = "hf") -> None:
+        """Writes the adapter as a PEFT folder.
+
+        Args:
+            folder: created when absent; files of the same name are replaced. With sharded weights
+                every process must call this; the first one writes.
+            layout: ``hf`` for an adapter on our exports or on a family that has transformers'
+                names anyway; ``original`` for one on the family's own code.
+
+        Raises:
+            ValueError: there is no adapter.
+        """
+        if self._adapter is None:
+            raise ValueError("save_adapter: this backbone has no adapter")
+        adapters.save_adapter(
+            self.model,
+            self._adapter,
+            Path(folder),
+            keys=self._keys,
+            layout=layout,
+            base_name=self._base_name,
+            write=_is_first_process(),
+        )
+
+    def save(self, folder: str | Path, *, dtype: DType | None = None) -> None:
+        """Writes a folder for ``HFBackbone(path=folder)``: :meth:`export` in layout ``hf``.
+
+        Args:
+            folder: see :meth:`export`.
+            dtype: see :meth:`export`.
+        """
+        self.export(folder, dtype=dtype)
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        layout: ExportLayout = "hf",
+        dtype: DType | None = None,
+        max_shard_gigabytes: float = 5.0,
+    ) -> None:
+        """Writes ``config.json`` and the weights, the adapter merged into them.
+
+        Equal weights give equal bytes. Tokenizer files are not known here: copy them beside.
+
+        Args:
+            folder: created when absent; files of the same name are replaced. With sharded weights
+                every process must call this; the first one writes.
+            layout: ``hf``: a transformers checkpoint that this class reads with all of its
+                specification. ``original``: names and configuration of the family's own code.
+            dtype: of the stored weights; ``None`` keeps the current one.
+            max_shard_gigabytes: larger models become shards with an index.
+
+        Raises:
+            ValueError: the layout is unknown, or cannot express this model.
+        """
+        folder = Path(folder)
+        stored = self.dtype if dtype is None else torch_dtype(dtype)
+        if layout == "hf":
+            config = self.architecture.config_fields() | {
+                EXPORT_KEY: self.architecture.spec_fields()
+            }
+        elif layout == "original":
+            config = original_config(self.architecture, source=self._source_config)
+        else:
+            raise ValueError(f"layout: expected 'hf' or 'original', got {layout!r}")
+        # One spelling for new and old readers alike.
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(stored).removeprefix("torch.")
+        weights = adapters.base_parameters_adapted(self.model)
+        if self.architecture.tie_embeddings:
+            del weights[HEAD_KEY]
+        translate = self._keys.original if layout == "original" else str
+        named = {translate(key): entry for key, entry in weights.items()}
+
+        def read(key: str) -> Tensor:
+            parameter, layer = named[key]
+            tensor = plain_tensor(parameter)
+            if layer is not None:
+                tensor = adapters.merged(tensor, layer)
+            return tensor.to(device="cpu", dtype=stored)
+
+        write = _is_first_process()
+        with torch.no_grad():
+            save_checkpoint(
+                {key: value.numel() * stored.itemsize for key, (value, _) in named.items()},
+                read,
+                folder,
+                max_shard_bytes=int(max_shard_gigabytes * 1e9),
+                write=write,
+            )
+        if write:
+            partial = folder / "config.json.partial"
+            text = json.dumps(config, indent=2, sort_keys=True)
+            partial.write_text(text + "\n", encoding="utf-8")
+            os.replace(partial, folder / "config.json")
+
+    def describe(self) -> dict[str, Any]:
+        """Provenance as plain JSON values.
+
+        Returns:
+            ``family``, ``decoder``, ``num_parameters``, ``dtype``, ``attn_implementation``,
+            ``config_sha256``, ``weights_sha256`` of the files the weights came from (``None`` for
+            random ones), and ``adapter_sha256`` likewise. The last two read all files on the first
+            call and say nothing about training since.
+        """
+        if self._weight_files and "weights" not in self._digests:
+            self._digests["weights"] = files_digest(self._weight_files)
+        if self._adapter_file is not None and "adapter" not in self._digests:
+            self._digests["adapter"] = files_digest([self._adapter_file])
+        return {
+            "family": self.spec.family,
+            "decoder": self.architecture.decoder,
+            "num_parameters": sum(p.numel() for p in self.parameters()),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attn_implementation,
+            "config_sha256": self.architecture.digest(),
+            "weights_sha256": self._digests.get("weights"),
+            "adapter_sha256": self._digests.get("adapter"),
+        }
+
+    def _keep_rotary_in_float32(self) -> None:
+        """Rebuilds the rotary frequencies, which lose positions when rounded to half precision."""
+        decoder = self.model.model
+        device = decoder.embed_tokens.weight.device
+        decoder.rotary_emb = type(decoder.rotary_emb)(self.model.config).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer.
+        super()._apply(fn, recurse)
+        if "model" in self._modules and self.device.type != "meta":
+            self._keep_rotary_in_float32()
+        return self
+
+
+def _compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's forward, compiled for whole canvases.
+
+    With a cache it runs as it is: the layer's number and the bounds of each window would be
+    constants of the graph, so that nearly every call compiled anew.
+    """
+    fast = torch.compile(plain)
+
+    def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+        if past_key_values is None:
+            return fast(*args, **kwargs)
+        return plain(*args, past_key_values=past_key_values, **kwargs)
+
+    return forward
+
+
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or (
+        distributed.get_rank() == 0
+    )

@@ -1,0 +1,218 @@
+"""A slow decoder written from the families' own tables, to compare ours with.
+
+No part of transformers: weights are read by the family's key names, options by its option names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LLADA: dict[str, Any] = {
+    "model_type": "llada",
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 32,
+    "embedding_size": 40,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "mask_token_id": 3,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "max_sequence_length": 64,
+    "mlp_hidden_size": 48,
+    "mlp_ratio": 4,
+    "multi_query_attention": None,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "n_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "rope": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "vocab_size": 40,
+    "weight_tying": False,
+}
+HF: dict[str, Any] = {
+    "model_type": "Dream",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "mask_token_id": 3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+_LLADA_NAMES = {
+    "embed": "model.transformer.wte.weight",
+    "norm": "model.transformer.ln_f.weight",
+    "head": "model.transformer.ff_out.weight",
+    "layer": "model.transformer.blocks.{}.",
+    "in_norm": "attn_norm",
+    "ff_norm": "ff_norm",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "attn_out",
+    "gate": "ff_proj",
+    "up": "up_proj",
+    "down": "ff_out",
+}
+_HF_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "layer": "model.layers.{}.",
+    "in_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """The options both vocabularies share, under one name."""
+    if "d_model" in config:
+        heads = config["n_heads"]
+        kv = config["n_kv_heads"]
+        if kv is None:
+            kv = 1 if config["multi_query_attention"] else heads
+        inner = config["mlp_hidden_size"]
+        return {
+            "names": _LLADA_NAMES,
+            "rows": config["embedding_size"] or config["vocab_size"],
+            "width": config["d_model"],
+            "inner": config["mlp_ratio"] * config["d_model"] if inner is None else inner,
+            "layers": config["n_layers"],
+            "heads": heads,
+            "kv": kv,
+            "head_dim": config["d_model"] // heads,
+            "eps": config["rms_norm_eps"],
+            "theta": config["rope_theta"],
+            "tied": config["weight_tying"],
+            "bias": config["include_qkv_bias"],
+            "qk_norm": False,
+            "scale": config["d_model"] ** -0.5 if config["scale_logits"] else 1.0,
+        }
+    heads = config["num_attention_heads"]
+    return {
+        "names": _HF_NAMES,
+        "rows": config["vocab_size"],
+        "width": config["hidden_size"],
+        "inner": config["intermediate_size"],
+        "layers": config["num_hidden_layers"],
+        "heads": heads,
+        "kv": config["num_key_value_heads"],
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "eps": config["rms_norm_eps"],
+        "theta": config["rope_theta"],
+        "tied": config["tie_word_embeddings"],
+        "bias": config["model_type"] in ("Dream", "qwen2"),
+        "qk_norm": config["model_type"] in ("sdar", "qwen3"),
+        "scale": 1.0,
+    }
+
+
+def random_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
+    """Weights under the family's names; a tied model has no head of its own."""
+    s = sizes(config)
+    names, width = s["names"], s["width"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float = 0.2) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
+    tensors = {names["embed"]: normal(s["rows"], width), names["norm"]: 1 + normal(width)}
+    if not s["tied"]:
+        tensors[names["head"]] = normal(s["rows"], width)
+    attention = {"q": s["heads"], "k": s["kv"], "v": s["kv"]}
+    for layer in range(s["layers"]):
+        prefix = names["layer"].format(layer)
+        for norm in ("in_norm", "ff_norm"):
+            tensors[f"{prefix}{names[norm]}.weight"] = 1 + normal(width)
+        for part, heads in attention.items():
+            tensors[f"{prefix}{names[part]}.weight"] = normal(heads * s["head_dim"], width)
+            if s["bias"]:
+                tensors[f"{prefix}{names[part]}.bias"] = normal(heads * s["head_dim"])
+        tensors[f"{prefix}{names['o']}.weight"] = normal(width, s["heads"] * s["head_dim"])
+        tensors[f"{prefix}{names['gate']}.weight"] = normal(s["inner"], width)
+        tensors[f"{prefix}{names['up']}.weight"] = normal(s["inner"], width)
+        tensors[f"{prefix}{names['down']}.weight"] = normal(width, s["inner"])
+        if s["qk_norm"]:
+            for part in "qk":
+                tensors[f"{prefix}self_attn.{part}_norm.weight"] = 1 + normal(s["head_dim"])
+    return tensors
+
+
+def raw_logits(
+    config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, visible: Tensor | None = None
+) -> Tensor:
+    """Raw logits ``(B, L, V)`` in float64, before any shift."""
+    s = sizes(config)
+    names, weights = s["names"], {key: value.double() for key, value in tensors.items()}
+
+    def rms(x: Tensor, gain: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + s["eps"]).sqrt() * gain
+
+    batch, length = ids.shape
+    half = s["head_dim"] // 2
+    frequencies = s["theta"] ** (-torch.arange(half).double() / half)
+    angles = torch.arange(length).double()[:, None] * frequencies  # (L, half)
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    x = weights[names["embed"]][ids]
+    for layer in range(s["layers"]):
+        prefix = names["layer"].format(layer)
+
+        def linear(value: Tensor, part: str, prefix: str = prefix) -> Tensor:
+            key = prefix + names[part]
+            return F.linear(value, weights[f"{key}.weight"], weights.get(f"{key}.bias"))
+
+        h = rms(x, weights[f"{prefix}{names['in_norm']}.weight"])
+        split = {
+            part: linear(h, part).view(batch, length, heads, s["head_dim"]).transpose(1, 2)
+            for part, heads in (("q", s["heads"]), ("k", s["kv"]), ("v", s["kv"]))
+        }
+        if s["qk_norm"]:
+            for part in "qk":
+                gain = weights[f"{prefix}self_attn.{part}_norm.weight"]
+                split[part] = rms(split[part], gain)
+        q, k = rotate(split["q"]), rotate(split["k"])
+        repeat = s["heads"] // s["kv"]
+        k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, split["v"]))
+        scores = q @ k.transpose(-1, -2) / s["head_dim"] ** 0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1)
+        x = x + linear(mixed, "o")
+        h = rms(x, weights[f"{prefix}{names['ff_norm']}.weight"])
+        x = x + linear(F.silu(linear(h, "gate")) * linear(h, "up"), "down")
+    x = rms(x, weights[names["norm"]])
+    head = weights[names["embed"] if s["tied"] else names["head"]]
+    return x @ head.T * s["scale"]

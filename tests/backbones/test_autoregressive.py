@@ -1,0 +1,212 @@
+"""Diffusion models that start from autoregressive checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lit_dlm.backbones import FromAR, HFBackbone, LoRASettings, load_backbone, resolve
+from lit_dlm.backbones.autoregressive import tokenizer_size
+from tests.backbones.conftest import SHARED
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "initializer_range": 0.5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+IDS = torch.tensor([[5, 9, 20, 7, 23, 11]])
+
+
+def checkpoint(folder: Path, kind: str = "qwen2", **changes: Any) -> Any:
+    """An autoregressive checkpoint exactly as transformers writes it."""
+    torch.manual_seed(0)
+    config_class, model_class = CLASSES[kind]
+    model = model_class(config_class(**{**SIZES, **changes})).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def add_tokenizer(folder: Path, size: int, *, mask_token: str | None = None) -> None:
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(size)}, unk_token="w0"))
+    if mask_token:
+        tokenizer.add_special_tokens([mask_token])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_attention_turns_bidirectional_and_the_rest_stays(tmp_path: Path, kind: str, tied: bool):
+    """With transformers' own model run without its causal flag as the reference."""
+    theirs = checkpoint(tmp_path, kind, tie_word_embeddings=tied)
+    causal = theirs(IDS).logits
+    theirs.config.is_causal = False
+    expected = theirs(IDS).logits
+    assert (expected - causal)[:, :-1].abs().max() > 0.01
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0)).eval()
+    assert backbone.vocab_size == 25
+    torch.testing.assert_close(backbone(IDS)[..., :24], expected)
+    shifted = HFBackbone(str(tmp_path), from_ar=FromAR(shift=1)).eval()
+    torch.testing.assert_close(shifted(IDS)[:, 1:, :24], expected[:, :-1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mask_gets_a_row_of_its_own_at_the_mean(tmp_path: Path, tied: bool):
+    theirs = checkpoint(tmp_path, tie_word_embeddings=tied)
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=1), trainable=True)
+    spec = backbone.spec
+    assert (spec.mask_id, spec.eos_ids, spec.pad_id, spec.shift) == (24, (2,), 2, 1)
+    table = backbone.model.model.embed_tokens.weight
+    assert torch.equal(table[:24], theirs.model.embed_tokens.weight)
+    torch.testing.assert_close(table[24], theirs.model.embed_tokens.weight.mean(0))
+    assert (backbone.model.lm_head.weight is table) == tied
+    assert backbone.model.lm_head.weight.shape == (25, 16)
+    backbone.denoise(torch.tensor([[5, 24]])).logits[0, 1, 4].backward()
+    assert table.grad is not None
+    assert table.grad[24].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "token", "settings", "mask_id", "rows"),
+    [
+        (20, None, {}, 20, 24),  # an unused row of the padded matrix
+        (24, None, {}, 24, 25),
+        (20, "<|mask|>", {}, 20, 24),  # known to the tokenizer: its row may be trained
+        (20, "[M]", {"mask_token": "[M]"}, 20, 24),
+        (20, None, {"mask_id": 30}, 30, 31),
+    ],
+)
+def test_where_the_mask_goes(
+    tmp_path: Path, size: int, token: str | None, settings: dict[str, Any], mask_id: int, rows: int
+):
+    theirs = checkpoint(tmp_path)
+    add_tokenizer(tmp_path, size, mask_token=token)
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0, **settings))
+    assert (backbone.spec.mask_id, backbone.vocab_size) == (mask_id, rows)
+    table = theirs.model.embed_tokens.weight
+    row = table[20] if token else table.mean(0)
+    torch.testing.assert_close(backbone.model.model.embed_tokens.weight[mask_id], row)
+
+
+def test_the_export_is_a_diffusion_model(tmp_path: Path):
+    checkpoint(tmp_path / "ar", "qwen3")
+    start = FromAR(shift=0, attention="block", block_size=4)
+    backbone = HFBackbone(str(tmp_path / "ar"), from_ar=start).eval()
+    backbone.export(tmp_path / "dlm")
+    again = load_backbone(tmp_path / "dlm")
+    assert again.spec == backbone.spec
+    assert (again.spec.attention, again.spec.block_size) == ("block", 4)
+    assert torch.equal(again(IDS), backbone(IDS))
+    with pytest.raises(ValueError, match="that is a diffusion model already"):
+        HFBackbone(str(tmp_path / "dlm"), from_ar=start)
+
+
+def test_stop_tokens_of_the_generation_config_count(tmp_path: Path):
+    """Chat models end a turn with a token that often only generation_config.json names."""
+    checkpoint(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert resolve(tmp_path, from_ar=FromAR(shift=0)).spec.eos_ids == (2, 7)
+
+
+def test_llama_files_without_newer_options(tmp_path: Path):
+    """Llama 2 files name no rope_theta, head_dim or key-value heads."""
+    checkpoint(tmp_path, "llama", num_key_value_heads=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "head_dim", "num_key_value_heads"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture = resolve(tmp_path, from_ar=FromAR(shift=1)).architecture
+    assert (architecture.rope_theta, architecture.kv_heads, architecture.head_width) == (1e4, 4, 4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_biases_of_variants_are_kept(tmp_path: Path, kind: str):
+    options = {"attention_bias": True} | ({"mlp_bias": True} if kind == "llama" else {})
+    theirs = checkpoint(tmp_path, kind, **options)
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    theirs.save_pretrained(tmp_path)
+    theirs.config.is_causal = False
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0)).eval()
+    torch.testing.assert_close(backbone(IDS)[..., :24], theirs(IDS).logits)
+    backbone.export(tmp_path / "out")
+    assert torch.equal(load_backbone(tmp_path / "out")(IDS), backbone(IDS))
+
+
+def test_scaled_rotary_positions_are_kept(tmp_path: Path):
+    """Llama 3.1's frequencies."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    theirs = checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=128)
+    theirs.config.is_causal = False
+    backbone = HFBackbone(str(tmp_path), from_ar=FromAR(shift=0)).eval()
+    torch.testing.assert_close(backbone(IDS)[..., :24], theirs(IDS).logits)
+
+
+def test_misuse_is_named(tmp_path: Path):
+    checkpoint(tmp_path)
+    add_tokenizer(tmp_path, 20, mask_token="<|mask|>")
+    path = str(tmp_path)
+    with pytest.raises(ValueError, match="start from it with from_ar"):
+        load_backbone(path)
+    for settings, message in (
+        ({"mask_id": 5}, "got 5, but the tokenizer gives '<|mask|>' the id 20"),
+        ({"mask_id": 5, "mask_token": "[M]"}, "got 5, which the tokenizer uses for another token"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("|", r"\|")):
+            HFBackbone(path, from_ar=FromAR(shift=0, **settings))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"with from_ar use from_ar\.mask_id"):
+        HFBackbone(path, from_ar=FromAR(shift=0), spec_overrides={"mask_id": 3})
+    with pytest.raises(ValueError, match=r"from_ar\.shift: expected 0 or 1, got 2"):
+        FromAR(shift=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shift"):
+        FromAR()  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"from_ar: expected an autoregressive .* 'Dream'"):
+        resolve({"model_type": "Dream"}, from_ar=FromAR(shift=1))
+
+
+def test_the_size_of_a_released_vocabulary():
+    """151,643 base entries, then added tokens up to the mask at 151666."""
+    folder = SHARED / "tokenizers" / "dream"
+    if not folder.is_dir():
+        pytest.skip(f"no tokenizer at {folder}")
+    assert tokenizer_size(folder) == 151667
+
+
+def test_an_adapter_on_a_new_mask_token_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    checkpoint(tmp_path)
+    HFBackbone(str(tmp_path), from_ar=FromAR(shift=1), lora=LoRASettings(rank=2))
+    assert "the new mask embedding is frozen" in caplog.text

@@ -1,0 +1,143 @@
+"""Windows over a cached canvas: parity with the reference's cached forwards, and buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_dlm.backbones.block import Span
+from lit_dlm.backbones.cached import CachedCanvas
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.window_cache import WindowCache, WindowPlan, write_window
+from lit_dlm.ops.masking import block_numbers
+
+
+def _canvas(backbone: HFBackbone, length: int, *, block_size: int | None = None) -> CachedCanvas:
+    return CachedCanvas(
+        backbone,
+        num_rows=1,
+        length=length,
+        pad_mask=None,
+        positions=torch.arange(length)[None],
+        blocks=None if block_size is None else block_numbers(length, block_size),
+    )
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@torch.no_grad()
+def test_cached_blocks_equal_the_references(parity: Path, attn: str):
+    """Twelve tokens are kept; block 4 as masks and with its tokens, then block 5 behind it."""
+    backbone = HFBackbone(
+        str(parity / "sdar"),
+        attn_implementation=attn,  # type: ignore[arg-type]
+        spec_overrides={"eos_ids": [1], "mask_id": 3},
+    )
+    cases = load_file(parity / "sdar" / "cases.safetensors")
+    ids = cases["in.x"]
+    allowed = torch.arange(backbone.vocab_size) != 3
+    canvas = _canvas(backbone, 24, block_size=4)
+
+    def check(case: str, columns: range) -> None:
+        logits = canvas.read(torch.tensor([list(columns)])).logits
+        torch.testing.assert_close(
+            logits[..., allowed], cases[case][..., allowed], atol=1e-5, rtol=0
+        )
+
+    masked = ids.clone()
+    masked[:, 12:16] = 3
+    canvas.forward(masked, [Span(0, 16, 16)], block_causal=True)
+    check("out.b4_masked", range(12, 16))
+    canvas.forward(ids, [Span(12, 16, 16)])
+    check("out.b4_nostore", range(12, 16))
+    canvas.forward(ids, [Span(12, 20, 20)], block_causal=True)
+    check("out.b5", range(16, 20))
+
+
+@torch.no_grad()
+def test_rows_with_different_spans_equal_rows_alone(make_backbone):
+    """Spans [2, 6) and [5, 9) in one forward, after a forward over everything."""
+    backbone = make_backbone(num_kv_heads=1)
+    ids = torch.randint(4, 32, (2, 10), generator=torch.Generator().manual_seed(1))
+    pad_mask = torch.ones(2, 10, dtype=torch.bool)
+    pad_mask[0, :2] = False
+    positions = (pad_mask.long().cumsum(1) - 1).clamp_min(0)
+    spans = [Span(2, 6, 10), Span(5, 9, 9)]
+    changed = ids.clone()
+    changed[:, 5] = 30
+
+    def run(rows: list[int]) -> torch.Tensor:
+        canvas = CachedCanvas(
+            backbone,
+            num_rows=len(rows),
+            length=10,
+            pad_mask=pad_mask[rows],
+            positions=positions[rows],
+            hidden_layers=(-2,),
+        )
+        canvas.forward(ids[rows], [Span(0, 10, 10)] * len(rows))
+        canvas.forward(changed[rows], [spans[row] for row in rows])
+        denoised = canvas.read(torch.arange(10).expand(len(rows), -1))
+        return torch.cat([denoised.logits[..., 4:], denoised.hidden.flatten(2)], -1)
+
+    together = run([0, 1])
+    for row in (0, 1):
+        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:])
+
+
+@torch.no_grad()
+def test_a_forward_over_a_part_of_the_rows_leaves_the_others_alone(make_backbone):
+    backbone = make_backbone()
+    ids = torch.randint(4, 32, (3, 8), generator=torch.Generator().manual_seed(2))
+    canvas = CachedCanvas(
+        backbone,
+        num_rows=3,
+        length=8,
+        pad_mask=None,
+        positions=torch.arange(8).expand(3, -1),
+    )
+    everything = torch.arange(8).expand(3, -1)
+    canvas.forward(ids, [Span(0, 8, 8)] * 3)
+    before = canvas.read(everything).logits
+    canvas.forward(ids.roll(1, 1), [Span(2, 5, 8)], rows=[1])
+    after = canvas.read(everything).logits
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert torch.equal(after[1, [0, 1, 5, 6, 7]], before[1, [0, 1, 5, 6, 7]])
+    assert not torch.isclose(after[1, 2:5, 4:], before[1, 2:5, 4:]).all()
+
+
+@torch.no_grad()
+def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
+    backbone = make_backbone()
+    canvas = _canvas(backbone, 8)
+    canvas.forward(torch.full((1, 8), 5), [Span(0, 4, 4)])
+    probs = canvas.read(torch.tensor([[6]])).logits.softmax(-1)[0, 0]
+    allowed = [i for i in range(32) if i not in backbone.spec.forbidden_ids]
+    torch.testing.assert_close(probs[allowed], torch.full((len(allowed),), 1 / len(allowed)))
+
+
+def test_writes_reach_only_the_planned_rows_and_columns():
+    """Row 1 of 2, columns 3..5 of which 4 and 5 are written."""
+    buffer = torch.zeros(2, 1, 6, 1)
+    plan = WindowPlan(
+        start=3,
+        kv_end=6,
+        rows=torch.tensor([1]),
+        columns=torch.tensor([[3, 4, 5]]),
+        written=torch.tensor([[False, True, True]]),
+    )
+    write_window(buffer, torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1), plan)
+    assert buffer[:, 0, :, 0].tolist() == [[0] * 6, [0, 0, 0, 0, 8, 9]]
+
+
+def test_taking_rows_keeps_their_keys():
+    cache = WindowCache(1, length=4, num_rows=3)
+    keys = torch.arange(12.0).view(3, 1, 4, 1)
+    cache.update(keys, -keys, 0)
+    cache.take(torch.tensor([2]))
+    cache.plan = WindowPlan(start=0, kv_end=3)
+    seen, values = cache.update(torch.full((1, 1, 1, 1), 99.0), torch.zeros(1, 1, 1, 1), 0)
+    assert seen.flatten().tolist() == [99, 9, 10]
+    assert values.flatten().tolist() == [0, -9, -10]

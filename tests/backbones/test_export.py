@@ -1,0 +1,196 @@
+"""Writing checkpoints, and reading them again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lit_dlm.backbones import Architecture, HFBackbone, load_backbone, resolve
+from lit_dlm.backbones.weights import weight_files
+from tests.backbones.conftest import SHARED, tiny_architecture
+from tests.backbones.reference import HF, LLADA, random_tensors
+from tests.backbones.test_variants import HF_CHANGES, IDS, LLADA_CHANGES, assert_logits, write
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in weight_files(folder) for key, value in load_file(file).items()}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {**LLADA, **LLADA_CHANGES[name]} if name in LLADA_CHANGES else {**HF, **HF_CHANGES[name]}
+
+
+@pytest.mark.parametrize("name", [*LLADA_CHANGES, *HF_CHANGES])
+def test_both_layouts_round_trip(tmp_path: Path, name: str):
+    """original -> ours -> original, and original -> original: the same keys, values and sizes."""
+    config = config_of(name)
+    tensors = random_tensors(config)
+    first = load_backbone(write(tmp_path / "released", config, tensors))
+    first.export(tmp_path / "hf")
+    second = load_backbone(tmp_path / "hf")
+    assert second.architecture.digest() == first.architecture.digest()
+    assert torch.equal(second(IDS), first(IDS))
+    for backbone, folder in ((first, tmp_path / "again"), (second, tmp_path / "back")):
+        backbone.export(folder, layout="original")
+        written = tensors_of(folder)
+        assert written.keys() == tensors.keys()
+        assert all(torch.equal(written[key], tensors[key]) for key in tensors)
+        reread = load_backbone(folder)
+        assert reread.architecture.digest() == first.architecture.digest()
+        assert_logits(reread, config, tensors)
+    kept = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert {key: kept[key] for key in config if config[key] is not None} == {
+        key: value for key, value in config.items() if value is not None
+    }
+
+
+@pytest.mark.parametrize("name", ["tied", "everything", "dream", "sdar_tied", "llada_v"])
+def test_shards_with_an_index_hold_the_same_model(tmp_path: Path, name: str):
+    """9 kB shards of a model of about 80 kB; a second export into the folder replaces them all."""
+    config = config_of(name)
+    backbone = load_backbone(write(tmp_path / "one", config, random_tensors(config)))
+    folder = tmp_path / "many"
+    backbone.export(folder, max_shard_gigabytes=9e-6)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = set(index["weight_map"].values())
+    assert len(shards) > 5
+    assert {path.name for path in folder.glob("*.safetensors")} == shards
+    for shard in shards:
+        held = load_file(folder / shard)
+        assert {key for key, place in index["weight_map"].items() if place == shard} == set(held)
+        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= 9000
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in tensors_of(folder).values())
+    assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
+    backbone.export(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
+    backbone.export(folder, max_shard_gigabytes=9e-6)
+    assert not (folder / "model.safetensors").exists()
+    assert torch.equal(load_backbone(folder)(IDS), backbone(IDS))
+
+
+@pytest.mark.parametrize("name", ["gqa", "qkv_bias", "sdar"])
+def test_transformers_reads_the_export(tmp_path: Path, name: str):
+    """Without any of our code, attention still bidirectional."""
+    config = config_of(name)
+    backbone = load_backbone(write(tmp_path / "released", config, random_tensors(config)))
+    backbone.export(tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(theirs(IDS).logits, backbone(IDS))
+
+
+def test_the_stored_dtype_may_differ(tmp_path: Path):
+    backbone = load_backbone(write(tmp_path / "one", LLADA, random_tensors(LLADA)))
+    backbone.export(tmp_path / "half", layout="original", dtype="bfloat16")
+    written = tensors_of(tmp_path / "half")
+    assert {value.dtype for value in written.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "llada", "decoder": "llama", "head_dim": 12}, "export: head_dim 12 has no"),
+        ({"family": "llada", "decoder": "qwen3"}, "export: decoder 'qwen3' has no option"),
+        ({"family": "llada", "decoder": "llama", "logit_scale": 2.0}, "export: logit_scale 2.0"),
+        ({"family": "dream", "logit_scale": 2.0, "shift": 1}, "export: logit_scale 2.0 has no"),
+        ({"family": "dream"}, "export: shift is 0, which the layout of dream cannot"),
+        ({"shift": 1}, "export: shift is 1, which the layout of custom cannot express"),
+        ({"family": "sdar", "attention": "block", "block_size": 4}, "a qwen2 decoder is no sdar"),
+    ],
+)
+def test_what_a_family_has_no_words_for_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+):
+    backbone = HFBackbone(architecture=tiny_architecture(**changes))
+    with pytest.raises(ValueError, match=message):
+        backbone.export(tmp_path, layout="original")
+    with pytest.raises(ValueError, match="layout: expected 'hf' or 'original', got 'llada'"):
+        backbone.export(tmp_path, layout="llada")  # type: ignore[arg-type]
+
+
+def test_random_weights_of_a_family_leave_in_its_layout(tmp_path: Path):
+    architecture = tiny_architecture(decoder="llama", family="llada", num_kv_heads=1)
+    backbone = HFBackbone(architecture=architecture)
+    backbone.export(tmp_path, layout="original")
+    again = load_backbone(tmp_path)
+    assert "model.transformer.blocks.0.ff_out.weight" in tensors_of(tmp_path)
+    assert again.spec == backbone.spec
+    assert torch.equal(again(IDS % 32), backbone(IDS % 32))
+
+
+def test_a_plain_decoder_keeps_its_mask_in_its_own_layout(tmp_path: Path):
+    backbone = HFBackbone(architecture=tiny_architecture())
+    backbone.export(tmp_path, layout="original")
+    again = load_backbone(tmp_path)
+    assert (again.spec.mask_id, again.spec.eos_ids) == (3, (1,))
+    assert torch.equal(again(IDS % 32), backbone(IDS % 32))
+
+
+def test_unknown_ids_stay_unknown(tmp_path: Path):
+    config = {key: value for key, value in HF.items() if not key.endswith("token_id")}
+    backbone = load_backbone(write(tmp_path / "m", config, random_tensors(config)))
+    for layout in ("hf", "original"):
+        backbone.export(tmp_path / layout, layout=layout)  # type: ignore[arg-type]
+        assert load_backbone(tmp_path / layout).spec == backbone.spec
+        assert (
+            json.loads((tmp_path / layout / "config.json").read_text()).get("eos_token_id") is None
+        )
+
+
+def test_resolved_shapes_are_those_of_the_released_index():
+    """SDAR-4B: 36 layers, hidden 2560, 32 heads and 8 kv heads of 128, inner 9728, V 151936."""
+    folder = SHARED / "model_configs" / "sdar_4b_chat"
+    if not folder.is_dir():
+        pytest.skip(f"no configuration at {folder}")
+    resolved = resolve(folder)
+    shapes = resolved.parameter_shapes()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert shapes.keys() == index["weight_map"].keys()
+    layer = "model.layers.35."
+    assert {key.removeprefix(layer): s for key, s in shapes.items() if key.startswith(layer)} == {
+        "input_layernorm.weight": (2560,),
+        "post_attention_layernorm.weight": (2560,),
+        "self_attn.q_proj.weight": (4096, 2560),
+        "self_attn.k_proj.weight": (1024, 2560),
+        "self_attn.v_proj.weight": (1024, 2560),
+        "self_attn.o_proj.weight": (2560, 4096),
+        "self_attn.q_norm.weight": (128,),
+        "self_attn.k_norm.weight": (128,),
+        "mlp.gate_proj.weight": (9728, 2560),
+        "mlp.up_proj.weight": (9728, 2560),
+        "mlp.down_proj.weight": (2560, 9728),
+    }
+    assert shapes["lm_head.weight"] == shapes["model.embed_tokens.weight"] == (151936, 2560)
+    # bfloat16: two bytes a number, as the index says.
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    assert 2 * numbers == index["metadata"]["total_size"]
+
+
+def test_resolved_shapes_of_llada_have_its_own_names():
+    shapes = resolve({**LLADA, "n_kv_heads": 2}).parameter_shapes()
+    assert shapes == {
+        key: tuple(value.shape) for key, value in random_tensors({**LLADA, "n_kv_heads": 2}).items()
+    }
+
+
+def test_architecture_shapes_list_a_tied_head_once():
+    shapes = Architecture(
+        vocab_size=8,
+        hidden_size=4,
+        intermediate_size=6,
+        num_layers=1,
+        num_heads=2,
+        tie_embeddings=True,
+        mask_id=1,
+        pad_id=0,
+        eos_ids=(2,),
+    ).parameter_shapes()
+    assert shapes["model.embed_tokens.weight"] == (8, 4)
+    assert "lm_head.weight" not in shapes

@@ -1,0 +1,253 @@
+"""Low-rank adapters in PEFT layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
+from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
+from tests.backbones.conftest import SHARED
+from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
+from tests.backbones.test_variants import IDS, write
+
+Maker = Callable[..., HFBackbone]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def randomise(backbone: HFBackbone, seed: int = 0) -> None:
+    """Lets the adapter do something: a new one is the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in adapter_parameters(backbone.model):
+        values = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data.copy_(values)
+
+
+def released_llada_adapter(folder: Path, *, rank: int = 2, alpha: float = 8.0) -> dict[str, Any]:
+    """An adapter under LLaDA's own names, as training its remote code leaves it."""
+    generator = torch.Generator().manual_seed(3)
+    targets = {"attn_out": (32, 32), "ff_proj": (48, 32), "ff_out": (32, 48), "q_proj": (32, 32)}
+    tensors = {}
+    for layer in range(2):
+        for name, (rows, columns) in targets.items():
+            key = f"base_model.model.model.transformer.blocks.{layer}.{name}"
+            a = torch.randn(rank, columns, generator=generator) * 0.3
+            b = torch.randn(rows, rank, generator=generator) * 0.3
+            tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(targets),
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_released_llada_adapter_adds_its_products_to_the_right_weights(
+    tmp_path: Path, merge: bool
+):
+    """W + (8 / 2) B A on each target, computed on LLaDA's own names by the slow decoder."""
+    base = random_tensors(LLADA)
+    folder = write(tmp_path / "base", LLADA, base)
+    adapter = released_llada_adapter(tmp_path / "adapter")
+    backbone = load_backbone(folder, adapter=tmp_path / "adapter")
+    assert not any(parameter.requires_grad for parameter in backbone.parameters())
+    adapted = dict(base)
+    for key, a in adapter.items():
+        if ".lora_A." in key:
+            name = key.removeprefix("base_model.model.").replace(".lora_A", "")
+            adapted[name] = base[name] + 4.0 * adapter[key.replace("lora_A", "lora_B")] @ a
+    expected = raw_logits(LLADA, adapted, IDS).float()
+    if merge:
+        backbone.merge_adapter()
+        assert backbone.adapter is None
+        assert not [name for name, _ in backbone.named_parameters() if "lora" in name]
+    torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)
+    backbone.export(tmp_path / "merged", layout="original")
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert written.keys() == base.keys()
+    torch.testing.assert_close(written, {key: adapted[key] for key in base})
+
+
+@pytest.mark.parametrize(("words", "layout"), [(LLADA, "original"), (LLADA, "hf"), (HF, "hf")])
+def test_an_adapter_saved_and_loaded_is_the_same(
+    tmp_path: Path, words: dict[str, Any], layout: Any
+):
+    folder = str(write(tmp_path / "base", words, random_tensors(words)))
+    backbone = HFBackbone(folder, lora=LoRASettings(rank=3, alpha=5, targets="all")).eval()
+    randomise(backbone)
+    backbone.save_adapter(tmp_path / "adapter", layout=layout)
+    keys = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    start = "transformer.blocks.1.ff_out" if layout == "original" else "layers.1.mlp.down_proj"
+    assert f"base_model.model.model.{start}.lora_A.weight" in keys
+    assert len(keys) == 2 * 7 * 2  # A and B of seven modules in two layers
+    again = load_backbone(folder, adapter=tmp_path / "adapter")
+    assert torch.equal(again(IDS), backbone(IDS))
+    assert not torch.equal(again(IDS), load_backbone(folder)(IDS))
+    assert len(again.describe()["adapter_sha256"]) == 64
+
+
+def test_peft_itself_reads_our_adapter_on_our_export(tmp_path: Path):
+    folder = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
+    backbone = HFBackbone(folder, lora=LoRASettings(rank=2, targets=["ff_out", "v_proj"])).eval()
+    randomise(backbone)
+    backbone.save_adapter(tmp_path / "adapter")
+    load_backbone(folder).export(tmp_path / "hf")
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), str(tmp_path / "adapter")
+    )
+    torch.testing.assert_close(theirs(IDS).logits, backbone(IDS))
+
+
+@pytest.mark.parametrize(
+    ("targets", "modules"),
+    [
+        ("attn", ALL[:4]),
+        ("all", ALL),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
+        (["attn_out", "ff_proj", "ff_out"], ["o_proj", "gate_proj", "down_proj"]),
+    ],
+)
+def test_targets_of_every_family_name_the_same_layers(
+    make_backbone: Maker, targets: Any, modules: list[str]
+):
+    backbone = make_backbone(decoder="llama")
+    backbone.add_adapter(LoRASettings(rank=2, targets=targets, layers=[0, 2]))
+    found = {name.partition(".lora_")[0] for name, _ in adapter_parameters(backbone.model)}
+    parts = {name: "mlp" if name in ALL[4:] else "self_attn" for name in ALL}
+    assert found == {
+        f"model.layers.{layer}.{parts[name]}.{name}" for layer in (0, 2) for name in modules
+    }
+    trained = {name for name, p in backbone.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+
+
+def test_a_new_adapter_changes_nothing_until_it_learns(make_backbone: Maker):
+    plain, adapted = make_backbone(), make_backbone()
+    adapted.add_adapter(LoRASettings(rank=2, targets="all"))
+    torch.testing.assert_close(adapted(IDS % 32), plain(IDS % 32))
+    adapted(IDS % 32).square().mean().backward()
+    for name, parameter in adapted.named_parameters():
+        assert (parameter.grad is not None) == (".lora_" in name)
+
+
+def test_an_adapter_on_half_precision_weights_learns_in_float32(make_backbone: Maker):
+    backbone = make_backbone().to(torch.bfloat16)
+    backbone.add_adapter(LoRASettings(rank=2))
+    assert {p.dtype for _, p in adapter_parameters(backbone.model)} == {torch.float32}
+    assert backbone.denoise(IDS % 32).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
+)
+def test_published_tabom_configurations_apply(tmp_path: Path, name: str):
+    """Rank 16, alpha 16 on q and v: 16 * (in + out) weights for each, in two layers of width 32."""
+    folder = SHARED / "model_configs" / f"tabom_{name}"
+    if not folder.is_dir():
+        pytest.skip(f"no configuration at {folder}")
+    settings = read_adapter_settings(folder)
+    assert settings == LoRASettings(rank=16, alpha=16, targets=["q_proj", "v_proj"])
+    words = HF if "dream" in name else LLADA
+    base = str(write(tmp_path / "base", words, random_tensors(words)))
+    backbone = HFBackbone(base, lora=settings)
+    values = 32 if words is LLADA else 16  # Dream's has 2 kv heads of width 8
+    count = sum(p.numel() for p in backbone.parameters() if p.requires_grad)
+    assert count == 2 * 16 * ((32 + 32) + (32 + values))
+    with pytest.raises(ValueError, match=r"expected adapter_model\.safetensors"):
+        load_backbone(base, adapter=folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "LOHA"}, "option peft_type='LOHA' is not supported"),
+        ({"use_dora": True}, "option use_dora=True is not supported"),
+        ({"bias": "all"}, "option bias='all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "option modules_to_save"),
+        ({"rank_pattern": {"q_proj": 4}}, "option rank_pattern"),
+        (
+            {"target_modules": ["c_attn"]},
+            r"lora.targets: expected 'attn', 'all' or some of .*c_attn",
+        ),
+        ({"target_modules": None}, "expected options r and target_modules"),
+        ({"r": 0}, "lora.rank: expected at least 1, got 0"),
+    ],
+)
+def test_what_an_adapter_may_not_ask_is_named(tmp_path: Path, change: dict[str, Any], message: str):
+    released_llada_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        read_adapter_settings(tmp_path / "adapter")
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path):
+    base = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
+    released_llada_adapter(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = sorted(tensors)[0]
+    for broken, message in (
+        ({key: tensors[key] for key in list(tensors)[1:]}, "1 keys are absent"),
+        ({**tensors, "base_model.model.other": torch.ones(1)}, "unexpected key"),
+        ({**tensors, first: torch.ones(2, 3)}, r"has shape \(2, 3\), expected"),
+    ):
+        save_file(broken, file)
+        with pytest.raises(ValueError, match=message):
+            load_backbone(base, adapter=tmp_path / "adapter")
+    file.write_bytes(b"12")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: not a readable"):
+        load_backbone(base, adapter=tmp_path / "adapter")
+    file.unlink()
+    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a pickle and is not read"):
+        load_backbone(base, adapter=tmp_path / "adapter")
+
+
+def test_contradicting_options_are_named(make_backbone: Maker):
+    with pytest.raises(ValueError, match="at most one of lora and adapter, got both"):
+        HFBackbone("tiny", lora=LoRASettings(), adapter="x")
+    with pytest.raises(ValueError, match="merge_adapter: there is no adapter to merge"):
+        HFBackbone("tiny", merge_adapter=True)
+    backbone = make_backbone()
+    with pytest.raises(ValueError, match=r"lora\.layers: expected indices from 0 to 2, got \[3\]"):
+        backbone.add_adapter(LoRASettings(layers=[3]))
+    for call in (backbone.merge_adapter, lambda: backbone.save_adapter("nowhere")):
+        with pytest.raises(ValueError, match="has no adapter"):
+            call()
+    backbone.add_adapter(LoRASettings())
+    with pytest.raises(ValueError, match="this backbone has one already"):
+        backbone.add_adapter(LoRASettings())
+
+
+def test_the_command_line_reads_adapter_settings():
+    from jsonargparse import ArgumentParser
+
+    from lit_dlm.backbones.base import Backbone
+
+    parser = ArgumentParser()
+    parser.add_argument("--backbone", type=Backbone)
+    for targets, count in (("attn", 4), ("[q_proj, v_proj]", 2)):
+        init = f"{{path: tiny, lora: {{rank: 2, alpha: 4, targets: {targets}}}}}"
+        parsed = parser.parse_args(
+            [f"--backbone={{class_path: lit_dlm.backbones.HFBackbone, init_args: {init}}}"]
+        )
+        backbone = parser.instantiate(parsed).backbone
+        assert len(list(adapter_parameters(backbone.model))) == 2 * count * backbone.num_layers

@@ -1,0 +1,119 @@
+"""Scores of chosen cells against the full logits of the same backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones import Architecture, HFBackbone
+
+
+def backbone(**changes: Any) -> HFBackbone:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "initializer_range": 0.3,
+        "mask_id": 22,
+        "pad_id": 0,
+        "eos_ids": (1,),
+        **changes,
+    }
+    return HFBackbone(architecture=Architecture(**options), trainable=True)
+
+
+def canvas() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Canvas, targets, cells to score and padding: two rows, the second left-padded by two."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(2, 22, (2, 7), generator=generator)
+    rows = torch.tensor([[0, 0, 1, 0, 1, 1, 0], [0, 0, 0, 1, 0, 1, 1]]).bool()
+    pad_mask = torch.ones(2, 7, dtype=torch.bool)
+    pad_mask[1, :2] = False
+    return targets.masked_fill(rows, 22), targets, rows, pad_mask
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shift": 1},
+        {"logit_scale": 0.25, "tie_embeddings": True},
+        {"forbidden_ids": (0, 3), "positions": "arange"},
+        {"attention": "block", "block_size": 2},
+    ],
+)
+def test_equals_the_logits_of_denoise(changes: dict[str, Any]) -> None:
+    model = backbone(**changes)
+    ids, targets, rows, pad_mask = canvas()
+    targets[targets == 3] = 4
+    stats = model.score_tokens(ids, targets, rows, mask=pad_mask, temperature=2.0)
+    logits = model.denoise(ids, pad_mask=pad_mask).logits[rows] / 2.0
+    wanted = targets[rows]
+    torch.testing.assert_close(
+        stats.ce, torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+    )
+    torch.testing.assert_close(stats.entropy, torch.distributions.Categorical(
+        logits=logits.masked_fill(logits == -torch.inf, -1e30)
+    ).entropy())  # fmt: skip
+    assert stats.is_top.equal(logits.argmax(-1) == wanted)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_an_attention_mask_of_the_caller_is_used_as_given(shift: int) -> None:
+    """As in ``forward``, which forbids no id either."""
+    model = backbone(shift=shift)
+    ids, targets, rows, _ = canvas()
+    visible = torch.rand(2, 1, 7, 7, generator=torch.Generator().manual_seed(2)) < 0.6
+    positions = torch.arange(7).flip(0).expand(2, -1)
+    stats = model.score_tokens(
+        ids, targets, rows, mask=visible, position_ids=positions, forbidden_ids=()
+    )
+    log_probs = model(ids, visible, positions).log_softmax(-1)[rows]
+    expected = log_probs.gather(1, targets[rows][:, None]).squeeze(1)
+    torch.testing.assert_close(stats.log_prob, expected)
+    with pytest.raises(ValueError, match=r"expected \(B, L\), or a boolean \(B, 1, L, L\)"):
+        model.score_tokens(ids, targets, rows, mask=visible.float())
+
+
+def test_gradients_equal_those_of_full_logits() -> None:
+    model = backbone(shift=1)
+    ids, targets, rows, _ = canvas()
+    stats = model.score_tokens(ids, targets, rows)
+    (stats.ce.sum() - 0.5 * stats.entropy.sum()).backward()
+    found = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+    log_probs = model.denoise(ids).logits[rows].log_softmax(-1)
+    ce = -log_probs.gather(1, targets[rows][:, None]).sum()
+    kept = log_probs[:, :22]  # all but the mask
+    (ce + 0.5 * (kept.exp() * kept).sum()).backward()
+    for name, value in model.named_parameters():
+        assert value.grad is not None
+        grad = found[name]
+        assert grad is not None
+        torch.testing.assert_close(grad, value.grad)
+
+
+def test_no_cells_give_zero_gradients_everywhere() -> None:
+    model = backbone()
+    ids, targets, rows, _ = canvas()
+    model.score_tokens(ids, targets, torch.zeros_like(rows)).ce.sum().backward()
+    assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = backbone()
+    ids, targets, rows, _ = canvas()
+    with pytest.raises(ValueError, match="id 22 is forbidden"):
+        model.score_tokens(ids, ids, rows)
+    with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
+        model.score_tokens(ids, targets, rows, temperature=0.0)
+    with pytest.raises(ValueError, match="boolean rows of one shape"):
+        model.score_tokens(ids, targets, rows.long())
+    with pytest.raises(ValueError, match="boolean rows of one shape"):
+        model.score_tokens(ids, targets[:, 1:], rows)

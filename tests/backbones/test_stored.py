@@ -1,0 +1,150 @@
+"""Memory at loading, recomputation, compilation and the two builders."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
+from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
+from tests.backbones.conftest import tiny_architecture
+from tests.backbones.reference import LLADA, random_tensors
+from tests.backbones.test_variants import IDS as WIDE_IDS
+from tests.backbones.test_variants import assert_logits, write
+
+Maker = Callable[..., HFBackbone]
+IDS = torch.tensor([[5, 9, 3, 7, 3, 11], [4, 3, 8, 3, 6, 2]])
+MEBIBYTE = 2**20
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
+    """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        pytest.skip("the peak of the resident memory can be reset on Linux only")
+    architecture = tiny_architecture(
+        decoder="llama",
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_layers=8,
+        num_heads=4,
+        initializer_range=0.02,
+        family="llada",
+    )
+    HFBackbone(architecture=architecture).export(
+        tmp_path, layout="original", max_shard_gigabytes=6 * MEBIBYTE / 1e9
+    )
+    shards = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(shards) >= 6
+    load_backbone(tmp_path)  # what the first load allocates once is not counted
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would hide a peak
+    reset.write_text("5")
+    before = memory("VmRSS")
+    backbone = load_backbone(tmp_path)
+    grown = memory("VmHWM") - before
+    weights = sum(parameter.nbytes for parameter in backbone.parameters())
+    assert weights > 39 * MEBIBYTE
+    assert 0.9 * weights < grown <= weights + max(shards) + 2 * MEBIBYTE  # the allocator's own
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing():
+    """Each of 3 layers runs once forward and once more in the backward."""
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        backbone = HFBackbone(
+            architecture=tiny_architecture(),
+            trainable=True,
+            gradient_checkpointing=recompute,
+        ).train()
+        calls: list[int] = []
+        for layer in backbone.model.model.layers:
+            # Before, not after: the recomputation stops as soon as it has what it needs.
+            layer.mlp.register_forward_pre_hook(lambda *_args, calls=calls: calls.append(1))
+        denoised = backbone.denoise(IDS, hidden_layers=(1, -1))
+        (backbone(IDS).square().mean() + denoised.hidden.square().mean()).backward()
+        assert len(calls) == (12 if recompute else 6)
+        assert backbone.model.config.use_cache is False
+        gradients.append({name: p.grad for name, p in backbone.named_parameters()})
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The eager backend traces as any other does, without a C++ compiler."""
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        compiled.append("graph")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.manual_seed(0)
+    plain = HFBackbone(architecture=tiny_architecture(shift=1)).eval()
+    torch.manual_seed(0)
+    fast = HFBackbone(architecture=tiny_architecture(shift=1), compile=True).eval()
+    assert fast.state_dict().keys() == plain.state_dict().keys()
+    pad_mask = torch.tensor([[False] * 2 + [True] * 4, [True] * 6])
+    for mask in (None, pad_mask):
+        for layers in ((), (0, 2), (1, -1)):  # layers asked later are read as well
+            ours = fast.denoise(IDS, pad_mask=mask, hidden_layers=layers)
+            theirs = plain.denoise(IDS, pad_mask=mask, hidden_layers=layers)
+            torch.testing.assert_close(ours.logits, theirs.logits)
+            if layers:
+                torch.testing.assert_close(ours.hidden, theirs.hidden)
+    graphs = len(compiled)
+    assert 1 <= graphs <= 4  # the three layers share them
+    hidden = []
+    for backbone in (fast, plain):
+        cache = WindowCache(3, length=6, num_rows=2)
+        for start in (0, 2, 4):
+            cache.plan = WindowPlan(start=start, kv_end=start + 2)
+            places = torch.arange(start, start + 2).expand(2, -1)
+            last, _ = backbone.encode_window(
+                IDS[:, start : start + 2], cache=cache, visible=None, position_ids=places
+            )
+        hidden.append(last)
+    torch.testing.assert_close(*hidden)
+    assert len(compiled) == graphs  # windows of every block would be graphs of their own
+
+
+def test_compilation_is_off_by_default(make_backbone: Maker):
+    assert "forward" not in vars(make_backbone().model.model.layers[0])
+
+
+def test_build_takes_a_description_and_weights(tmp_path: Path):
+    tensors = random_tensors(LLADA)
+    folder = write(tmp_path / "m", LLADA, tensors)
+    resolved = resolve(folder)
+    assert resolved.hf_config.is_causal is False
+    assert_logits(build(resolved, weights=folder), LLADA, tensors)
+    torch.manual_seed(0)
+    fresh = build(resolved, dtype=torch.bfloat16)
+    assert fresh.dtype == torch.bfloat16
+    assert fresh(WIDE_IDS).shape == (2, 7, 40)
+    wider = replace(resolved, architecture=replace(resolved.architecture, rope_theta=7.0))
+    with pytest.raises(ValueError, match="holds a model of another architecture"):
+        build(wider, weights=folder)
+
+
+def test_loading_goes_straight_to_the_device(tmp_path: Path):
+    """The meta device stands for any other: no weight is left on the CPU."""
+    folder = write(tmp_path / "m", LLADA, random_tensors(LLADA))
+    backbone = load_backbone(folder, device="meta")
+    assert {p.device.type for p in backbone.parameters()} == {"meta"}

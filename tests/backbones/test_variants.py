@@ -1,0 +1,172 @@
+"""Options of the families against a slow decoder written from their tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lit_dlm.backbones import HFBackbone, load_backbone
+from lit_dlm.ops.alignment import aligned
+from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
+
+IDS = torch.tensor([[5, 9, 3, 7, 3, 11, 30], [4, 3, 8, 3, 6, 2, 39]])
+
+LLADA_CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"weight_tying": True},
+    "gqa": {"n_kv_heads": 2},
+    "mqa": {"n_kv_heads": None, "multi_query_attention": True},
+    "qkv_bias": {"include_qkv_bias": True},
+    "padded_embedding": {"embedding_size": 40, "vocab_size": 37},
+    "no_embedding_size": {"embedding_size": None},
+    "scaled_logits": {"scale_logits": True},
+    "eps": {"rms_norm_eps": 1e-2},
+    "theta": {"rope_theta": 50.0},
+    "mlp_ratio": {"mlp_hidden_size": None},
+    "everything": {
+        "weight_tying": True,
+        "n_kv_heads": 1,
+        "include_qkv_bias": True,
+        "vocab_size": 37,
+        "scale_logits": True,
+        "rms_norm_eps": 1e-3,
+        "rope_theta": 100.0,
+    },
+    "mmada": {"model_type": "mmada"},
+}
+HF_CHANGES: dict[str, dict[str, Any]] = {
+    "dream": {},
+    "dream_tied": {"tie_word_embeddings": True},
+    "dream_mqa": {"num_key_value_heads": 1, "rope_theta": 300.0},
+    "sdar": {"model_type": "sdar", "head_dim": 12, "rms_norm_eps": 1e-3},
+    "sdar_tied": {"model_type": "sdar", "head_dim": 16, "tie_word_embeddings": True},
+    "llada_v": {"model_type": "llava_llada", "num_key_value_heads": 4},
+    "head_dim": {"head_dim": 20},
+}
+
+
+def write(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, shards: int = 1
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[number::shards])
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def assert_logits(backbone: HFBackbone, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """1e-5 is the acceptance of float32 against the reference; logits reach about 10."""
+    raw = raw_logits(config, tensors, IDS).float()
+    expected = aligned(raw, backbone.spec.shift)
+    torch.testing.assert_close(backbone(IDS), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*LLADA_CHANGES, *HF_CHANGES])
+def test_logits_equal_the_slow_decoder(tmp_path: Path, name: str, attn: str):
+    config = (
+        {**LLADA, **LLADA_CHANGES[name]} if name in LLADA_CHANGES else {**HF, **HF_CHANGES[name]}
+    )
+    tensors = random_tensors(config)
+    backbone = load_backbone(
+        write(tmp_path / name, config, tensors),
+        attn_implementation=attn,  # type: ignore[arg-type]
+    )
+    assert backbone.spec.shift == (config["model_type"] == "Dream")
+    assert_logits(backbone, config, tensors)
+
+
+@pytest.mark.parametrize("words", [LLADA, HF], ids=["llada", "hf"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_prefix_and_a_stored_head_do_not_matter(
+    tmp_path: Path, words: dict[str, Any], tied: bool, shards: int
+):
+    """Keys without ``model.``; a tied model's file may hold the head (here wrong) or not."""
+    key = "weight_tying" if words is LLADA else "tie_word_embeddings"
+    config = {**words, key: tied}
+    tensors = random_tensors(config)
+    bare = {name.removeprefix("model."): value for name, value in tensors.items()}
+    for place, stored in (("with", tensors), ("without", bare)):
+        folder = write(tmp_path / place, config, stored, shards=shards)
+        assert_logits(load_backbone(folder), config, tensors)
+    if tied:
+        head = "model.transformer.ff_out.weight" if words is LLADA else "lm_head.weight"
+        embedding = next(v for k, v in tensors.items() if "wte" in k or "embed_tokens" in k)
+        stored = {**tensors, head: embedding.clone()}
+        folder = write(tmp_path / "head", config, stored, shards=shards)
+        assert_logits(load_backbone(folder), config, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "bfloat16"])
+def test_half_precision_stays_close(tmp_path: Path, dtype: Any):
+    """bfloat16 keeps 8 bits: the argmax and a few per cent of logits near 10 are what it gives."""
+    tensors = random_tensors(LLADA)
+    backbone = load_backbone(write(tmp_path / "m", LLADA, tensors), dtype=dtype)
+    assert str(backbone.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    logits = backbone(IDS)
+    expected = raw_logits(LLADA, tensors, IDS).float()
+    torch.testing.assert_close(logits.float(), expected, atol=0.6, rtol=0.1)
+
+
+def test_half_precision_files_load_into_float32(tmp_path: Path):
+    tensors = {key: value.bfloat16() for key, value in random_tensors(LLADA).items()}
+    backbone = load_backbone(write(tmp_path / "m", LLADA, tensors))
+    assert_logits(backbone, LLADA, tensors)
+
+
+def test_the_vision_part_is_left_in_the_files(tmp_path: Path):
+    config = {**HF, **HF_CHANGES["llada_v"], "mm_vision_tower": "elsewhere"}
+    tensors = random_tensors(config)
+    vision = {
+        "model.vision_tower.vision_tower.embeddings.weight": torch.ones(2),
+        "model.mm_projector.0.bias": torch.ones(2),
+        "model.image_newline": torch.ones(2),
+    }
+    assert_logits(load_backbone(write(tmp_path / "v", config, tensors | vision)), config, tensors)
+    for other in (HF, LLADA):
+        folder = write(tmp_path / other["model_type"], other, random_tensors(other) | vision)
+        with pytest.raises(ValueError, match="3 unexpected keys"):
+            load_backbone(folder)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_boolean_mask_means_the_same_by_both_routes(tmp_path: Path, attn: str):
+    config = {**HF, **HF_CHANGES["sdar"]}
+    tensors = random_tensors(config)
+    blocks = torch.arange(7) // 3
+    visible = (blocks[:, None] >= blocks[None])[None, None]
+    backbone = load_backbone(
+        write(tmp_path / "m", config, tensors),
+        attn_implementation=attn,  # type: ignore[arg-type]
+    )
+    expected = raw_logits(config, tensors, IDS, visible).float()
+    torch.testing.assert_close(backbone(IDS, mask=visible), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_without_keys_does_not_disturb_the_others(tmp_path: Path):
+    """Row 0 has two pads; the outer product of the padding leaves their queries without a key."""
+    tensors = random_tensors(LLADA)
+    backbone = load_backbone(write(tmp_path / "m", LLADA, tensors))
+    real = torch.tensor([[False] * 2 + [True] * 5, [True] * 7])
+    outer = (real[:, :, None] & real[:, None, :])[:, None]
+    logits = backbone(IDS, outer)
+    assert logits.isfinite().all()
+    by_keys = backbone(IDS, real, torch.arange(7).expand(2, -1))
+    torch.testing.assert_close(logits[real], by_keys[real], atol=1e-5, rtol=1e-5)
