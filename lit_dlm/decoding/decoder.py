@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, decode
 from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -28,6 +29,7 @@ class Decoder:
         window: Window | None = None,
         quota: Quota | None = None,
         sampler: Sampler | None = None,
+        cache: CacheScheme | None = None,
         settings: DecodeSettings | None = None,
     ) -> None:
         """Puts the plugs together.
@@ -37,12 +39,14 @@ class Decoder:
             window: where a step may commit; the whole response by default.
             quota: how many it commits; one per step by default.
             sampler: which tokens are proposed; the most probable ones by default.
+            cache: what steps take from earlier forwards; nothing by default.
             settings: rules of the loop.
         """
         self.policy = policy
         self.window = window or FullWindow()
         self.quota = quota or FixedQuota()
         self.sampler = sampler or Sampler()
+        self.cache = cache or NoCache()
         self.settings = settings or DecodeSettings()
 
     def __call__(
@@ -63,13 +67,20 @@ class Decoder:
             quota=self.quota,
             sampler=self.sampler,
             policy=self.policy,
+            cache=self.cache,
             settings=self.settings,
             observers=observers,
         )
 
     def describe(self) -> dict[str, Any]:
-        """All settings as JSON types, for result files and run records."""
-        plugs = {name: getattr(self, name) for name in ("policy", "window", "quota", "sampler")}
+        """All settings as JSON types, for result files and run records.
+
+        The cache is listed only where there is one, so that records from before caches stay valid.
+        """
+        names = ["policy", "window", "quota", "sampler"]
+        if not isinstance(self.cache, NoCache):
+            names.append("cache")
+        plugs = {name: getattr(self, name) for name in names}
         return {
             **{name: _describe(plug) for name, plug in plugs.items()},
             "settings": asdict(self.settings),

@@ -14,13 +14,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.decoding.caches import CacheScheme, CacheSession
 from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Proposal, Status, StepRecord
-from lit_dlm.decoding.windows import Window, WindowView, first_column
+from lit_dlm.decoding.windows import Window, WindowView, first_column, masks_first
 from lit_dlm.ops.scores import top_quota
 
 
@@ -58,14 +59,15 @@ def decode(
     quota: Quota,
     sampler: Sampler,
     policy: CommitPolicy,
+    cache: CacheScheme | None = None,
     settings: DecodeSettings | None = None,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
     """Fills the masks of a canvas.
 
     One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
-    the write. Finished rows leave the batch. The loop synchronises with the device once a step (how
-    many rows are left), and once more when rows leave.
+    the write. Finished rows leave the batch. The loop synchronises with the device once a step, for
+    the leftmost mask of every row.
 
     Args:
         backbone: the denoiser.
@@ -74,6 +76,7 @@ def decode(
         quota: how many it commits.
         sampler: which tokens are proposed.
         policy: which of them become final.
+        cache: what steps take from earlier forwards; nothing by default.
         settings: rules of the loop.
         observers: lookers-on; they do not change the result.
 
@@ -81,58 +84,45 @@ def decode(
         The final canvas and the counts of every row.
     """
     settings = settings or DecodeSettings()
-    requires = policy.requires.union(*(observer.requires for observer in observers))
-    hidden_layers = _hidden_layers([policy, *observers]) if "hidden" in requires else ()
+    requires, hidden_layers = needs(policy, observers)
     with torch.no_grad():
-        state = _initial_state(backbone, canvas)
+        state = initial_state(backbone, canvas)
         budget = settings.max_steps or int(state.masked.sum(1).max())
+        session = None
+        if cache is not None:
+            session = cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
         tally = _Tally(canvas)
         for observer in observers:
             observer.on_start(state)
         clock = time.perf_counter()
-        open_rows = state.masked.any(1)
-        while (num_open := int(open_rows.sum())) and state.step < budget:
-            if num_open < len(open_rows):
-                state = state.take(open_rows.nonzero()[:, 0])
-            view = window.view(state)
-            state = _enter_block(state, view)
-            columns = view.columns
-            if "region" in requires:
-                region = torch.arange(canvas.start, state.ids.shape[1], device=columns.device)
-                columns = region.expand(len(state.rows), -1)
-            denoised = backbone.denoise(
-                state.ids, pad_mask=state.pad_mask, columns=columns, hidden_layers=hidden_layers
+        frontier = _frontier(state.masked, state.masked.any(1))
+        while (kept := _open_rows(frontier)) and state.step < budget:
+            if len(kept) < len(frontier):
+                index = torch.tensor(kept).to(canvas.ids.device, non_blocking=True)
+                state = state.take(index)
+                if session is not None:
+                    session.take(kept, index)
+            state = replace(state, frontier=tuple(frontier[row] for row in kept))
+            decision = decide(
+                backbone,
+                state,
+                window=window,
+                quota=quota,
+                sampler=sampler,
+                policy=policy,
+                settings=settings,
+                requires=requires,
+                hidden_layers=hidden_layers,
+                session=session,
             )
-            proposal = sampler.propose(state, denoised, requires)
-            candidates = view.candidates
-            if settings.eos_gate:
-                candidates = _gated(state, candidates, proposal)
-            selection = policy.select(
-                state, candidates, proposal, quota.counts(state, view.candidates)
-            )
-            commit = selection.commit & candidates
-            if settings.max_commits_per_step is not None:
-                commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
-            stalled = ~commit.any(1)
-            if settings.stall_rule == "top1":
-                best = top_quota(selection.scores, candidates, 1)
-                commit = torch.where(stalled[:, None], best, commit)
-            new_ids = torch.where(commit, proposal.ids, state.ids)
-            ended = torch.zeros_like(stalled)
-            if settings.eos_rule != "none":
-                new_ids, ended = _apply_eos_rule(state, new_ids, fill=settings.eos_rule == "fill")
-            record = StepRecord(
-                state=state,
-                proposal=proposal,
-                candidates=candidates,
-                commit=commit,
-                scores=selection.scores,
-                new_ids=new_ids,
-            )
+            record, ended = decision.record, decision.ended
+            state, new_ids = record.state, record.new_ids
+            looked = time.perf_counter()
             for observer in observers:
                 observer.on_step(record)
+            clock += time.perf_counter() - looked  # looking on is not part of a method's time
             masked = state.editable & (new_ids == state.mask_id)
-            tally.add(state, new_ids, commit, stalled, ended)
+            tally.add(state, new_ids, record.commit, decision.stalled, ended)
             state = replace(
                 state,
                 ids=new_ids,
@@ -140,7 +130,7 @@ def decode(
                 step=state.step + 1,
                 block_step=state.block_step + 1,
             )
-            open_rows = masked.any(1) & ~ended
+            frontier = _frontier(masked, masked.any(1) & ~ended)
             now = time.perf_counter()
             tally.add_seconds(state.rows, now - clock)
             clock = now
@@ -149,13 +139,147 @@ def decode(
             state.mask_id,
             forwards_per_step=policy.forwards_per_step,
             count_stalls=settings.stall_rule == "top1",
+            session=session,
         )
         for observer in observers:
             observer.on_end(result)
     return result
 
 
-def _initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
+@dataclass(frozen=True)
+class Decision:
+    """What one step decides, before anything is written."""
+
+    record: StepRecord
+    """The step as observers see it; its state has entered the window's block."""
+    stalled: Tensor
+    """``(b,)`` bool: the policy committed nothing, so the stall rule decided."""
+    ended: Tensor
+    """``(b,)`` bool: the end-of-text rule ends the row after this step."""
+
+
+def decide(
+    backbone: Backbone,
+    state: DecodeState,
+    *,
+    window: Window,
+    quota: Quota,
+    sampler: Sampler,
+    policy: CommitPolicy,
+    settings: DecodeSettings,
+    requires: frozenset[str],
+    hidden_layers: tuple[int, ...] = (),
+    session: CacheSession | None = None,
+) -> Decision:
+    """One step of the loop: window, forward, proposal, selection, gate, cap, stall and end rules.
+
+    Both :func:`decode` and verification by re-execution take their decisions here, so the second
+    repeats the first and not a copy of it.
+
+    Args:
+        backbone: the denoiser.
+        state: the state before the step; all its rows have a mask.
+        window: where the step may commit.
+        quota: how many it commits.
+        sampler: which tokens are proposed.
+        policy: which of them become final.
+        settings: rules of the loop.
+        requires: what policy and observers read, see :func:`needs`.
+        hidden_layers: hidden snapshots that they read.
+        session: the cache of the decode, which this step reads and writes; ``None`` without one.
+
+    Returns:
+        The decision. The canvas itself is not changed.
+    """
+    view = window.view(state)
+    state = enter_block(state, view)
+    columns = view.columns
+    if "region" in requires:
+        region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
+        columns = region.expand(len(state.rows), -1)
+    forced = None
+    if session is None:
+        denoised = _denoise(backbone, state, columns, hidden_layers)
+    else:
+        if "region" not in requires and columns.device.type == "cpu":
+            columns = columns.gather(1, masks_first(state, columns))
+        denoised, forced = session.denoise(state, columns)
+    proposal = sampler.propose(state, denoised, requires)
+    candidates = view.candidates
+    if settings.eos_gate:
+        candidates = _gated(state, candidates, proposal)
+    if forced is not None:
+        candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
+    selection = policy.select(state, candidates, proposal, quota.counts(state, view.candidates))
+    commit = selection.commit & candidates
+    if settings.max_commits_per_step is not None:
+        commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
+    if forced is not None:
+        commit = commit | forced
+    stalled = ~commit.any(1)
+    # On the CPU the question costs less than the ranking that it mostly saves.
+    if settings.stall_rule == "top1" and (stalled.device.type != "cpu" or bool(stalled.any())):
+        best = top_quota(selection.scores, candidates, 1)
+        commit = torch.where(stalled[:, None], best, commit)
+    new_ids = torch.where(commit, proposal.ids, state.ids)
+    ended = torch.zeros_like(stalled)
+    if settings.eos_rule != "none":
+        new_ids, ended = _apply_eos_rule(state, new_ids, fill=settings.eos_rule == "fill")
+    record = StepRecord(
+        state=state,
+        proposal=proposal,
+        candidates=candidates,
+        commit=commit,
+        scores=selection.scores,
+        new_ids=new_ids,
+    )
+    return Decision(record, stalled, ended)
+
+
+def _denoise(
+    backbone: Backbone, state: DecodeState, columns: Tensor, hidden_layers: tuple[int, ...]
+) -> Denoised:
+    """One forward over the whole canvas."""
+    # Only block models ask where the response begins.
+    origin = {"response_start": state.start} if backbone.spec.attention == "block" else {}
+    return backbone.denoise(
+        state.ids, pad_mask=state.pad_mask, columns=columns, hidden_layers=hidden_layers, **origin
+    )
+
+
+def _frontier(masked: Tensor, is_open: Tensor) -> list[int]:
+    """The leftmost mask of every row, -1 in rows that are done: the loop waits here for the device.
+
+    One transfer tells how many rows are left, which ones, and in which block each of them is.
+    """
+    return torch.where(is_open, first_column(masked), -1).tolist()
+
+
+def _open_rows(frontier: list[int]) -> list[int]:
+    return [row for row, column in enumerate(frontier) if column >= 0]
+
+
+def needs(
+    policy: CommitPolicy, observers: Sequence[Observer] = ()
+) -> tuple[frozenset[str], tuple[int, ...]]:
+    """What a step must compute for a policy and observers.
+
+    Returns:
+        Names (see :class:`CommitPolicy`) and the hidden layers that all agree on.
+
+    Raises:
+        ValueError: they ask for different hidden layers.
+    """
+    requires = policy.requires.union(*(observer.requires for observer in observers))
+    return requires, _hidden_layers([policy, *observers]) if "hidden" in requires else ()
+
+
+def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
+    """The state before step 0.
+
+    Raises:
+        ValueError: the canvas holds a mask that may not be written.
+    """
     spec = backbone.spec
     ids, device = canvas.ids, canvas.ids.device
     stray = (ids == spec.mask_id) & ~canvas.editable
@@ -200,7 +324,7 @@ def _hidden_layers(plugs: Iterable[object]) -> tuple[int, ...]:
     return asked.pop()
 
 
-def _enter_block(state: DecodeState, view: WindowView) -> DecodeState:
+def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
     """Starts the count of steps and masks in rows that came into a new block."""
     entered = view.block != state.block
     return replace(
@@ -239,6 +363,7 @@ class _Tally:
         zeros = torch.zeros(len(canvas.ids), dtype=torch.long, device=canvas.ids.device)
         self.ids = canvas.ids.clone()
         self.num_steps = zeros
+        self.num_forwards = 0
         self.idle_steps = zeros.clone()
         self.stalled_steps = zeros.clone()
         self.ended = zeros.bool()
@@ -248,6 +373,7 @@ class _Tally:
         self, state: DecodeState, new_ids: Tensor, commit: Tensor, stalled: Tensor, ended: Tensor
     ) -> None:
         rows = state.rows
+        self.num_forwards += 1
         self.ids.index_copy_(0, rows, new_ids)
         self.num_steps = self.num_steps.index_add(0, rows, torch.ones_like(rows))
         self.idle_steps.index_add_(0, rows, (~commit.any(1)).long())
@@ -260,7 +386,13 @@ class _Tally:
         )
 
     def result(
-        self, canvas: Canvas, mask_id: int, *, forwards_per_step: int, count_stalls: bool
+        self,
+        canvas: Canvas,
+        mask_id: int,
+        *,
+        forwards_per_step: int,
+        count_stalls: bool,
+        session: CacheSession | None,
     ) -> DecodeResult:
         masked = (canvas.editable & (self.ids == mask_id)).any(1)
         status: list[Status] = [
@@ -277,4 +409,8 @@ class _Tally:
             policy_forwards=self.num_steps * forwards_per_step,
             seconds=self.seconds,
             status=status,
+            num_forwards=self.num_forwards if session is None else session.num_forwards,
+            num_refreshes=None
+            if session is None
+            else torch.tensor(session.num_refreshes, device=canvas.ids.device),
         )

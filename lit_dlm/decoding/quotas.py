@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,24 +45,39 @@ class EvenQuota(Quota):
     """A fixed number of steps, shared evenly by the blocks and inside each block.
 
     A block with ``m`` masks and ``S`` steps commits ``m // S`` per step and one more in the first
-    ``m % S`` steps (LLaDA, arXiv 2502.09992, reference sampler).
+    ``m % S`` steps (LLaDA, arXiv 2502.09992, reference sampler; the static remasking of dLLM-RL's
+    block sampler, whose ``S`` is given per block).
     """
 
-    def __init__(self, steps: int) -> None:
-        """Sets the number of steps for the whole response."""
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
+    def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
+        """Sets the number of steps: exactly one of the two.
+
+        Args:
+            steps: for the whole response; a multiple of its blocks.
+            steps_per_block: for every block.
+        """
+        _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
         self.steps = steps
+        self.steps_per_block = steps_per_block
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """Even share of the masks that the block held when the row entered it."""
-        if self.steps % state.num_blocks:
-            raise ValueError(
-                f"steps: expected a multiple of the {state.num_blocks} blocks, got {self.steps}"
-            )
-        steps = self.steps // state.num_blocks
+        steps = self.steps_per_block
+        if steps is None:
+            assert self.steps is not None
+            if self.steps % state.num_blocks:
+                raise ValueError(
+                    f"steps: expected a multiple of the {state.num_blocks} blocks, got {self.steps}"
+                )
+            steps = self.steps // state.num_blocks
         extra = state.block_step < state.block_masks % steps
         return state.block_masks // steps + extra.long()
+
+    def describe(self) -> dict[str, Any]:
+        """The setting that was given."""
+        if self.steps is None:
+            return {"steps_per_block": self.steps_per_block}
+        return {"steps": self.steps}
 
 
 class ScheduleQuota(Quota):
@@ -70,24 +85,61 @@ class ScheduleQuota(Quota):
 
     With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
     ``int(masks * (1 - t_{s+1} / t_s))`` and the last step commits the rest; early steps can commit
-    nothing (the Dream 7B release, ``diffusion_generate``).
+    nothing (the Dream 7B release, ``diffusion_generate``). With blocks each block runs through the
+    times on its own (Fast-dLLM's and dLLM-RL's Dream samplers).
     """
 
-    def __init__(self, steps: int, eps: float = 1e-3) -> None:
-        """Sets the number of steps and the last time."""
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
+    def __init__(
+        self, steps: int | None = None, eps: float = 1e-3, *, steps_per_block: int | None = None
+    ) -> None:
+        """Sets the number of steps, exactly one of the two, and the last time.
+
+        Args:
+            steps: for the whole response, counted over its blocks.
+            eps: the last time.
+            steps_per_block: for every block.
+        """
+        chosen = _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
         if not 0.0 < eps < 1.0:
             raise ValueError(f"eps: expected a number between 0 and 1, got {eps}")
         self.steps = steps
+        self.steps_per_block = steps_per_block
         self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
-        times = torch.linspace(1.0, eps, steps + 1)
+        times = torch.linspace(1.0, eps, chosen + 1)
         self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """The scheduled share of the candidates; all of them at the last step."""
         masks = candidates.sum(1)
+        if self.steps is None:
+            # Rows may be at different steps of their blocks. The last share takes the rest.
+            shares = torch.tensor([*self._shares[:-1], 1.0]).to(masks.device, non_blocking=True)
+            return (masks * shares[state.block_step.clamp_max(len(shares) - 1)]).long()
         if state.step >= self.steps - 1:
             return masks
         return (masks * self._shares[state.step]).long()
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that were given."""
+        if self.steps is None:
+            return {"steps_per_block": self.steps_per_block, "eps": self.eps}
+        return {"steps": self.steps, "eps": self.eps}
+
+
+def _one_of(owner: str, **options: int | None) -> int:
+    """The value of the only option that is given.
+
+    Raises:
+        ValueError: none or several are given, or the value is below 1.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) != 1:
+        raise ValueError(
+            f"{owner}: expected exactly one of {' and '.join(options)}, "
+            f"got {' and '.join(given) or 'neither'}"
+        )
+    ((name, value),) = given.items()
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
+from lit_dlm.decoding.windows import masks_first
+from lit_dlm.ops.greedy import greedy
 from lit_dlm.ops.noise import gumbel_noise
 from lit_dlm.ops.sampling import keep_top_k, keep_top_p
 from lit_dlm.ops.scores import confidence, entropy, margin
@@ -62,26 +65,48 @@ class Sampler:
             logits = keep_top_p(logits, self.top_p)
         return logits
 
-    def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Proposes a token for every column that was denoised.
+    def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
+        """The values whose largest entry is the proposal: filtered logits, plus noise if drawn.
 
         Args:
             state: the state before the step.
             denoised: aligned logits at some columns.
-            requires: which of ``entropy`` and ``margin`` to compute.
 
         Returns:
-            Proposals spread over the canvas, 0 where nothing was looked at.
+            ``(b, K, V)`` floating point.
         """
         raw = denoised.logits.to(getattr(torch, self.score_dtype))
+        return self._perturbed(self._filtered(raw), state, denoised)
+
+    def _perturbed(self, filtered: Tensor, state: DecodeState, denoised: Denoised) -> Tensor:
+        if self.temperature == 0.0:
+            return filtered
+        positions = state.positions.gather(1, denoised.columns)
+        noise = gumbel_noise(state.seeds, state.step, positions, filtered.shape[-1])
+        return filtered.double() + noise
+
+    def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
+        """Proposes a token for the masked columns that were denoised, with ``region`` for all.
+
+        Args:
+            state: the state before the step.
+            denoised: aligned logits at some columns.
+            requires: which of ``entropy`` and ``margin`` to compute, and ``region``.
+
+        Returns:
+            Proposals spread over the canvas, 0 where nothing was looked at (on a GPU columns
+            without a mask may be looked at too).
+        """
+        if "region" not in requires and denoised.logits.device.type == "cpu":
+            denoised = _at_masks(state, denoised)
+        raw = denoised.logits.to(getattr(torch, self.score_dtype))
         filtered = self._filtered(raw)
-        if self.temperature > 0.0:
-            positions = state.positions.gather(1, denoised.columns)
-            noise = gumbel_noise(state.seeds, state.step, positions, raw.shape[-1])
-            ids = (filtered.double() + noise).argmax(-1)
-        else:
-            ids = filtered.argmax(-1)
         scored = filtered if self.score_on == "filtered" else raw
+        if self.temperature == 0.0 and scored is filtered:
+            ids, prob = greedy(scored)
+        else:
+            ids = self._perturbed(filtered, state, denoised).argmax(-1)
+            prob = confidence(scored, ids)
 
         def spread(values: Tensor) -> Tensor:
             canvas = values.new_zeros(state.ids.shape)
@@ -89,8 +114,19 @@ class Sampler:
 
         return Proposal(
             ids=spread(ids),
-            prob=spread(confidence(scored, ids)),
+            prob=spread(prob),
             entropy=spread(entropy(scored)) if "entropy" in requires else None,
             margin=spread(margin(scored)) if "margin" in requires else None,
             hidden=denoised.hidden,
         )
+
+
+def _at_masks(state: DecodeState, denoised: Denoised) -> Denoised:
+    """Leaves out columns without a mask: each would cost a softmax over the vocabulary."""
+    order = masks_first(state, denoised.columns)
+    b, K, V = denoised.logits.shape
+    if order.shape[1] == K:
+        return denoised
+    flat = (order + K * torch.arange(b)[:, None]).flatten()
+    logits = denoised.logits.reshape(-1, V).index_select(0, flat).view(*order.shape, V)
+    return replace(denoised, logits=logits, columns=denoised.columns.gather(1, order))

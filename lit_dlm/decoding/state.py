@@ -120,6 +120,8 @@ class DecodeState:
     """``(b,)`` int64 candidates in the block when the row entered it."""
     num_blocks: int = 1
     """Blocks of the response under the current window."""
+    frontier: tuple[int, ...] = ()
+    """Leftmost masked column of every row, on the host; what a cache plans its forwards by."""
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of some rows only.
@@ -218,3 +220,8 @@ class DecodeResult:
     """``(B,)`` float64 wall time: each step's time shared equally by the rows in it."""
     status: list[Status]
     """``complete``: no mask left; ``eos``: stopped at an end of text; ``step_limit``."""
+    num_forwards: int = 0
+    """Calls of the backbone for the batch. A step is one, or two where some rows of a batch refresh
+    their cache and others do not; no row takes part in both."""
+    num_refreshes: Tensor | None = None
+    """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""

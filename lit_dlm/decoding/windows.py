@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.block import BlockOrigin
 from lit_dlm.decoding.state import DecodeState
 
 
@@ -33,6 +34,27 @@ class Window(Protocol):
         """The window of every row for this step."""
         ...
 
+    def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
+        """The block of a row whose leftmost mask is at ``column``, as a cache needs it.
+
+        Args:
+            column: canvas column.
+            start: first column of the response.
+            length: columns of the canvas.
+            first: column of the row's first real token.
+
+        Returns:
+            Its first column and the one after its last.
+
+        Raises:
+            ValueError: the window has no blocks at whose start a cache could be refreshed; so every
+                window that does not define this.
+        """
+        raise ValueError(
+            f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
+            "refreshed; expected BlockWindow or FullWindow"
+        )
+
 
 def first_column(is_in: Tensor) -> Tensor:
     """First ``True`` column of each row.
@@ -46,6 +68,24 @@ def first_column(is_in: Tensor) -> Tensor:
     return is_in.to(torch.uint8).argmax(1)
 
 
+def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
+    """Which of some columns to keep when only masked ones matter: half of a block on average.
+
+    The number is known on the host, so this is for the CPU: a GPU would have to be waited for.
+
+    Args:
+        state: the state before a step.
+        columns: ``(b, K)`` int64.
+
+    Returns:
+        ``(b, k)`` int64 indices into the ``K`` columns: a row's masked ones first, and as many as
+        the row with the most of them has, at least one.
+    """
+    masked = state.masked.gather(1, columns)
+    most = max(int(masked.sum(1).max()), 1)
+    return masked.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+
+
 class FullWindow(Window):
     """The whole response at once."""
 
@@ -55,6 +95,11 @@ class FullWindow(Window):
         columns = torch.arange(state.start, L, device=state.ids.device).expand(b, -1)
         return WindowView(state.masked, columns, torch.zeros_like(state.rows), 1)
 
+    def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
+        """The response is one block."""
+        del column, first
+        return start, length
+
 
 class BlockWindow(Window):
     """Semi-autoregressive blocks: a row works on its leftmost block that still has masks.
@@ -63,29 +108,54 @@ class BlockWindow(Window):
     loop, arXiv 2505.22618, does the same); rows of a batch may be in different blocks.
     """
 
-    def __init__(self, block_length: int = 32) -> None:
-        """Sets the block length in tokens."""
+    def __init__(self, block_length: int = 32, *, origin: BlockOrigin = "response") -> None:
+        """Sets the blocks.
+
+        Args:
+            block_length: in tokens.
+            origin: where blocks are counted from; with ``sequence``, block models decode in the
+                blocks of their own generators and a row's first block may begin in its prompt.
+        """
         if block_length < 1:
             raise ValueError(f"block_length: expected at least 1, got {block_length}")
+        if origin not in ("sequence", "response"):
+            raise ValueError(f"origin: expected 'sequence' or 'response', got {origin!r}")
         self.block_length = block_length
+        self.origin: BlockOrigin = origin
 
     def view(self, state: DecodeState) -> WindowView:
         """The masked cells of each row's current block."""
         L = state.ids.shape[1]
         columns = torch.arange(L, device=state.ids.device)
-        block = (first_column(state.masked) - state.start).div(
-            self.block_length, rounding_mode="floor"
-        )
-        begin = state.start + block * self.block_length
+        origin: int | Tensor = state.start
+        if self.origin == "sequence":
+            origin = L - 1 - state.positions[:, -1]  # the column of the first real token
+        begin = self._begin(first_column(state.masked), origin)
         in_block = (columns >= begin[:, None]) & (columns < (begin + self.block_length)[:, None])
-        offsets = torch.arange(min(self.block_length, L - state.start), device=columns.device)
+        longest = L - state.start if self.origin == "response" else L
+        offsets = torch.arange(min(self.block_length, longest), device=columns.device)
         return WindowView(
             candidates=state.masked & in_block,
             # A last block that is cut short repeats its last column, which is harmless.
             columns=(begin[:, None] + offsets).clamp_max(L - 1),
-            block=block,
+            # Rounded up: a first block that begins in the prompt is block 0.
+            block=(begin - state.start + self.block_length - 1) // self.block_length,
             num_blocks=-(-(L - state.start) // self.block_length),
         )
+
+    def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
+        """The block around a column."""
+        begin = self._begin(column, start if self.origin == "response" else first)
+        return begin, min(begin + self.block_length, length)
+
+    def _begin(self, column: Any, origin: Any) -> Any:
+        """First column of the block around a column, for integers and for tensors."""
+        return origin + (column - origin) // self.block_length * self.block_length
+
+    def describe(self) -> dict[str, Any]:
+        """Settings; the origin only where it is not the response, as in older records."""
+        origin = {} if self.origin == "response" else {"origin": self.origin}
+        return {"block_length": self.block_length, **origin}
 
 
 class SlidingWindow(Window):

@@ -61,11 +61,37 @@ def test_schedule_quota_at_256_cells_reveals_the_release_counts(steps, expected)
     assert counts == expected
 
 
+def test_even_quota_per_block_needs_no_number_of_blocks():
+    """Static remasking of block models: 4 masks in 3 steps are 2, 1, 1; 1 mask is 1, 0, 0."""
+    quota = EvenQuota(steps_per_block=3)
+    for masks, expected in ((4, [2, 1, 1]), (1, [1, 0, 0])):
+        states = [
+            in_block(state_with_masks([[1] * 4]), step=s, masks=masks, num_blocks=5)
+            for s in range(3)
+        ]
+        assert [int(quota.counts(state, state.masked)) for state in states] == expected
+
+
+def test_schedule_quota_per_block_runs_through_the_times_in_each_block():
+    """The counts of 5 steps over 256 cells, at a late step of the decode and for two rows."""
+    quota, left, counts = ScheduleQuota(steps_per_block=5), 256, []
+    for step in range(5):
+        state = in_block(state_with_masks([[1], [1]], step=70 + step), step=step, masks=256)
+        both = quota.counts(state, torch.ones(2, left, dtype=torch.bool))
+        assert both[0] == both[1]
+        counts.append(int(both[0]))
+        left -= counts[-1]
+    assert counts == [51] * 4 + [52]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: FixedQuota(0), "tokens_per_step: expected at least 1, got 0"),
         (lambda: EvenQuota(0), "steps: expected at least 1, got 0"),
+        (lambda: EvenQuota(steps_per_block=0), "steps_per_block: expected at least 1, got 0"),
+        (lambda: EvenQuota(), "expected exactly one of steps and steps_per_block, got neither"),
+        (lambda: ScheduleQuota(4, steps_per_block=2), "got steps and steps_per_block"),
         (lambda: ScheduleQuota(4, eps=1.0), "eps: expected a number between 0 and 1, got 1.0"),
     ],
 )

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lit_dlm.decoding import BlockWindow, FullWindow, SlidingWindow
+from lit_dlm.decoding.windows import masks_first
 from tests.decoding.states import state_with_masks
+from tests.fakes import MASK, PAD
 
 # Two prompt columns, then six response columns; 1 = masked.
 MASKS = [[1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
@@ -56,3 +60,33 @@ def test_columns_cover_the_candidates(window):
 def test_sizes_below_one_are_refused_by_name(make, name):
     with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
         make(0)
+
+
+def test_masked_columns_come_first_and_at_least_one_is_kept():
+    """Columns 2..5; row 0 is masked at 3 and 5, row 1 at 4: two are kept, row 1 adds column 2."""
+    state = state_with_masks([[0, 1, 0, 1], [0, 0, 1, 0]])
+    columns = torch.arange(2, 6).expand(2, -1)
+    assert columns.gather(1, masks_first(state, columns)).tolist() == [[3, 5], [4, 2]]
+    assert masks_first(state_with_masks([[0, 0]]), torch.tensor([[2, 3]])).tolist() == [[0]]
+
+
+def test_blocks_from_the_sequence_begin_in_the_prompt():
+    """A row of 5 tokens behind 2 of padding, blocks of 4: columns 2..5, 6..9, 10..12.
+
+    The response begins at column 7, so its first block is 6..9 with candidates 7, 8, 9.
+    """
+    window = BlockWindow(4, origin="sequence")
+    ids = torch.tensor([[PAD] * 2 + [4] * 5 + [MASK] * 6])
+    masked = ids == MASK
+    positions = (torch.arange(13) - 2).clamp_min(0)[None]
+    state = replace(state_with_masks([[1]]), ids=ids, masked=masked, positions=positions, start=7)
+    view = window.view(state)
+    assert view.candidates[0].nonzero()[:, 0].tolist() == [7, 8, 9]
+    assert view.columns.tolist() == [[6, 7, 8, 9]]
+    assert view.block.tolist() == [0]
+    assert window.bounds(7, start=7, length=13, first=2) == (6, 10)
+    later = window.view(replace(state, masked=masked & (torch.arange(13) >= 11)))
+    assert later.candidates[0].nonzero()[:, 0].tolist() == [11, 12]
+    assert later.block.tolist() == [1]
+    assert window.bounds(11, start=7, length=13, first=2) == (10, 13)
+    assert BlockWindow(4).bounds(11, start=7, length=13, first=2) == (11, 13)

@@ -34,3 +34,27 @@ class ThresholdPolicy(CommitPolicy):
         if quota is not None:
             commit = commit | top_quota(proposal.prob, candidates, quota)
         return Selection(commit, proposal.prob)
+
+
+class DynamicPolicy(ThresholdPolicy):
+    """Dynamic remasking of dLLM-RL's block sampler (``low_confidence_dynamic``, arXiv 2509.06949).
+
+    Commits every candidate whose probability is *over* the threshold; where fewer than the quota
+    are, the best ``quota`` ones. So it is never slower than static remasking, which is
+    ``ConfidencePolicy`` with the same quota.
+    """
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Commits all candidates over the threshold, at least ``quota``.
+
+        Raises:
+            ValueError: the decode has no quota.
+        """
+        if quota is None:
+            raise ValueError(
+                "quota: DynamicPolicy needs one (EvenQuota with steps_per_block), got NoQuota"
+            )
+        commit = candidates & (proposal.prob > self.threshold)
+        return Selection(commit | top_quota(proposal.prob, candidates, quota), proposal.prob)

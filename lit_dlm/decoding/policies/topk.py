@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 from torch import Tensor
 
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -75,3 +76,12 @@ class MarginPolicy(TopQuotaPolicy):
         """``(b, L)`` probability gaps."""
         assert proposal.margin is not None
         return proposal.margin
+
+
+class SequentialPolicy(TopQuotaPolicy):
+    """Leftmost mask first (``sequential`` in dLLM-RL's block sampler)."""
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` negative columns."""
+        columns = torch.arange(state.ids.shape[1], device=state.ids.device)
+        return -columns.to(proposal.prob.dtype).expand_as(proposal.prob)

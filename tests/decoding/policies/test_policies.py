@@ -3,10 +3,13 @@ import torch
 
 from lit_dlm.decoding import (
     ConfidencePolicy,
+    DynamicPolicy,
+    EntropyBoundedPolicy,
     EntropyPolicy,
     MarginPolicy,
     Proposal,
     RandomPolicy,
+    SequentialPolicy,
     ThresholdPolicy,
 )
 from tests.decoding.states import state_with_masks
@@ -74,3 +77,45 @@ def test_order_policies_refuse_a_missing_quota(policy):
 def test_a_threshold_outside_probabilities_is_refused():
     with pytest.raises(ValueError, match=r"threshold: expected a probability in 0\.\.1, got 90"):
         ThresholdPolicy(90)
+
+
+def test_sequential_takes_the_leftmost_masks():
+    prob = [0.1, 0.9, 0.2, 0.8]
+    assert _commits(SequentialPolicy(), prob, quota=2) == [2, 3]
+    assert _commits(SequentialPolicy(), prob, quota=1, masks=((0, 0, 1, 1),)) == [4]
+
+
+def test_dynamic_remasking_is_strict_and_at_least_the_quota():
+    """dLLM-RL's block sampler: 0.9 is not over 0.9; one over the threshold, so the best two."""
+    assert _commits(DynamicPolicy(0.9), [0.9, 0.2, 0.3, 0.4], quota=1) == [2]
+    assert _commits(DynamicPolicy(0.9), [0.9, 0.95, 0.3, 0.4], quota=1) == [3]
+    assert _commits(DynamicPolicy(0.9), [0.95, 0.2, 0.3, 0.4], quota=2) == [2, 5]
+    assert _commits(DynamicPolicy(0.9), [0.95, 0.91, 0.92, 0.4], quota=2) == [2, 3, 4]
+    with pytest.raises(ValueError, match="DynamicPolicy needs one"):
+        _commits(DynamicPolicy(0.9), [0.9, 0.2, 0.3, 0.4], quota=None)
+
+
+@pytest.mark.parametrize(
+    ("bound", "quota", "cells"),
+    [
+        (0.35, None, [3]),  # even the smallest entropy is over the bound: one all the same
+        (1.0, None, [3]),  # 0.5, then 0.5 + 1.0 = 1.5
+        (1.6, None, [3, 4]),  # 1.5, then 3.5
+        (1.5, None, [3]),  # a sum that equals the bound is not under it
+        (3.6, None, [2, 3, 4]),  # 3.5, then 6.5
+        (1.0, 3, [2, 3, 4]),
+    ],
+)
+def test_entropy_bounded_sums_the_smallest_entropies(bound, quota, cells):
+    """Entropies of the cells: 2.0, 0.5, 1.0, 3.0."""
+    assert _commits(EntropyBoundedPolicy(bound), [0.5] * 4, quota=quota) == cells
+
+
+def test_entropy_bounded_counts_masked_cells_only():
+    """The cell with entropy 0.5 is filled: 1.0 is the smallest, 1.0 + 2.0 = 3.0 the next sum."""
+    assert _commits(EntropyBoundedPolicy(3.1), [0.5] * 4, quota=None, masks=((1, 0, 1, 1),)) == [
+        2,
+        4,
+    ]
+    with pytest.raises(ValueError, match="bound: expected a number above 0"):
+        EntropyBoundedPolicy(0.0)

@@ -1,0 +1,353 @@
+"""Cache schemes: which part of the canvas each step computes, and what it reuses.
+
+Every row has a block ``[s, e)``, the one that its window is in. The step in which a row comes into
+a block refreshes its cache; the steps after it compute a part only:
+
+========  ==================  ======================  ==============  ==============
+scheme    refresh             step                    it attends to   exact
+========  ==================  ======================  ==============  ==============
+none      -                   ``[0, L)``              ``[0, L)``      yes
+prefix    ``[0, L)``          ``[s, L)``              ``[0, L)``      no
+horizon   ``[0, L)``          ``[s, min(e + h, L))``  the same end    no
+dual      ``[0, L)``          ``[s, e)``              ``[0, L)``      no
+block     ``[last s, e)``     ``[s, e)``              ``[0, e)``      yes
+========  ==================  ======================  ==============  ==============
+
+Prefix and dual are Fast-dLLM's (arXiv 2505.22618), the horizon is dLLM-RL's, block is that of
+block-causal models (SDAR, arXiv 2510.06303). A refresh is an ordinary step and commits. The block
+scheme makes a finished block final in the forward that enters the next one; the reference spends a
+forward of its own on it, with the same result.
+
+Rows of a batch may be in different blocks, and one may refresh while another does not: a step then
+runs two forwards, each over its own rows. What a row gets does not depend on the others.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.backbones.block import Span
+from lit_dlm.decoding.state import DecodeState
+from lit_dlm.decoding.windows import BlockWindow, Window
+
+FirstPosition = Literal["commit", "carry"]
+
+
+@runtime_checkable
+class CacheScheme(Protocol):
+    """Decides what a step computes and what it takes from earlier forwards."""
+
+    def start(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> CacheSession | None:
+        """Begins a decode.
+
+        Args:
+            backbone: the denoiser.
+            state: the state before step 0.
+            window: of the decode.
+            hidden_layers: snapshots that the decode reads.
+
+        Returns:
+            The cache of this decode; ``None`` for forwards over the whole canvas.
+
+        Raises:
+            ValueError: the scheme does not fit the backbone or the window.
+        """
+        ...
+
+
+class NoCache(CacheScheme):
+    """Every step runs the whole canvas."""
+
+    def start(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> CacheSession | None:
+        """Nothing to keep."""
+        del backbone, state, window, hidden_layers
+        return None
+
+
+class _FullAttentionCache(CacheScheme):
+    """What prefix and dual share: a refresh over the whole canvas when a row enters a block."""
+
+    def __init__(self, *, first_position: FirstPosition = "commit") -> None:
+        if first_position not in ("commit", "carry"):
+            raise ValueError(
+                f"first_position: expected 'commit' or 'carry', got {first_position!r}"
+            )
+        self.first_position: FirstPosition = first_position
+
+    @abstractmethod
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        """What a step computes inside the block ``[begin, end)``."""
+
+    def start(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> CacheSession | None:
+        """Begins a decode; the first step refreshes every row."""
+        if backbone.spec.attention != "full":
+            raise ValueError(
+                f"cache: {type(self).__name__} is for models with full attention, but "
+                f"{backbone.spec.family} has {backbone.spec.attention} attention; use BlockCache"
+            )
+        length = state.ids.shape[1]
+        return CacheSession(
+            backbone,
+            state,
+            window=window,
+            hidden_layers=hidden_layers,
+            refresh_span=lambda _begin, _end, _final: Span(0, length, length),
+            step_span=lambda begin, end: self.step_span(begin, end, length),
+            commits_first=backbone.spec.shift == 1 and self.first_position == "commit",
+        )
+
+
+class PrefixCache(_FullAttentionCache):
+    """Keeps what lies left of the block; the block and all that follows is computed.
+
+    With a horizon, cells more than ``horizon`` behind the block are neither computed nor seen.
+    """
+
+    def __init__(
+        self, *, horizon: int | None = None, first_position: FirstPosition = "commit"
+    ) -> None:
+        """Sets the scheme.
+
+        Args:
+            horizon: cells behind the block that steps still see (``further_horizon`` in dLLM-RL);
+                ``None``: all.
+            first_position: what a model whose outputs are shifted by one does with the block's
+                first cell, whose predictor lies left of the window. ``commit``, as the releases
+                do: the refresh commits this cell alone, whatever the policy says. ``carry``: the
+                refresh commits like any step, and later steps read the cell from its predictor's
+                hidden row of the refresh. Without effect on other models, and where a refresh
+                finds the cell filled.
+        """
+        super().__init__(first_position=first_position)
+        if horizon is not None and horizon < 0:
+            raise ValueError(f"horizon: expected 0 or more, got {horizon}")
+        self.horizon = horizon
+
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        """From the block to the horizon."""
+        last = length if self.horizon is None else min(end + self.horizon, length)
+        return Span(begin, last, last)
+
+
+class DualCache(_FullAttentionCache):
+    """Keeps what lies left and right of the block; only the block is computed."""
+
+    def __init__(self, *, first_position: FirstPosition = "commit") -> None:
+        """Sets the scheme.
+
+        Args:
+            first_position: see :class:`PrefixCache`.
+        """
+        super().__init__(first_position=first_position)
+
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        """The block, which sees all."""
+        return Span(begin, end, length)
+
+
+class BlockCache(CacheScheme):
+    """Keeps finished blocks of a block-causal model: exact, since they never see later ones."""
+
+    def start(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> CacheSession | None:
+        """Begins a decode; the first step also runs the prompt."""
+        spec = backbone.spec
+        if spec.attention != "block":
+            raise ValueError(
+                f"cache: BlockCache is for models with block attention, but {spec.family} has "
+                f"{spec.attention} attention; use PrefixCache or DualCache"
+            )
+        if (
+            not isinstance(window, BlockWindow)
+            or window.block_length != spec.block_size
+            or window.origin != spec.block_origin
+        ):
+            raise ValueError(
+                "window: BlockCache needs the blocks of the backbone, BlockWindow with "
+                f"block_length {spec.block_size} and origin {spec.block_origin!r}, got "
+                f"{type(window).__name__} {getattr(window, 'describe', dict)()}"
+            )
+        return CacheSession(
+            backbone,
+            state,
+            window=window,
+            hidden_layers=hidden_layers,
+            refresh_span=lambda _begin, end, final: Span(final, end, end),
+            step_span=lambda begin, end: Span(begin, end, end),
+            block_size=spec.block_size,
+        )
+
+
+class CacheSession:
+    """The cache of one decode, for the rows that are still in it."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        state: DecodeState,
+        *,
+        window: Window,
+        hidden_layers: tuple[int, ...],
+        refresh_span: Callable[[int, int, int], Span],
+        step_span: Callable[[int, int], Span],
+        commits_first: bool = False,
+        block_size: int | None = None,
+    ) -> None:
+        """Begins a decode.
+
+        Args:
+            backbone: the denoiser.
+            state: the state before step 0.
+            window: says where a row's block begins and ends.
+            hidden_layers: snapshots to keep.
+            refresh_span: from a block's begin, its end and the columns that are final, what the
+                step that enters it computes.
+            step_span: from a block's begin and end, what later steps compute.
+            commits_first: a refresh commits the block's first cell and nothing else.
+            block_size: of a block-causal model.
+
+        Raises:
+            ValueError: the backbone cannot run a part of the canvas, or the window has no blocks.
+        """
+        # Here and not above: transformers takes seconds to import.
+        from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
+        from lit_dlm.backbones.visibility import position_ids_for
+        from lit_dlm.ops.masking import block_numbers
+
+        if not isinstance(backbone, WindowBackbone):
+            raise ValueError(
+                "cache: expected a backbone that can run a part of the canvas (encode_window), got "
+                f"{type(backbone).__name__}"
+            )
+        num_rows, length = state.ids.shape
+        device, pad_mask = state.ids.device, state.pad_mask
+        if pad_mask is None:
+            positions = torch.arange(length, device=device).expand(num_rows, -1)
+        else:
+            positions = position_ids_for(pad_mask, backbone.spec.positions)
+        blocks = None
+        if block_size is not None:
+            origin = state.start if backbone.spec.block_origin == "response" else None
+            blocks = block_numbers(
+                length if pad_mask is None else pad_mask, block_size, origin=origin, device=device
+            ).expand(num_rows, -1)
+        self._canvas = CachedCanvas(
+            backbone,
+            num_rows=num_rows,
+            length=length,
+            pad_mask=pad_mask,
+            positions=positions,
+            blocks=blocks,
+            hidden_layers=hidden_layers,
+        )
+        self._window = window
+        self._refresh_span, self._step_span = refresh_span, step_span
+        self._commits_first, self._block_causal = commits_first, block_size is not None
+        self._firsts: list[int] = (length - 1 - state.positions[:, -1]).tolist()
+        self._begins: list[int | None] = [None] * num_rows
+        self._rows = list(range(num_rows))
+        self.num_refreshes = [0] * num_rows
+        window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of the backbone so far."""
+        return self._canvas.num_forwards
+
+    def take(self, kept: Sequence[int], index: Tensor) -> None:
+        """Rows leave the batch, and the cache with them.
+
+        Args:
+            kept: rows that stay, by their place in the batch.
+            index: the same, ``(n,)`` int64 on the device.
+        """
+        self._canvas.take(index)
+        for name in ("_firsts", "_begins", "_rows"):
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in kept])
+
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        """The forwards of one step.
+
+        Args:
+            state: the state before the step, with its ``frontier``.
+            columns: ``(b, K)`` int64 columns to predict.
+
+        Returns:
+            The predictions, and ``(b, L)`` bool cells that this step must commit, alone in their
+            row (``None`` when there are none in any row).
+        """
+        length = state.ids.shape[1]
+        refresh: dict[int, Span] = {}
+        step: dict[int, Span] = {}
+        for row, column in enumerate(state.frontier):
+            begin, end = self._window.bounds(
+                column, start=state.start, length=length, first=self._firsts[row]
+            )
+            if begin == self._begins[row]:
+                step[row] = self._step_span(begin, end)
+            else:
+                refresh[row] = self._refresh_span(begin, end, self._final(row))
+                self._begins[row] = begin
+                self.num_refreshes[self._rows[row]] += 1
+        self._forward(state, refresh, block_causal=self._block_causal)
+        self._forward(state, step)
+        forced = self._first_cells(state, list(refresh)) if self._commits_first else None
+        return self._canvas.read(columns), forced
+
+    def _final(self, row: int) -> int:
+        """Columns left of this one hold what they will always hold."""
+        begin = self._begins[row]
+        return 0 if begin is None else begin
+
+    def _forward(
+        self, state: DecodeState, spans: dict[int, Span], *, block_causal: bool = False
+    ) -> None:
+        if spans:
+            rows = None if len(spans) == len(state.frontier) else list(spans)
+            self._canvas.forward(
+                state.ids, list(spans.values()), rows=rows, block_causal=block_causal
+            )
+
+    def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
+        """The first cell of each block that was entered, where it is masked."""
+        if not rows:
+            return None
+        at = torch.tensor([rows, [self._begins[row] for row in rows]])
+        row, column = at.to(state.ids.device, non_blocking=True)
+        forced = torch.zeros_like(state.masked)
+        forced[row, column] = state.masked[row, column]
+        return forced

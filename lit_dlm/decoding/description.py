@@ -1,0 +1,142 @@
+"""Rebuilds a decoder from its description: the inverse of ``Decoder.describe``.
+
+A description comes out of a file that somebody else may have written, so a class is looked up by
+name among the plugs listed here, and nothing is ever imported by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lit_dlm.backbones.location import ASSETS
+from lit_dlm.decoding.caches import BlockCache, DualCache, NoCache, PrefixCache
+from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.engine import DecodeSettings
+from lit_dlm.decoding.policies.entropy_bound import EntropyBoundedPolicy
+from lit_dlm.decoding.policies.threshold import DynamicPolicy, ThresholdPolicy
+from lit_dlm.decoding.policies.topk import (
+    ConfidencePolicy,
+    EntropyPolicy,
+    MarginPolicy,
+    RandomPolicy,
+    SequentialPolicy,
+)
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.quotas import EvenQuota, FixedQuota, NoQuota, ScheduleQuota
+from lit_dlm.decoding.sampler import Sampler
+from lit_dlm.decoding.stepped_window import SteppedBlockWindow
+from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow
+from lit_dlm.heads.scorer import AcceptanceScorer
+
+PLUGS: dict[str, tuple[type, ...]] = {
+    "policy": (
+        ConfidencePolicy,
+        DynamicPolicy,
+        EntropyBoundedPolicy,
+        EntropyPolicy,
+        MarginPolicy,
+        RandomPolicy,
+        SequentialPolicy,
+        ThresholdPolicy,
+        TraceLockPolicy,
+    ),
+    "window": (FullWindow, BlockWindow, SlidingWindow, SteppedBlockWindow),
+    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota),
+    "sampler": (Sampler,),
+    "cache": (NoCache, PrefixCache, DualCache, BlockCache),
+}
+"""The classes that a description may name, by plug."""
+_OPTIONAL = {"cache"}
+
+
+def decoder_from_description(
+    description: Mapping[str, Any], *, policy_folders: Sequence[str | Path] = ()
+) -> Decoder:
+    """Builds the decoder that a run record or result file describes.
+
+    Args:
+        description: what ``Decoder.describe`` returned; run records keep one per method.
+        policy_folders: exported learned policies; the one whose weights have the recorded digest
+            is taken. Policies that ship with the package are found without this.
+
+    Returns:
+        A decoder whose ``describe`` returns the same description.
+
+    Raises:
+        ValueError: a part is missing, a name is unknown, a setting is not one of the class, or no
+            policy folder has the recorded weights.
+    """
+    parts = {*PLUGS, "settings"}
+    if not parts - _OPTIONAL <= set(description) <= parts:
+        raise ValueError(
+            f"decoder description: expected the parts {sorted(parts - _OPTIONAL)}, and perhaps "
+            f"{sorted(_OPTIONAL)}, got {sorted(description)}"
+        )
+    plugs = {
+        part: _plug(part, description[part], policy_folders)
+        for part in PLUGS
+        if part in description
+    }
+    settings = description["settings"]
+    known = {field.name for field in fields(DecodeSettings)}
+    _check_names("settings", settings, known)
+    decoder = Decoder(**plugs, settings=DecodeSettings(**settings))
+    rebuilt = decoder.describe()
+    for part, entry in description.items():
+        if rebuilt.get(part) != entry:
+            raise ValueError(
+                f"decoder description: {part} cannot be rebuilt: {entry} gives {rebuilt.get(part)}"
+            )
+    return decoder
+
+
+def _plug(part: str, entry: Mapping[str, Any], policy_folders: Sequence[str | Path]) -> Any:
+    settings = dict(entry)
+    name = settings.pop("name", None)
+    classes = {cls.__name__: cls for cls in PLUGS[part]}
+    if name not in classes:
+        raise ValueError(
+            f"decoder description: {part} {name!r} is unknown; known: {', '.join(sorted(classes))}"
+        )
+    cls: Callable[..., Any] = classes[name]
+    if cls is TraceLockPolicy:
+        settings["scorer"] = _find_scorer(str(settings.pop("weights", "")), policy_folders)
+    _check_names(f"{part} {name}", settings, set(inspect.signature(cls).parameters))
+    return cls(**settings)
+
+
+def _check_names(where: str, settings: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(
+            f"decoder description: {where} has no setting {unknown[0]!r}; "
+            f"known: {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer:
+    """Loads the policy whose weights have a digest."""
+    shipped = sorted(path.parent for path in ASSETS.glob("**/model.safetensors"))
+    seen = []
+    for folder in [Path(folder) for folder in folders] + shipped:
+        if folder in shipped and not _is_policy(folder):
+            continue
+        scorer = AcceptanceScorer.load(folder)
+        found = scorer.digest()
+        if found == digest:
+            return scorer
+        seen.append(f"{folder} has {found[:16]}...")
+    raise ValueError(
+        f"decoder description: no policy has the weights digest {digest[:16]}...; give the folder "
+        f"of the exported policy ({'; '.join(seen) or 'none was given'})"
+    )
+
+
+def _is_policy(folder: Path) -> bool:
+    """Whether a shipped folder holds a policy and not a backbone."""
+    config = folder / "config.json"
+    return config.is_file() and '"lit-dlm/acceptance"' in config.read_text(encoding="utf-8")

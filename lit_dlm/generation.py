@@ -1,0 +1,138 @@
+"""Decoding in one call, from Python: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
+from lit_dlm.decoding import ConfidencePolicy, Decoder, prompt_canvas
+from lit_dlm.decoding.buckets import length_buckets
+from lit_dlm.ops.noise import sample_seed
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A user's text, token ids that are used as they are, or messages with ``role`` and ``content``."""
+
+
+@dataclass
+class Generations:
+    """Responses in the order of the prompts; all lists have one entry per prompt."""
+
+    ids: list[list[int]]
+    """Response tokens, cut before the first end of text; masks that were left are dropped."""
+    num_steps: list[int]
+    """Forwards of the backbone that the row took part in."""
+    status: list[str]
+    """``complete``, ``eos`` or ``step_limit``."""
+    texts: list[str] = field(default_factory=list)
+    """Decoded ``ids``; empty without a tokenizer."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """Filled on demand; uids are the prompts' numbers."""
+    decoder: dict[str, Any] = field(default_factory=dict)
+    """Settings of the decoder, as JSON types."""
+
+
+def generate(
+    backbone: Backbone | str,
+    prompts: Sequence[Prompt],
+    *,
+    decode: Decoder | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | None = None,
+    response_length: int = 128,
+    batch_size: int = 16,
+    seed: int = 0,
+    trajectories: bool = False,
+) -> Generations:
+    """Decodes prompts.
+
+    Prompts of similar length share a batch; neither that nor ``batch_size`` changes a response.
+
+    Args:
+        backbone: the denoiser, or a name, folder or hub id to load one (on the CPU) from.
+        prompts: texts and messages go through the tokenizer's chat template, token ids do not.
+        decode: the decoding method; one token per step by confidence by default.
+        tokenizer: the tokenizer, or a name, folder or hub id; that of ``backbone`` when this is a
+            string. Not needed for token ids.
+        response_length: cells to fill.
+        batch_size: most prompts of a batch.
+        seed: base seed; a sample's own seed follows from it and the prompt's number.
+        trajectories: whether to record every decode.
+
+    Returns:
+        The responses.
+
+    Raises:
+        ValueError: no prompts, an empty one, or text without a tokenizer.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError("prompts: expected a list with at least one prompt")
+    if tokenizer is None and isinstance(backbone, str):
+        tokenizer = backbone
+    if isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer)
+    if isinstance(backbone, str):
+        backbone = load_backbone(backbone)
+    decoder = decode or Decoder(policy=ConfidencePolicy())
+    prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
+    count = len(prompts)
+    done = Generations(
+        ids=[[]] * count, num_steps=[0] * count, status=[""] * count, decoder=decoder.describe()
+    )
+    records: dict[int, Trajectory] = {}
+    for rows in length_buckets([len(ids) for ids in prompt_ids], batch_size=batch_size):
+        canvas = prompt_canvas(
+            [prompt_ids[row] for row in rows],
+            response_length=response_length,
+            spec=backbone.spec,
+            seeds=[sample_seed(seed, str(row)) for row in rows],
+            device=_device(backbone),
+        )
+        captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
+        result = decoder(backbone, canvas, captures)
+        responses = result.ids[:, result.start :].tolist()
+        for place, row in enumerate(rows):
+            done.ids[row] = _cut(responses[place], backbone)
+            done.num_steps[row] = int(result.num_steps[place])
+            done.status[row] = result.status[place]
+        for capture in captures:
+            names = [str(row) for row in rows]
+            records.update(zip(rows, capture.trajectories(names), strict=True))
+    if tokenizer is not None:
+        done.texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in done.ids]
+    done.trajectories = [records[row] for row in sorted(records)]
+    return done
+
+
+def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if not prompt:
+        raise ValueError(f"prompts: prompt {number} is empty")
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return [int(cast(int, token)) for token in prompt]
+    if tokenizer is None:
+        raise ValueError(
+            f"tokenizer: prompt {number} is text, so one is needed (or give token ids)"
+        )
+    messages: Any = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str):
+        messages = list(prompt)
+    encoded: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    return list(encoded)
+
+
+def _cut(response: list[int], backbone: Backbone) -> list[int]:
+    ends = [at for at, token in enumerate(response) if token in backbone.spec.eos_ids]
+    kept = response[: ends[0]] if ends else response
+    return [token for token in kept if token != backbone.spec.mask_id]
+
+
+def _device(backbone: Backbone) -> torch.device | str:
+    return getattr(backbone, "device", "cpu")

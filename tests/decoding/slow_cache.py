@@ -1,0 +1,158 @@
+"""Cached decoding, slowly: one unpadded row, one layer and one query at a time, no cache class.
+
+Keys and values lie in plain tensors by layer; a pass over columns ``[a, b)`` writes them there and
+attends to ``[0, kv_end)``. Only weights are taken from the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.hf import HFBackbone
+
+
+def rms(x: Tensor, norm: torch.nn.Module) -> Tensor:
+    eps = norm.variance_epsilon
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.weight
+
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Half-split rotary embedding of ``(W, heads, d)``."""
+    d = x.shape[-1]
+    angles = positions[:, None].float() * theta ** (-torch.arange(0, d, 2).float() / d)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = x[..., : d // 2], x[..., d // 2 :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class SlowRow:
+    """One row's keys and values."""
+
+    def __init__(self, backbone: HFBackbone, length: int) -> None:
+        self.backbone, self.length = backbone, length
+        self.keys: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
+        self.values: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
+        self.forwards = 0
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, a: int, b: int, kv_end: int, block: int | None = None) -> Tensor:
+        """Raw last hidden rows of columns ``[a, b)``; ``block``: block-causal from column 0."""
+        self.forwards += 1
+        decoder, config = self.backbone.model.model, self.backbone.architecture
+        positions = torch.arange(a, b)
+        x = decoder.embed_tokens(ids[a:b])
+        for n, layer in enumerate(decoder.layers):
+            attention, h = layer.self_attn, rms(x, layer.input_layernorm)
+            q, k, v = (
+                getattr(attention, f"{name}_proj")(h).view(b - a, -1, config.head_width)
+                for name in "qkv"
+            )
+            if hasattr(attention, "q_norm"):
+                q, k = rms(q, attention.q_norm), rms(k, attention.k_norm)
+            q, k = (rotate(t, positions, config.rope_theta) for t in (q, k))
+            for i in range(b - a):
+                self.keys[n][a + i], self.values[n][a + i] = k[i], v[i]
+            repeat = config.num_heads // config.kv_heads
+            rows = []
+            for i in range(b - a):
+                end = kv_end if block is None else min(((a + i) // block + 1) * block, kv_end)
+                seen_k = torch.stack([self.keys[n][j] for j in range(end)])
+                seen_v = torch.stack([self.values[n][j] for j in range(end)])
+                seen_k, seen_v = (t.repeat_interleave(repeat, 1) for t in (seen_k, seen_v))
+                scores = torch.einsum("hd,jhd->hj", q[i], seen_k) / config.head_width**0.5
+                rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), seen_v).flatten())
+            x = x + attention.o_proj(torch.stack(rows))
+            x = x + layer.mlp(rms(x, layer.post_attention_layernorm))
+        return rms(x, decoder.norm)
+
+    def probs(self, rows: Tensor) -> Tensor:
+        logits = self.backbone.model.lm_head(rows)
+        logits[..., list(self.backbone.spec.forbidden_ids)] = -torch.inf
+        return logits.softmax(-1)
+
+
+def choose(probs: dict[int, Tensor], *, quota: int | None, threshold: float | None) -> list[int]:
+    """Columns to commit: all over the threshold, at least the ``quota`` best (or the best)."""
+    ranked = sorted(probs, key=lambda j: (-float(probs[j].max()), j))
+    chosen = [] if quota is None else ranked[:quota]
+    if threshold is not None:
+        chosen += [j for j in ranked if float(probs[j].max()) >= threshold and j not in chosen]
+    return chosen or ranked[:1]
+
+
+@torch.no_grad()
+def slow_decode(
+    backbone: HFBackbone,
+    prompt: list[int],
+    *,
+    response: int,
+    block: int,
+    scheme: str,
+    horizon: int | None = None,
+    steps_per_block: int | None = None,
+    threshold: float | None = None,
+    first_position: str = "commit",
+) -> tuple[list[int], int]:
+    """Final response and number of forwards under the semantics of a scheme."""
+    mask, shift, start = backbone.spec.mask_id, backbone.spec.shift, len(prompt)
+    ids = torch.tensor(prompt + [mask] * response)
+    T, forwards = len(ids), 0
+    row = SlowRow(backbone, T)
+    for s in range(start, T, block):
+        e = min(s + block, T)
+        masks, step, carried = e - s, 0, None
+        while (ids[s:e] == mask).any():
+            masked = [j for j in range(s, e) if ids[j] == mask]
+            quota = None
+            if steps_per_block is not None:
+                quota = masks // steps_per_block + (step < masks % steps_per_block)
+            if scheme == "none" or step == 0:
+                a, hidden = 0, row.run(ids, 0, T, T)
+            else:
+                end = {
+                    "prefix": T if horizon is None else min(e + horizon, T),
+                    "dual": e,
+                }[scheme]
+                a = s
+                hidden = row.run(ids, s, end, T if scheme == "dual" else end)
+            if shift and step == 0:
+                carried = hidden[s - 1]
+            probs = {}
+            for j in masked:
+                source = j - shift - a
+                probs[j] = row.probs(carried if source < 0 else hidden[source])
+            if shift and scheme != "none" and step == 0 and first_position == "commit":
+                chosen = [s]
+            else:
+                chosen = choose(probs, quota=quota, threshold=threshold)
+            for j in chosen:
+                ids[j] = probs[j].argmax()
+            step += 1
+            forwards += 1
+    return ids[start:].tolist(), forwards
+
+
+@torch.no_grad()
+def slow_block_decode(
+    backbone: HFBackbone, prompt: list[int], *, response: int, block: int, quota: int
+) -> tuple[list[int], int]:
+    """A block-causal model with blocks from column 0: prefill, steps on a block, one pass to keep
+    the finished block (not counted)."""
+    mask, start = backbone.spec.mask_id, len(prompt)
+    ids = torch.tensor(prompt + [mask] * response)
+    T, steps = len(ids), 0
+    row = SlowRow(backbone, T)
+    whole = start // block * block
+    if whole:
+        row.run(ids, 0, whole, whole, block)
+    for s in range(whole, T, block):
+        e = min(s + block, T)
+        while (ids[s:e] == mask).any():
+            hidden = row.run(ids, s, e, e)
+            probs = {j: row.probs(hidden[j - s]) for j in range(s, e) if ids[j] == mask}
+            for j in choose(probs, quota=quota, threshold=None):
+                ids[j] = probs[j].argmax()
+            steps += 1
+        row.run(ids, s, e, e)
+    return ids[start:].tolist(), steps

@@ -1,0 +1,124 @@
+"""A decoder and its description say the same."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lit_dlm.decoding as decoding
+from lit_dlm.decoding import (
+    BlockWindow,
+    CommitPolicy,
+    ConfidencePolicy,
+    Decoder,
+    DecodeSettings,
+    DualCache,
+    EntropyPolicy,
+    EvenQuota,
+    FixedQuota,
+    MarginPolicy,
+    NoQuota,
+    PrefixCache,
+    Quota,
+    RandomPolicy,
+    Sampler,
+    ScheduleQuota,
+    SlidingWindow,
+    ThresholdPolicy,
+    Window,
+)
+from lit_dlm.decoding.caches import CacheScheme
+from lit_dlm.decoding.description import PLUGS, decoder_from_description
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+
+DECODERS = [
+    Decoder(policy=ConfidencePolicy()),
+    Decoder(policy=EntropyPolicy(), window=BlockWindow(8), quota=EvenQuota(16)),
+    Decoder(policy=MarginPolicy(), window=SlidingWindow(12), quota=FixedQuota(3)),
+    Decoder(
+        policy=RandomPolicy(),
+        quota=ScheduleQuota(8, eps=1e-2),
+        sampler=Sampler(temperature=0.7, top_k=5, top_p=0.9, score_on="filtered"),
+    ),
+    Decoder(
+        policy=ThresholdPolicy(0.8),
+        quota=NoQuota(),
+        sampler=Sampler(score_dtype="float64"),
+        settings=DecodeSettings(
+            max_steps=9, stall_rule="idle", eos_rule="fill", eos_gate=True, max_commits_per_step=2
+        ),
+    ),
+    Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=PrefixCache(horizon=16)),
+    Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=DualCache()),
+]
+
+
+def scorer(seed: int = 0) -> AcceptanceScorer:
+    torch.manual_seed(seed)
+    return AcceptanceScorer(
+        Projector(ProjectorConfig(hidden_size=4, num_snapshots=2, hidden_rank=3, delta_rank=2)),
+        head=AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16),
+        settings=ScorerSettings(hidden_layers=(-2, -1)),
+    )
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_description_gives_a_decoder_of_the_same_description(decoder: Decoder) -> None:
+    stored = json.loads(json.dumps(decoder.describe()))
+    assert decoder_from_description(stored).describe() == decoder.describe()
+
+
+def test_every_plug_of_the_package_can_be_named() -> None:
+    """A new policy, window, quota or cache that is exported but not listed would be forgotten."""
+    protocols = {"policy": CommitPolicy, "window": Window, "quota": Quota, "cache": CacheScheme}
+    for part, protocol in protocols.items():
+        exported = {
+            value
+            for value in vars(decoding).values()
+            if inspect.isclass(value) and protocol in value.__mro__[1:]
+        }
+        assert exported <= set(PLUGS[part]), part
+
+
+def test_only_listed_names_are_looked_up() -> None:
+    description = Decoder(policy=ConfidencePolicy()).describe()
+    for name in ("os.system", "Decoder", "ConfidencePolicy.__init__", None):
+        changed = {**description, "policy": {"name": name}}
+        with pytest.raises(ValueError, match=r"policy .* is unknown; known: ConfidencePolicy, "):
+            decoder_from_description(changed)
+
+
+def test_unknown_settings_and_parts_are_named() -> None:
+    description = Decoder(policy=ThresholdPolicy(0.8)).describe()
+    changed = {**description, "policy": {**description["policy"], "temper": 1}}
+    with pytest.raises(ValueError, match="policy ThresholdPolicy has no setting 'temper'"):
+        decoder_from_description(changed)
+    changed = {**description, "settings": {**description["settings"], "eos": 1}}
+    with pytest.raises(ValueError, match="settings has no setting 'eos'"):
+        decoder_from_description(changed)
+    with pytest.raises(ValueError, match="expected the parts"):
+        decoder_from_description({key: description[key] for key in ("policy", "window")})
+    with pytest.raises(ValueError, match="expected the parts"):
+        decoder_from_description({**description, "hook": {"name": "x"}})
+
+
+def test_a_learned_policy_is_found_by_its_digest_among_the_folders(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        scorer(seed).save(tmp_path / str(seed))
+    decoder = Decoder(
+        policy=TraceLockPolicy(tmp_path / "1", threshold=0.7, max_accept_per_step=None),
+        quota=NoQuota(),
+    )
+    stored = json.loads(json.dumps(decoder.describe()))
+    folders = [tmp_path / "0", tmp_path / "1"]
+    rebuilt = decoder_from_description(stored, policy_folders=folders)
+    assert rebuilt.describe() == decoder.describe()
+    with pytest.raises(ValueError, match=r"no policy has the weights digest .* give the folder"):
+        decoder_from_description(stored, policy_folders=folders[:1])

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lit_dlm
+from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, FixedQuota
+
+PROMPTS = ["What is 2 + 3?", "Tom has 4 apples and buys 9 more. How many apples has he now?", "Hi"]
+FAST = {"policy": ConfidencePolicy(), "quota": FixedQuota(4)}
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load_backbone("tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny")
+
+
+def test_texts_messages_and_ids_give_the_same_responses_in_any_batch(backbone, tokenizer):
+    decoder = Decoder(window=BlockWindow(8), cache=DualCache(), **FAST)
+    settings = {"decode": decoder, "response_length": 16}
+    messages = [[{"role": "user", "content": text}] for text in PROMPTS]
+    ids = [
+        list(tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False))
+        for m in messages
+    ]
+    texts = lit_dlm.generate(backbone, PROMPTS, tokenizer=tokenizer, **settings)
+    alone = lit_dlm.generate(backbone, messages, tokenizer=tokenizer, batch_size=1, **settings)
+    plain = lit_dlm.generate(backbone, ids, batch_size=2, **settings)
+    assert texts.ids == alone.ids == plain.ids
+    assert texts.num_steps == alone.num_steps == plain.num_steps
+    assert texts.texts == alone.texts == [tokenizer.decode(i) for i in texts.ids]
+    assert plain.texts == []
+    assert texts.trajectories == []
+    assert texts.decoder["cache"]["name"] == "DualCache"
+
+
+def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbone, tokenizer):
+    done = lit_dlm.generate(
+        backbone,
+        PROMPTS,
+        tokenizer=tokenizer,
+        decode=Decoder(**FAST),
+        response_length=8,
+        trajectories=True,
+    )
+    for number, record in enumerate(done.trajectories):
+        assert record.uid == str(number)
+        assert record.num_steps == done.num_steps[number] == 2
+        assert record.tokens.tolist()[: len(done.ids[number])] == done.ids[number]
+        prompt = tokenizer.decode(record.prompt_ids)
+        assert PROMPTS[number] in prompt
+
+
+def test_a_name_brings_its_own_tokenizer():
+    done = lit_dlm.generate("tiny", ["What is 2 + 3?"], decode=Decoder(**FAST), response_length=8)
+    assert len(done.texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "expected a list with at least one prompt"),
+        ("text", "expected a list with at least one prompt"),
+        (["text"], "tokenizer: prompt 0 is text"),
+        ([[4, 5], []], "prompt 1 is empty"),
+    ],
+)
+def test_bad_prompts_are_refused(backbone, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        lit_dlm.generate(backbone, prompts)
+
+
+def test_the_package_imports_without_torch():
+    code = "import sys, lit_dlm; assert 'torch' not in sys.modules; lit_dlm.__version__"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        lit_dlm.generat  # noqa: B018 - the access is the test
