@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
+from lit_dlm.ops.fused_head import TokenStats
 
 
-def masked_nelbo(logits: Tensor, targets: Tensor, hidden: Tensor) -> LossTerms:
+def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     """Upper bound on the negative log-likelihood of the cells, per cell (LLaDA, 2502.09992, eq. 3).
 
     A row with ``n`` of its ``G`` cells hidden has weight ``G / n`` on each hidden cell, and the sum
@@ -17,9 +17,7 @@ def masked_nelbo(logits: Tensor, targets: Tensor, hidden: Tensor) -> LossTerms:
     bound, in nats a cell.
 
     Args:
-        logits: ``(B, G, V)`` float, aligned: row ``i`` predicts cell ``i``. Forbidden ids may be
-            ``-inf`` if no target has one.
-        targets: ``(B, G)`` int64, the clean cells.
+        stats: scores of the hidden cells, row by row (``N`` of them).
         hidden: ``(B, G)`` bool, cells that the model saw as mask. Rows without any count as zero.
 
     Returns:
@@ -27,22 +25,19 @@ def masked_nelbo(logits: Tensor, targets: Tensor, hidden: Tensor) -> LossTerms:
         hidden cells.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: there is not one score for each hidden cell.
     """
-    if logits.shape[:2] != targets.shape or targets.shape != hidden.shape:
-        raise ValueError(
-            "masked_nelbo: expected logits (B, G, V) with targets and hidden (B, G), got "
-            f"{tuple(logits.shape)}, {tuple(targets.shape)} and {tuple(hidden.shape)}"
-        )
-    B, G = targets.shape
-    picked = logits[hidden].float()  # (N, V)
-    wanted = targets[hidden]
-    cross_entropy = F.cross_entropy(picked, wanted, reduction="none")
+    B, G = hidden.shape
     weight = (G / hidden.sum(1, keepdim=True).clamp(min=1)).expand(B, G)[hidden]
+    if stats.ce.shape != weight.shape:
+        raise ValueError(
+            f"masked_nelbo: expected scores of {len(weight)} hidden cells, "
+            f"got {tuple(stats.ce.shape)}"
+        )
+    count = max(len(weight), 1)
     with torch.no_grad():
-        count = max(int(hidden.sum()), 1)
         parts = {
-            "cross_entropy": cross_entropy.sum() / count,
-            "accuracy": (picked.argmax(-1) == wanted).float().sum() / count,
+            "cross_entropy": stats.ce.sum() / count,
+            "accuracy": stats.is_top.sum() / count,
         }
-    return LossTerms(total=(cross_entropy * weight).sum() / (B * G), parts=parts)
+    return LossTerms(total=(stats.ce * weight).sum() / (B * G), parts=parts)

@@ -7,9 +7,9 @@ module that is trained here can also decode: it inherits ``predict_step`` from t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,8 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
 from lit_dlm.decoding import Decoder, DecodeResult, Observer, prompt_canvas
+from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained
+from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories.capture import Level, TrajectoryCapture
+from lit_dlm.trajectories.captured import CapturedDecode
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -49,8 +53,21 @@ class DecodedBatch:
     """Text of each response, cut at its first end of text."""
     num_tokens: list[int]
     """Response tokens before the first end of text (the useful ones)."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """Filled when the module captures."""
+    captured: CapturedDecode | None = None
+    """What the records are made of, when the module captures."""
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """One record per example; none when the module does not capture.
+
+        They are made at first use, so that the thread which needs them has the work.
+        """
+        if self.captured is None:
+            return []
+        return self.captured.trajectories(
+            [self.uid(row) for row in range(len(self.examples))],
+            [{"task": example.task, "method": self.method} for example in self.examples],
+        )
 
     def uid(self, row: int) -> str:
         """Key of one decode: the example and the method."""
@@ -70,6 +87,9 @@ class DecodeModule(LightningModule):
         decoders: decoding methods by name.
         tokenizer: folder, embedded name or hub id of the tokenizer.
         seed: base seed; every sample's own seed follows from it and the sample's uid.
+        level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
+            be replayed), ``signals`` (also the scores of every step), or nothing.
+        sweep: more decoding methods: curves over the values of one option.
     """
 
     strict_loading = False
@@ -81,29 +101,32 @@ class DecodeModule(LightningModule):
         tokenizer: str,
         decoders: dict[str, Decoder] | None = None,
         seed: int = 0,
+        level: Literal["tokens", "signals"] | None = None,
+        sweep: dict[str, Sweep] | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.decoders = dict(decoders or {})
+        self.decoders = expanded(decoders or {}, sweep or {})
         self.tokenizer_path = tokenizer
         self.seed = seed
+        self.register_state_dict_post_hook(drop_frozen_decoders)
+        self.level: Level | None = level
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at first use."""
         return load_tokenizer(self.tokenizer_path)
 
-    def observers(self, batch: PromptBatch) -> Sequence[Observer]:
-        """Observers of one batch; none here."""
-        del batch
-        return ()
+    def configure_model(self) -> None:
+        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
+        if self.device_mesh is not None:
+            shard_trained(self, self.device_mesh["data_parallel"])
 
-    def trajectories(
-        self, batch: PromptBatch, observers: Sequence[Observer], decoded: DecodedBatch
-    ) -> list[Trajectory]:
-        """Trajectories that the observers captured; none here."""
-        del batch, observers, decoded
-        return []
+    def capture(self) -> TrajectoryCapture | None:
+        """The observer of one batch, when the module captures."""
+        if self.level is None:
+            return None
+        return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
 
     def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodeResult:
         """Decodes one batch of prompts.
@@ -134,20 +157,19 @@ class DecodeModule(LightningModule):
     def predict_step(
         self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
-        """Decodes one batch of prompts, with the module's observers."""
-        observers = self.observers(batch)
-        result = self.decode(batch, observers)
+        """Decodes one batch of prompts, and captures it when the module does."""
+        capture = self.capture()
+        result = self.decode(batch, () if capture is None else (capture,))
         completions, num_tokens = self._completions(result)
-        decoded = DecodedBatch(
+        return DecodedBatch(
             examples=batch.examples,
             method=batch.method,
             decoder=self.decoders[batch.method].describe(),
             result=result,
             completions=completions,
             num_tokens=num_tokens,
+            captured=None if capture is None else capture.captured(),
         )
-        decoded.trajectories = self.trajectories(batch, observers, decoded)
-        return decoded
 
     def _completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
         """Response texts, cut at the first end of text, and their lengths in tokens."""

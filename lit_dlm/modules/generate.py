@@ -6,15 +6,14 @@ own; it is kept in a folder, so a resumed run, training and decoding all use the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from lit_dlm.backbones import Backbone
-from lit_dlm.decoding import Decoder, Observer
+from lit_dlm.decoding import Decoder
 from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
-from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
+from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.features import Scheme
@@ -117,22 +116,9 @@ class TraceModule(DecodeModule):
             with_prompt=self.settings.layout == "all",
         )
 
-    def observers(self, batch: PromptBatch) -> Sequence[Observer]:
-        """One capture."""
-        del batch
-        return [
-            TrajectoryCapture(
-                vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
-            )
-        ]
-
-    def trajectories(
-        self, batch: PromptBatch, observers: Sequence[Observer], decoded: DecodedBatch
-    ) -> list[Trajectory]:
-        """The captured records, keyed by example and method."""
-        (capture,) = observers
-        assert isinstance(capture, TrajectoryCapture)
-        return capture.trajectories(
-            [decoded.uid(row) for row in range(len(batch.examples))],
-            [{"task": example.task, "method": batch.method} for example in batch.examples],
+    def capture(self) -> TrajectoryCapture:
+        """The observer of one batch."""
+        assert self.level is not None
+        return TrajectoryCapture(
+            vocab_size=self.backbone.vocab_size, level=self.level, features=self._features
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,23 +12,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import DType, HFBackbone
-from lit_dlm.backbones.location import locate
 from lit_dlm.decoding import Decoder
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.export import copy_tokenizer
 from lit_dlm.ops.muon import MuonAdamW
 from lit_dlm.ops.schedules import trapezoid
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files of a tokenizer folder that an export carries along."""
 
 
 @dataclass
@@ -106,7 +94,6 @@ class PretrainModule(DecodeModule):
         super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
         if not all(parameter.requires_grad for parameter in backbone.parameters()):
             raise ValueError("backbone.trainable: expected true, pre-training updates every weight")
-        self.save_hyperparameters(ignore=["backbone", "decoders"])
         self.drill_weight = drill_weight
         self.matrix_lr = matrix_lr
         self.other_lr = other_lr
@@ -114,9 +101,8 @@ class PretrainModule(DecodeModule):
         self.decay_share = decay_share
         self.export_dir = None if export_dir is None else Path(export_dir)
         self.export_dtype = export_dtype
-        self._denoise = (
-            torch.compile(backbone.denoise, dynamic=True) if compile else backbone.denoise
-        )
+        if compile:
+            backbone.model.model.compile(dynamic=True)
 
     def training_step(self, batch: PretrainBatch, batch_idx: int = 0) -> Tensor:
         """Bound of the responses plus weighted cross-entropy of the drills.
@@ -128,16 +114,16 @@ class PretrainModule(DecodeModule):
         Returns:
             The scalar to minimise.
         """
-        mask_id = self.backbone.spec.mask_id
         targets = batch.ids[:, batch.start :]
-        shown = torch.cat(
-            [batch.ids[:, : batch.start], targets.masked_fill(batch.hidden, mask_id)], dim=1
+        shown = targets.masked_fill(batch.hidden, self.backbone.spec.mask_id)
+        stats = self.backbone.score_tokens(
+            torch.cat([batch.ids[:, : batch.start], shown], dim=1),
+            batch.ids,
+            F.pad(batch.hidden, (batch.start, 0)),
+            mask=batch.pad_mask,
+            response_start=batch.start,
         )
-        columns = torch.arange(batch.start, batch.ids.shape[1], device=batch.ids.device)
-        logits = self._denoise(
-            shown, pad_mask=batch.pad_mask, columns=columns.expand(len(shown), -1)
-        ).logits
-        terms = masked_nelbo(logits, targets, batch.hidden)
+        terms = masked_nelbo(stats, batch.hidden)
         size = len(batch.ids)
         self.log("train/nelbo", terms.total.detach(), prog_bar=True, batch_size=size)
         for name, value in terms.parts.items():
@@ -149,11 +135,10 @@ class PretrainModule(DecodeModule):
     def _drill_loss(self, drill: DrillBatch) -> Tensor:
         """Mean cross-entropy of the hidden cells of the drills."""
         shown = drill.ids.masked_fill(drill.hidden, self.backbone.spec.mask_id)
-        logits = self._denoise(shown, pad_mask=drill.pad_mask).logits[drill.hidden].float()
-        targets = drill.ids[drill.hidden]
-        hit = (logits.detach().argmax(-1) == targets).float().mean()
-        self.log("train/drill_accuracy", hit, batch_size=len(drill.ids))
-        return F.cross_entropy(logits, targets)
+        stats = self.backbone.score_tokens(shown, drill.ids, drill.hidden, mask=drill.pad_mask)
+        count = max(len(stats.ce), 1)
+        self.log("train/drill_accuracy", stats.is_top.sum() / count, batch_size=len(drill.ids))
+        return stats.ce.sum() / count
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Muon for the layers' matrices, AdamW for the rest, one schedule for both.
@@ -182,14 +167,12 @@ class PretrainModule(DecodeModule):
 
     def on_fit_end(self) -> None:
         """Exports the trained model and its tokenizer."""
-        if self.export_dir is None or not self.trainer.is_global_zero:
+        if self.export_dir is None:
             return
-        self.backbone.save(self.export_dir, dtype=self.export_dtype)
-        # Copied, not saved again: transformers would add how it was loaded.
-        source = locate(self.tokenizer_path, weights=False)
-        for path in sorted(source.iterdir()):
-            if path.name in TOKENIZER_FILES and source.resolve() != self.export_dir.resolve():
-                shutil.copyfile(path, self.export_dir / path.name)
+        # Sharded weights are gathered one by one, with the help of all processes.
+        self.backbone.export(self.export_dir, dtype=self.export_dtype)
+        if self.trainer.is_global_zero:
+            copy_tokenizer(self.tokenizer_path, self.export_dir)
 
 
 def _split_parameters(backbone: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

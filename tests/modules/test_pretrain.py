@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lit_dlm
 from datamodules.pretraining import PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
-from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.tasks.word_problems import WordProblems
 
@@ -75,22 +75,14 @@ def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
 
     def bound() -> float:
         with torch.no_grad():
-            logits = module.backbone.denoise(
-                torch.cat(
-                    [
-                        held_back.ids[:, : held_back.start],
-                        held_back.ids[:, held_back.start :].masked_fill(held_back.hidden, 2),
-                    ],
-                    dim=1,
-                ),
-                pad_mask=held_back.pad_mask,
-            ).logits[:, held_back.start :]
-        targets = held_back.ids[:, held_back.start :]
-        return float(masked_nelbo(logits, targets, held_back.hidden).total)
+            return float(module.training_step(held_back))
 
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     before = bound()
+    del module.log
     trainer = fit(module, tmp_path, 12)
     assert trainer.global_step == 12
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     assert bound() < before - 0.05
     exported = HFBackbone(str(tmp_path / "model"), dtype="float32")
     torch.testing.assert_close(
@@ -114,6 +106,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         whole.backbone.named_parameters(), resumed.backbone.named_parameters(), strict=True
     ):
         torch.testing.assert_close(first, second, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_the_loss_equals_that_of_full_logits() -> None:
+    """Weight G / n on the cross-entropy of each hidden cell over B G, plus the drills' mean."""
+    module = PretrainModule(micro(), tokenizer=TINY, drill_weight=0.5)
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    task = WordProblems("train")
+    batch = PretrainBatches([task], load_tokenizer(TINY), batch_size=4, drills=task).batch(0)
+    loss = module.training_step(batch)
+    loss.backward()
+    table = module.backbone.model.lm_head.weight
+    found, table.grad = table.grad, None
+
+    is_response = torch.arange(batch.ids.shape[1]) >= batch.start
+    hidden = torch.zeros_like(batch.pad_mask)
+    hidden[:, is_response] = batch.hidden
+    logits = module.backbone.denoise(
+        batch.ids.masked_fill(hidden, 2), pad_mask=batch.pad_mask
+    ).logits
+    cells = F.cross_entropy(logits.transpose(1, 2), batch.ids, reduction="none") * hidden
+    B, G = batch.hidden.shape
+    expected = (cells.nan_to_num().sum(1) * G / hidden.sum(1)).sum() / (B * G)
+    drill = batch.drill
+    assert drill is not None
+    shown = drill.ids.masked_fill(drill.hidden, 2)
+    logits = module.backbone.denoise(shown, pad_mask=drill.pad_mask).logits
+    expected = expected + 0.5 * F.cross_entropy(logits[drill.hidden], drill.ids[drill.hidden])
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    torch.testing.assert_close(found, table.grad)
 
 
 def test_drills_are_added_with_their_weight() -> None:

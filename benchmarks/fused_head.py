@@ -1,0 +1,237 @@
+"""Memory and time of the chunked head against the ordinary one.
+
+    python benchmarks/fused_head.py [--json] [--tokens 512] [--vocab 152064] [--width 512]
+
+Forward and backward of a weighted sum of per-token cross-entropies and entropies, once with a
+frozen head (as under LoRA) and once with a trainable one. The baseline is ``log_softmax`` of all
+logits with autograd. For the cross-entropy alone, torch's own chunked ``linear_cross_entropy`` is a
+third row.
+
+Extra peak memory is what a forward and backward need on top of inputs and weight, gradients
+included. On CUDA it comes from the allocator. On a CPU each variant runs once in a forked child,
+and it is the rise of the child's peak resident set (``VmHWM``, reset first). Times are taken in one
+process, interleaved, on one thread; ratios are medians of ours over medians of the baseline's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear_cross_entropy
+from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+from lit_dlm.ops.fused_head import token_stats
+
+GIB = 2.0**30
+
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From hidden rows, head weight and targets to a scalar loss."""
+
+
+def naive_both(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy and entropy from all logits."""
+    log_probs = (rows @ weight.T).float().log_softmax(-1)
+    ce = -log_probs.gather(1, targets[:, None]).squeeze(1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return _weighted(ce, entropy)
+
+
+def chunked_both(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The same from the chunked head."""
+    stats = token_stats(rows, weight, targets)
+    return _weighted(stats.ce, stats.entropy)
+
+
+def naive_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy alone from all logits."""
+    ce = torch.nn.functional.cross_entropy((rows @ weight.T).float(), targets, reduction="none")
+    return _weighted(ce, None)
+
+
+def chunked_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy alone from the chunked head."""
+    return _weighted(token_stats(rows, weight, targets).ce, None)
+
+
+def torch_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy alone from torch's chunked function."""
+    options = LinearCrossEntropyOptions(batch_chunk_size=64)
+    return _weighted(
+        linear_cross_entropy(rows, weight, targets, reduction="none", options=options), None
+    )
+
+
+VARIANTS: dict[str, Head] = {
+    "naive": naive_both,
+    "chunked": chunked_both,
+    "naive_ce": naive_ce,
+    "chunked_ce": chunked_ce,
+    "torch_ce": torch_ce,
+}
+
+
+def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
+    """A different weight on every token, so that nothing can be summed early."""
+    share = torch.linspace(0.5, 1.5, len(ce), device=ce.device) / len(ce)
+    loss = (ce * share).sum()
+    return loss if entropy is None else loss + 0.3 * (entropy * share.flip(0)).sum()
+
+
+def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """One forward and backward; leaves gradients on the tensors that want them."""
+    rows.grad = weight.grad = None
+    loss = head(rows, weight, targets)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _status_bytes(field: str) -> int:
+    """A ``kB`` line of ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status: no field {field}; the CPU measurement needs Linux")
+
+
+def extra_peak_cuda(run: Callable[[], float]) -> float:
+    """Extra peak of the allocator in GiB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def extra_peak_cpu(run: Callable[[], float]) -> float:
+    """Extra peak resident memory in GiB, measured in a forked child."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
+            before = _status_bytes("VmHWM")
+            run()
+            os.write(write_end, str(_status_bytes("VmHWM") - before).encode())
+            status = 0
+        finally:
+            os._exit(status)  # the rest of the program is the parent's
+    os.close(write_end)
+    with os.fdopen(read_end) as stream:
+        text = stream.read()
+    _, status = os.waitpid(child, 0)
+    if status or not text:
+        raise RuntimeError(f"the measuring process ended with status {status}")
+    return int(text) / GIB
+
+
+def measure(arguments: argparse.Namespace, *, trainable: bool) -> dict[str, dict[str, float]]:
+    """Memory and time of all variants with one kind of head.
+
+    Returns:
+        By variant: ``extra_peak_gib``, ``seconds`` (median) and ``loss``.
+    """
+    device = torch.device(arguments.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = (arguments.vocab, arguments.width)
+    dtype = getattr(torch, arguments.dtype)
+    weight = (torch.randn(shape, generator=generator) / arguments.width**0.5).to(device, dtype)
+    rows = torch.randn(arguments.tokens, arguments.width, generator=generator).to(device, dtype)
+    targets = torch.randint(arguments.vocab, (arguments.tokens,), generator=generator).to(device)
+    rows.requires_grad_()
+    weight.requires_grad_(trainable)
+    runs = {
+        name: partial(work, head, rows, weight, targets)
+        for name, head in VARIANTS.items()
+        if name != "torch_ce" or dtype == torch.float32
+    }
+    # Before this process ever ran one: freed memory that a child inherits would not count again.
+    extra_peak = extra_peak_cuda if device.type == "cuda" else extra_peak_cpu
+    peaks = {name: extra_peak(run) for name, run in runs.items()}
+    losses = {name: run() for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.repetitions):
+        for name, run in runs.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: {
+            "extra_peak_gib": peaks[name],
+            "seconds": statistics.median(seconds[name]),
+            "loss": losses[name],
+        }
+        for name in runs
+    }
+
+
+def summary(rows: dict[str, dict[str, float]], prefix: str = "") -> dict[str, float]:
+    """Ours against the baselines; ratios below 1 are in our favour."""
+
+    def ratio(ours: str, theirs: str, key: str) -> float:
+        return rows[ours][key] / rows[theirs][key]
+
+    result = {
+        "extra_peak_gib": rows["chunked"]["extra_peak_gib"],
+        "memory_ratio": ratio("chunked", "naive", "extra_peak_gib"),
+        "time_ratio": ratio("chunked", "naive", "seconds"),
+        "ce_extra_peak_gib": rows["chunked_ce"]["extra_peak_gib"],
+        "ce_memory_ratio": ratio("chunked_ce", "naive_ce", "extra_peak_gib"),
+        "ce_time_ratio": ratio("chunked_ce", "naive_ce", "seconds"),
+    }
+    if "torch_ce" in rows:
+        result["ce_memory_ratio_torch"] = ratio("chunked_ce", "torch_ce", "extra_peak_gib")
+        result["ce_time_ratio_torch"] = ratio("chunked_ce", "torch_ce", "seconds")
+    return {prefix + name: value for name, value in result.items()}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, default=512, help="target rows")
+    parser.add_argument("--vocab", type=int, default=152064, help="ids of the vocabulary")
+    parser.add_argument("--width", type=int, default=512, help="width of a hidden row")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each variant")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    arguments = parser.parse_args()
+    for name in ("tokens", "vocab", "width", "repetitions", "threads"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
+    torch.set_num_threads(arguments.threads)
+    frozen = measure(arguments, trainable=False)
+    trainable = measure(arguments, trainable=True)
+    if arguments.json:
+        settings = {
+            name: getattr(arguments, name)
+            for name in ("tokens", "vocab", "width", "dtype", "device", "threads")
+        }
+        print(json.dumps(summary(frozen) | summary(trainable, "trainable_") | settings))
+        return
+    print(f"{'head':10} {'variant':11} {'extra GiB':>10} {'seconds':>8} {'loss':>10}")
+    for kind, rows in (("frozen", frozen), ("trainable", trainable)):
+        for name, row in rows.items():
+            print(
+                f"{kind:10} {name:11} {row['extra_peak_gib']:10.3f} {row['seconds']:8.2f} "
+                f"{row['loss']:10.6f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""DDP and FSDP2 on two CPU processes against one process on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.nelbo import masked_nelbo
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.sharding import shard_trained, whole_weights
+from tests.processes import in_two_processes
+
+STEPS, ROWS, LENGTH = 4, 4, 9
+VARIANTS = {
+    "full": {"lora": False, "dtype": "float32"},
+    "lora": {"lora": True, "dtype": "float32"},
+    "lora_bf16": {"lora": True, "dtype": "bfloat16"},
+}
+"""The last one mixes a frozen bfloat16 base with float32 adapters in each layer."""
+
+
+def backbone(*, lora: bool, dtype: Any, tie: bool = True) -> HFBackbone:
+    """Two Qwen2 layers, shifted; with LoRA every base weight is frozen."""
+    torch.manual_seed(1)
+    model = HFBackbone(
+        architecture=Architecture(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=24,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            initializer_range=0.3,
+            tie_embeddings=tie,
+            mask_id=30,
+            pad_id=0,
+            eos_ids=(1,),
+            shift=1,
+        ),
+        dtype=dtype,
+        trainable=not lora,
+        lora=LoRASettings(rank=2, alpha=4.0, targets="all") if lora else None,
+    )
+    for name, value in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide mistakes in the others
+            nn.init.normal_(value, std=0.2)
+    return model
+
+
+class Scored(DecodeModule):
+    """Cross-entropy and entropy of hidden cells through ``score_tokens``."""
+
+    def __init__(self, model: HFBackbone, *, visits: int = 0) -> None:
+        super().__init__(model, tokenizer="tiny")
+        self.visits = visits
+        self.losses: list[float] = []
+
+    def on_train_start(self) -> None:
+        """Forwards that differ in number between processes, as decoding would do."""
+        with whole_weights(self.backbone), torch.no_grad():
+            for _ in range(self.visits):
+                self.backbone.denoise(torch.ones(1, 3, dtype=torch.long))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        ids, hidden = batch
+        shown = ids.masked_fill(hidden, 30)
+        stats = self.backbone.score_tokens(shown, ids, hidden, mask=torch.ones_like(hidden))
+        loss = masked_nelbo(stats, hidden).total + 0.1 * stats.entropy.sum() / (len(ids) * LENGTH)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Steps(self.trainer), batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [value for value in self.parameters() if value.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+
+class Steps(IterableDataset[tuple[Tensor, Tensor]]):
+    """Global batches from the trainer's step onwards; a process takes every second row."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(5)
+        rows = slice(self.trainer.global_rank, None, self.trainer.world_size)
+        for step in range(STEPS):
+            ids = torch.randint(2, 30, (ROWS, LENGTH), generator=generator)
+            hidden = torch.rand(ROWS, LENGTH, generator=generator) < 0.6
+            if step >= self.trainer.global_step:
+                yield ids[rows], hidden[rows]
+
+
+def trainer(folder: Path, strategy: Any, devices: int, *, save: bool = False) -> Trainer:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    return Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=save,
+        callbacks=[saver] if save else [],
+        default_root_dir=folder,
+    )
+
+
+def weights(module: nn.Module) -> dict[str, np.ndarray]:
+    with whole_weights(module):
+        return {
+            name: value.detach().float().clone().numpy()
+            for name, value in module.named_parameters()
+        }
+
+
+def strategy(kind: str) -> Any:
+    if kind == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    return ModelParallelStrategy(
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        process_group_backend="gloo",
+        save_distributed_checkpoint=kind == "fsdp_folder",
+    )
+
+
+def train_everything(rank: int, folder: Path) -> dict[str, Any]:
+    """All strategies and variants one after the other in this pair of processes."""
+    results: dict[str, Any] = {}
+    for kind in ("ddp", "fsdp", "fsdp_folder"):
+        for name, options in VARIANTS.items():
+            if kind == "fsdp_folder" and name != "lora":
+                continue
+            at = folder / kind / name
+            visits = 0 if kind == "ddp" else 1 + 2 * rank
+            module = Scored(backbone(**options), visits=visits)
+            saves = name == "lora"
+            trainer(at, strategy(kind), 2, save=saves).fit(module)
+            sharded = [type(part).__name__ for part in module.modules() if _is_sharded(part)]
+            results[f"{kind}/{name}"] = (module.losses, weights(module), sharded)
+            if not saves:
+                continue
+            resumed = Scored(backbone(**options), visits=visits)
+            for value in resumed.parameters():  # what is trained must come from the file
+                if value.requires_grad:
+                    nn.init.constant_(value, 0.01)
+            trainer(at / "again", strategy(kind), 2).fit(
+                resumed, ckpt_path=str(at / "step=2.ckpt"), weights_only=True
+            )
+            results[f"{kind}/{name}/resumed"] = (resumed.losses, weights(resumed), sharded)
+    return results
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    return isinstance(part, FSDPModule)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of rank 0 and rank 1."""
+    return in_two_processes(train_everything, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_two_processes_train_like_one_on_the_global_batch(
+    pair: list[dict[str, Any]], tmp_path: Path, kind: str, name: str
+) -> None:
+    module = Scored(backbone(**VARIANTS[name]))
+    trainer(tmp_path, "auto", 1).fit(module)
+    mean = np.mean([side[f"{kind}/{name}"][0] for side in pair], axis=0)
+    # Sums in another order; bfloat16 rounds gradients to three digits before they are added.
+    tolerance = 1e-2 if name == "lora_bf16" else 1e-6
+    np.testing.assert_allclose(mean, module.losses, rtol=tolerance)
+    if name == "lora_bf16":
+        return
+    for key, value in weights(module).items():
+        found = pair[0][f"{kind}/{name}"][1][key]
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_both_strategies_give_the_same_loss_to_six_digits(
+    pair: list[dict[str, Any]], name: str
+) -> None:
+    for side in pair:
+        np.testing.assert_allclose(
+            side[f"fsdp/{name}"][0], side[f"ddp/{name}"][0], rtol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp_folder"])
+def test_a_resumed_run_ends_with_the_same_weights(pair: list[dict[str, Any]], kind: str) -> None:
+    for side in pair:
+        losses, whole, _ = side[f"{kind}/lora"]
+        resumed_losses, resumed, _ = side[f"{kind}/lora/resumed"]
+        assert resumed_losses == losses[2:]
+        assert resumed.keys() == whole.keys()
+        for key, value in whole.items():
+            np.testing.assert_array_equal(resumed[key], value, err_msg=key)
+
+
+@pytest.mark.ddp
+def test_ranks_agree_and_only_trained_weights_moved(pair: list[dict[str, Any]]) -> None:
+    start = {name: value.detach() for name, value in Scored(
+        backbone(**VARIANTS["lora"])
+    ).named_parameters()}  # fmt: skip
+    for key in ("ddp/lora", "fsdp/lora"):
+        for name, value in pair[0][key][1].items():
+            np.testing.assert_array_equal(value, pair[1][key][1][name])
+            assert np.array_equal(value, start[name].numpy()) == ("lora_" not in name)
+
+
+@pytest.mark.ddp
+def test_every_layer_and_the_backbone_are_sharded(pair: list[dict[str, Any]]) -> None:
+    for name in VARIANTS:
+        assert pair[0][f"ddp/{name}"][2] == []
+        names = sorted(pair[0][f"fsdp/{name}"][2])
+        assert names == ["FSDPHFBackbone", "FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
+
+
+def shard_by_hand(rank: int) -> list[Any]:
+    """A backbone inside another trained part, sharded twice."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    module = nn.Module()
+    module.value = nn.Module()  # a value model: a backbone and a head beside it
+    module.value.backbone = backbone(lora=True, dtype="float32", tie=False)
+    module.value.head = nn.Linear(16, 1, bias=False)
+    module.frozen = backbone(lora=True, dtype="float32").requires_grad_(False)
+    expected = {name: value.detach().clone() for name, value in module.named_parameters()}
+    shard_trained(module, mesh)
+    shard_trained(module, mesh)
+    sharded = {name: isinstance(value, DTensor) for name, value in module.named_parameters()}
+    with whole_weights(module):
+        whole = all(torch.equal(value, expected[name]) for name, value in module.named_parameters())
+    again = {name: isinstance(value, DTensor) for name, value in module.named_parameters()}
+    return [sharded, whole, again]
+
+
+@pytest.mark.ddp
+def test_sharding_twice_is_sharding_once_and_whole_weights_are_the_originals() -> None:
+    for sharded, whole, again in in_two_processes(shard_by_hand):
+        assert whole
+        assert again == sharded
+        for name, is_sharded in sharded.items():
+            assert is_sharded == name.startswith("value."), name
+
+
+def test_nothing_to_train_and_loose_parameters_are_refused() -> None:
+    module = nn.Module()
+    module.backbone = backbone(lora=False, dtype="float32").requires_grad_(False)
+    with pytest.raises(ValueError, match="got nothing to train; use ddp"):
+        shard_trained(module, None)  # type: ignore[arg-type]
+    module.backbone.requires_grad_(True)
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="got parameter scale of the module itself"):
+        shard_trained(module, None)  # type: ignore[arg-type]
+
+
+def test_checkpoints_hold_no_frozen_decoder_weights() -> None:
+    lora = Scored(backbone(**VARIANTS["lora"])).state_dict()
+    assert lora
+    assert all("lora_" in name for name in lora)
+    full = Scored(backbone(**VARIANTS["full"]))
+    assert full.state_dict().keys() == {
+        name for name, _ in full.named_parameters(remove_duplicate=False)
+    }
+
+
+def test_without_sharding_weights_are_whole_already() -> None:
+    model = backbone(lora=False, dtype="float32")
+    before = {name: value.data_ptr() for name, value in model.named_parameters()}
+    with whole_weights(model):
+        assert {name: value.data_ptr() for name, value in model.named_parameters()} == before

@@ -1,0 +1,254 @@
+"""The chunked head: hand values, the naive head, numerical gradients and the corners."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lit_dlm.ops.fused_head import TokenStats, token_stats
+
+
+def naive(
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    forbidden_ids: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """All logits at once, ordinary autograd; forbidden columns are left out."""
+    logits = logit_scale * F.linear(rows, weight, bias)
+    keep = [v for v in range(len(weight)) if v not in forbidden_ids]
+    log_probs = logits[:, keep].log_softmax(-1)
+    ce = -torch.stack(
+        [log_probs[n, keep.index(int(target))] for n, target in enumerate(targets)] or [rows.sum()]
+    )[: len(targets)]
+    return ce, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def inputs(
+    N: int, D: int, V: int, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, head weight, targets and bias; targets avoid ids 0 and 2."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    bias = torch.randn(V, generator=generator, dtype=torch.float64)
+    targets = torch.randint(3, V, (N,), generator=generator)
+    return rows.to(dtype), weight.to(dtype), targets, bias.to(dtype)
+
+
+def gradients(
+    function: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor, **options: object
+) -> list[Tensor]:
+    """Gradients of a weighted sum of cross-entropies and entropies for the first tensors."""
+    rows, weight, targets, bias = tensors
+    leaves = [value.clone().requires_grad_() for value in (rows, weight, bias)]
+    ce, entropy = function(leaves[0], leaves[1], targets, bias=leaves[2], **options)[:2]
+    share = torch.linspace(0.5, 2.0, len(targets), dtype=ce.dtype)
+    ((ce * share).sum() - 0.7 * (entropy * share.flip(0)).sum()).backward()
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def test_values_by_hand() -> None:
+    """Logits (ln 1, ln 2, ln 5) over a sum of 8: probabilities 1/8, 1/4, 5/8.
+
+    Target 1: CE = ln 4. H = ln(8)/8 + ln(4)/4 + 5/8 ln(8/5).
+    """
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
+    stats = token_stats(torch.ones(2, 1), weight, torch.tensor([1, 2]))
+    entropy = math.log(8) / 8 + math.log(4) / 4 + 0.625 * math.log(1.6)
+    torch.testing.assert_close(stats.ce, torch.tensor([math.log(4), math.log(1.6)]))
+    torch.testing.assert_close(stats.entropy, torch.tensor([entropy, entropy]))
+    torch.testing.assert_close(stats.log_prob, -stats.ce)
+    assert stats.is_top.tolist() == [False, True]
+
+
+def test_gradients_by_hand() -> None:
+    """One row h = 1 with two logits of weight (0, ln 3): p = (1/4, 3/4), W has one column.
+
+    dCE/dh for target 0 is sum_v (p_v - [v=0]) W_v = 3/4 ln 3.
+    H = ln 4 - 3/4 ln 3, so log p + H = (-3/4 ln 3, 1/4 ln 3) and
+    dH/dh = -sum_v p_v (log p_v + H) W_v = -3/4 * 1/4 ln 3 * ln 3.
+    """
+    weight = torch.tensor([[0.0], [math.log(3)]])
+    for name, expected in (("ce", 0.75 * math.log(3)), ("entropy", -3 / 16 * math.log(3) ** 2)):
+        rows = torch.ones(1, 1, requires_grad=True)
+        getattr(token_stats(rows, weight, torch.tensor([0])), name).sum().backward()
+        assert rows.grad is not None
+        assert float(rows.grad) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 7, 64])
+@pytest.mark.parametrize("forbidden_ids", [(), (0, 2)])
+def test_equals_the_naive_head(chunk_rows: int, forbidden_ids: tuple[int, ...]) -> None:
+    """Values and gradients in float64 to 1e-12, so to the last bits that sums may differ in."""
+    tensors = inputs(7, 5, 11, dtype=torch.float64)
+    options = {"logit_scale": 0.7, "forbidden_ids": forbidden_ids}
+    found = token_stats(*tensors[:3], bias=tensors[3], chunk_rows=chunk_rows, **options)
+    expected = naive(*tensors[:3], bias=tensors[3], **options)
+    torch.testing.assert_close(found[:2], expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(
+        gradients(token_stats, *tensors, chunk_rows=chunk_rows, **options),
+        gradients(naive, *tensors, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_float32_gradients_are_within_1e_6_of_exact_ones() -> None:
+    """Relative to the norm, against float64; a vocabulary that no chunk divides."""
+    tensors = inputs(37, 48, 5003)
+    exact = gradients(naive, *(t.double() if t.is_floating_point() else t for t in tensors))
+    for ours, theirs in zip(gradients(token_stats, *tensors, chunk_rows=8), exact, strict=True):
+        assert float((ours.double() - theirs).norm() / theirs.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("trainable", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("which", ["ce", "entropy", "both"])
+def test_gradcheck(trainable: tuple[int, ...], which: str) -> None:
+    rows, weight, targets, bias = inputs(4, 3, 6, dtype=torch.float64)
+    leaves = [rows, weight, bias]
+    for index in trainable:
+        leaves[index].requires_grad_()
+
+    def scores(rows: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        stats = token_stats(
+            rows, weight, targets, bias=bias, logit_scale=1.3, forbidden_ids=[0, 2], chunk_rows=3
+        )
+        return stats[:2] if which == "both" else (getattr(stats, which),)
+
+    assert torch.autograd.gradcheck(scores, tuple(leaves))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    N=st.integers(1, 9),
+    V=st.integers(4, 40),
+    chunk_rows=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    spread=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_ranges(N: int, V: int, chunk_rows: int, seed: int, spread: float) -> None:
+    """Entropy in [0, ln V], cross-entropy at least 0, and the chunk size changes no value."""
+    rows, weight, targets, _ = inputs(N, 4, V, seed=seed)
+    stats = token_stats(rows * spread, weight, targets, chunk_rows=chunk_rows)
+    assert (stats.ce >= 0).all()
+    assert (stats.entropy >= 0).all()
+    assert (stats.entropy <= math.log(V) + 1e-5).all()
+    alone = [token_stats(rows[n : n + 1] * spread, weight, targets[n : n + 1]) for n in range(N)]
+    expected = TokenStats(*(torch.cat(parts) for parts in zip(*alone, strict=True)))
+    # One row at a time may take another kernel: a few roundings of logits up to a few hundred.
+    torch.testing.assert_close(stats.ce, expected.ce, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(stats.entropy, expected.entropy, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    """Equal to float32 arithmetic on the rounded inputs, over several slices of the vocabulary."""
+    rows, weight, targets, bias = inputs(5, 8, 20_000, dtype=dtype)
+    wide = [t.float() if t.is_floating_point() else t for t in (rows, weight, targets, bias)]
+    found = token_stats(rows, weight, targets, bias=bias)
+    assert found.ce.dtype == torch.float32
+    torch.testing.assert_close(
+        found, token_stats(wide[0], wide[1], wide[2], bias=wide[3]), rtol=1e-5, atol=1e-5
+    )
+    for ours, exact in zip(
+        gradients(token_stats, rows, weight, targets, bias),
+        gradients(token_stats, *wide),
+        strict=True,
+    ):
+        assert ours.dtype == dtype
+        # Rounded once, at the end.
+        torch.testing.assert_close(ours, exact.to(dtype), rtol=1e-2, atol=1e-6)
+
+
+def test_autocast_changes_nothing() -> None:
+    rows, weight, targets, _ = inputs(5, 8, 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = token_stats(rows, weight, targets)
+    torch.testing.assert_close(found, token_stats(rows, weight, targets), rtol=0, atol=0)
+
+
+def test_large_logits_stay_exact() -> None:
+    """Logits near 1e4, apart by ln 3: p = (1/4, 3/4), whatever the common level."""
+    weight = torch.tensor([[1e4, 0.0], [1e4, 1.0]])
+    rows = torch.tensor([[1.0, math.log(3)]], requires_grad=True)
+    stats = token_stats(rows, weight, torch.tensor([1]))
+    # The spacing of float32 numbers at 1e4 is 1e-3.
+    torch.testing.assert_close(stats.ce, torch.tensor([math.log(4 / 3)]), rtol=0, atol=1e-3)
+    stats.ce.sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad[0, 1], torch.tensor(-0.25), rtol=0, atol=1e-3)
+
+
+def test_no_rows_give_no_scores_and_zero_gradients() -> None:
+    """The head's gradient exists and is zero: a data-parallel run waits for every parameter's."""
+    rows = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.ones(6, 4, requires_grad=True)
+    stats = token_stats(rows, weight, torch.zeros(0, dtype=torch.long))
+    assert [tuple(part.shape) for part in stats] == [(0,), (0,), (0,)]
+    (stats.ce.sum() + stats.entropy.sum()).backward()
+    assert rows.grad is not None
+    assert rows.grad.shape == (0, 4)
+    assert weight.grad is not None
+    assert weight.grad.eq(0).all()
+
+
+def test_a_forbidden_target_is_impossible_and_others_are_not_disturbed() -> None:
+    rows, weight, _, _ = inputs(2, 3, 5)
+    rows.requires_grad_()
+    stats = token_stats(rows, weight, torch.tensor([2, 4]), forbidden_ids=(2,))
+    assert stats.ce[0] == math.inf
+    assert not stats.is_top[0]
+    assert stats.entropy.isfinite().all()
+    stats.ce[1].backward()
+    assert rows.grad is not None
+    assert rows.grad.isfinite().all()
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    rows, weight, targets, _ = inputs(3, 4, 9)
+    token_stats(rows.requires_grad_(), weight, targets).ce.sum().backward()
+    assert weight.grad is None
+    assert rows.grad is not None
+
+
+def test_only_a_few_numbers_per_row_are_saved() -> None:
+    rows, weight, targets, _ = inputs(300, 4, 50)
+    ce = token_stats(rows.requires_grad_(), weight, targets, chunk_rows=10).ce
+    assert ce.grad_fn is not None
+    saved = sum(
+        value.numel()
+        for value in ce.grad_fn.saved_tensors  # type: ignore[attr-defined]
+        if value is not None and value.data_ptr() not in (rows.data_ptr(), weight.data_ptr())
+    )
+    assert saved <= 4 * 300  # the targets among them
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forbidden_ids": (0, 1, 2, 3)}, "all 4 ids are forbidden"),
+        ({"forbidden_ids": (3, 0, 1, 2, 2)}, "all 4 ids are forbidden"),
+        ({"chunk_rows": 0}, "chunk_rows: expected at least 1, got 0"),
+        ({"bias": torch.zeros(3)}, r"expected bias \(4,\), got \(3,\)"),
+        ({"targets": torch.zeros(3).long()}, r"expected targets \(2,\), got \(3,\)"),
+        ({"weight": torch.zeros(4, 5)}, r"got \(2, 3\) and \(4, 5\)"),
+        ({"rows": torch.zeros(1, 2, 3)}, r"got \(1, 2, 3\) and \(4, 3\)"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "rows": torch.zeros(2, 3),
+        "weight": torch.zeros(4, 3),
+        "targets": torch.zeros(2).long(),
+    }
+    with pytest.raises(ValueError, match=message):
+        token_stats(**{**arguments, **changes})  # type: ignore[arg-type]

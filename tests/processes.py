@@ -1,0 +1,67 @@
+"""Two communicating processes inside a test, forked so that nothing is imported twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def in_two_processes(
+    function: Callable[..., Any], *args: object, seconds: float = 150
+) -> list[Any]:
+    """Runs ``function(rank, *args)`` in two processes that Lightning takes for torchrun's.
+
+    Returns:
+        What rank 0 and rank 1 returned (pickled on the way).
+
+    Raises:
+        AssertionError: one of them failed or took too long; with its traceback.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    links, processes = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, function, rank, port, args))
+        process.start()
+        theirs.close()
+        links.append(ours)
+        processes.append(process)
+    try:
+        results = []
+        for link in links:
+            assert link.poll(seconds), f"no answer within {seconds} s"
+            text, value = link.recv()
+            assert not text, text
+            results.append(value)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _child(
+    link: Connection, function: Callable[..., Any], rank: int, port: int, args: tuple[object, ...]
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+    try:
+        link.send(("", function(rank, *args)))
+    except BaseException:
+        link.send((f"rank {rank}:\n{traceback.format_exc()}", None))
