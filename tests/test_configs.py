@@ -10,6 +10,7 @@ import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = sorted((ROOT / "configs" / "exp").glob("*.yaml"))
+FIT = ("tracelock", "pretrain", "projector", "sft", "tabom")
 TRAINERS = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
 
 
@@ -22,7 +23,7 @@ def _print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def _subcommand(path: Path) -> str:
-    return "fit" if path.stem.split("_")[0] in ("tracelock", "pretrain") else "predict"
+    return "fit" if path.stem.split("_")[0] in FIT else "predict"
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)

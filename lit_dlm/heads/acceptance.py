@@ -2,9 +2,11 @@
 
 A small bidirectional transformer reads the features of all visible positions of one state and
 returns one logit per position and one learned threshold ``tau`` per state; the decision logit is
-their difference. The weights of the release (arXiv 2605.24697) come without their network code, so
-this is a reconstruction from its configuration: widths, depths and heads are the published ones,
-the order of normalisation and the place of the threshold token are ours.
+their difference. Two simpler networks judge every position by itself: an ``mlp`` on the same input
+embedding, and a ``linear`` map of the features. The weights of the release (arXiv 2605.24697) come
+without their network code, so this is a reconstruction from its configuration: widths, depths and
+heads are the published ones, the order of normalisation and the place of the threshold token are
+ours.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from lit_dlm.ops.scores import top_quota
 
 
 class PositionState(IntEnum):
@@ -33,6 +37,9 @@ class PositionState(IntEnum):
 class AcceptanceConfig:
     """Architecture of :class:`AcceptanceHead`; the sizes default to those of arXiv 2605.24697."""
 
+    kind: Literal["transformer", "mlp", "linear"] = "transformer"
+    """``transformer``: positions see each other; ``mlp`` and ``linear``: each decides alone, without
+    a dynamic threshold, and ``linear`` has neither positions nor a state embedding."""
     width: int = 384
     """Model width; a multiple of ``2 * num_heads``."""
     num_layers: int = 5
@@ -41,6 +48,10 @@ class AcceptanceConfig:
     """Attention heads."""
     ffn_width: int = 768
     """Inner width of the feed-forward layers."""
+    mlp_width: int | None = None
+    """Inner width of the ``mlp``; ``width`` by default."""
+    mlp_layers: int = 2
+    """Hidden layers of the ``mlp``."""
     dropout: float = 0.1
     """Dropout inside the encoder layers."""
     positions: Literal["frontier", "learned", "none"] = "frontier"
@@ -56,11 +67,13 @@ class AcceptanceConfig:
     """Training only: share of masked positions whose features are hidden behind a vector."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "num_layers", "num_heads", "ffn_width", "max_length"):
+        sizes = ("width", "num_layers", "num_heads", "ffn_width", "mlp_layers", "max_length")
+        for name in (*sizes, *(["mlp_width"] if self.mlp_width is not None else [])):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"AcceptanceConfig.{name}: expected at least 1, got {getattr(self, name)}"
                 )
+        self._check_kind()
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
@@ -71,6 +84,23 @@ class AcceptanceConfig:
                 raise ValueError(
                     f"AcceptanceConfig.{name}: expected a number in [0, 1), "
                     f"got {getattr(self, name)}"
+                )
+
+    def _check_kind(self) -> None:
+        """Refuses settings that the kind has no use for."""
+        kinds = ("transformer", "mlp", "linear")
+        if self.kind not in kinds:
+            raise ValueError(f"AcceptanceConfig.kind: expected one of {kinds}, got {self.kind!r}")
+        unused: dict[str, object] = {}
+        if self.kind != "transformer":
+            unused["dynamic_threshold"] = False
+        if self.kind == "linear":
+            unused |= {"positions": "none", "use_state_embedding": False, "target_mask_prob": 0.0}
+        for name, value in unused.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"AcceptanceConfig.{name}: expected {value!r} with kind {self.kind!r}, "
+                    f"got {getattr(self, name)!r}"
                 )
 
 
@@ -93,7 +123,7 @@ class AcceptanceOutput:
 
 
 class AcceptanceHead(nn.Module):
-    """Transformer over the features of one state.
+    """Network over the features of one state, of the kind that the configuration names.
 
     Rows (``R``) are canvas columns in order: the response, or prompt and response.
     """
@@ -109,6 +139,9 @@ class AcceptanceHead(nn.Module):
         config = config or AcceptanceConfig()
         self.num_features = num_features
         self.config = config
+        if config.kind == "linear":
+            self.logit_head = nn.Linear(num_features, 1)
+            return
         self.in_proj = nn.Linear(num_features, config.width)
         if config.positions == "learned":
             self.position_table = nn.Embedding(config.max_length + 1, config.width)
@@ -116,6 +149,10 @@ class AcceptanceHead(nn.Module):
             self.state_table = nn.Embedding(len(PositionState), config.width)
         if config.target_mask_prob > 0.0:
             self.hidden_vector = nn.Parameter(torch.zeros(config.width))
+        if config.kind == "mlp":
+            self.mlp = _mlp(config)
+            self.logit_head = nn.Linear(config.mlp_width or config.width, 1)
+            return
         self.threshold_token = nn.Parameter(torch.randn(config.width) * 0.02)
         self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.width)
@@ -143,7 +180,29 @@ class AcceptanceHead(nn.Module):
         config = self.config
         # What is not visible may be anything, even not finite: it must not reach a product.
         features = features.float().masked_fill(~visible[..., None], 0.0)
-        x = self.in_proj(features)  # (B, R, width)
+        tau = features.new_zeros(len(features))
+        if config.kind == "linear":
+            return AcceptanceOutput(logits=self.logit_head(features).squeeze(-1), tau=tau)
+        x, kept = self._embed(features, state, visible)
+        if config.kind == "mlp":
+            logits = self.logit_head(self.mlp(x)).squeeze(-1)
+            return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+        x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
+        attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, attend)
+        x = self.final_norm(x)
+        logits = self.logit_head(x[:, 1:]).squeeze(-1)
+        if config.dynamic_threshold:
+            tau = self.tau_head(x[:, 0]).squeeze(-1)
+        return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+
+    def _embed(
+        self, features: Tensor, state: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Input embedding ``(B, R, width)`` and the positions that target masking kept."""
+        config = self.config
+        x = self.in_proj(features)
         is_gen = state == PositionState.GEN
         kept = None
         if self.training and config.target_mask_prob > 0.0:
@@ -155,16 +214,20 @@ class AcceptanceHead(nn.Module):
             x = x + sinusoids(frontier_distance(is_gen & visible), config.width)
         if config.use_state_embedding:
             x = x + self.state_table(state)
-        x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
-        attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
-        for layer in self.layers:
-            x = layer(x, attend)
-        x = self.final_norm(x)
-        logits = self.logit_head(x[:, 1:]).squeeze(-1)
-        tau = logits.new_zeros(len(x))
-        if config.dynamic_threshold:
-            tau = self.tau_head(x[:, 0]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+        return x, kept
+
+
+def _mlp(config: AcceptanceConfig) -> nn.Sequential:
+    """``mlp_layers`` times linear, GELU and dropout."""
+    inner = config.mlp_width or config.width
+    layers: list[nn.Module] = []
+    for number in range(config.mlp_layers):
+        layers += [
+            nn.Linear(inner if number else config.width, inner),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+        ]
+    return nn.Sequential(*layers)
 
 
 class _EncoderLayer(nn.Module):
@@ -203,6 +266,26 @@ class _EncoderLayer(nn.Module):
         )
         x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(B, N, width)))
         return x + self.drop(self.ffn(self.norm_ffn(x)))
+
+
+def accepted(
+    logits: Tensor, candidates: Tensor, *, threshold: float, max_accept: int | None = None
+) -> Tensor:
+    """The decision rule: which candidates a row accepts in one step.
+
+    Args:
+        logits: ``(B, R)`` floating point decision logits.
+        candidates: ``(B, R)`` bool.
+        threshold: probability from which a candidate is accepted.
+        max_accept: most acceptances of a row, the best ones; ``None`` for all.
+
+    Returns:
+        ``(B, R)`` bool; a row may be empty.
+    """
+    # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
+    limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
+    accept = candidates & (logits >= limit)
+    return accept if max_accept is None else top_quota(logits, accept, max_accept)
 
 
 def response_offsets(state: Tensor, max_length: int) -> Tensor:

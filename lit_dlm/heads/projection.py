@@ -2,11 +2,13 @@
 
 Three snapshots of one step are taken at adjacent depths of the backbone. One encoder, shared by all
 snapshots, shortens each of them; a second one, shared by the differences of neighbouring depths,
-shortens those. An encoder is a layer normalisation without parameters followed by an affine map.
+shortens those. An encoder is a layer normalisation without parameters followed by an affine map, or
+by two of them with GELU between.
 
-The projector of the release (arXiv 2605.24697) is an autoencoder trained by unpublished code.
-Here the maps are fitted in closed form by a principal component analysis, which needs no gradient
-training and no hyperparameter but the two widths; ``random_orthogonal`` is its baseline.
+The projector of the release (arXiv 2605.24697) is an autoencoder trained by unpublished code. Ours
+by default is fitted in closed form by a principal component analysis, which needs no gradient
+training and no hyperparameter but the two widths; ``random_orthogonal`` is its baseline, and
+:class:`Autoencoder` makes the trained kind.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ProjectorKind = Literal["pca", "random_orthogonal"]
+ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
 _CONFIG_FILE = "projector.json"
 _WEIGHTS_FILE = "projector.safetensors"
@@ -43,8 +46,18 @@ class ProjectorConfig:
     """Features ``k_d`` kept of each difference of neighbouring snapshots."""
     kind: ProjectorKind = "pca"
     """How the maps were found."""
+    inner_width: int = 0
+    """Width between two affine maps of an autoencoder's encoders; 0 for a single map."""
 
     def __post_init__(self) -> None:
+        kinds = ("pca", "random_orthogonal", "autoencoder")
+        if self.kind not in kinds:
+            raise ValueError(f"ProjectorConfig.kind: expected one of {kinds}, got {self.kind!r}")
+        if self.inner_width < 0 or (self.inner_width and self.kind != "autoencoder"):
+            raise ValueError(
+                "ProjectorConfig.inner_width: expected 0, or more with kind 'autoencoder', got "
+                f"{self.inner_width} with {self.kind!r}"
+            )
         if self.num_snapshots < 1:
             raise ValueError(
                 f"ProjectorConfig.num_snapshots: expected at least 1, got {self.num_snapshots}"
@@ -75,15 +88,21 @@ class Projector(nn.Module):
     hidden_bias: Tensor
     delta_weight: Tensor
     delta_bias: Tensor
+    hidden_inner_weight: Tensor
+    hidden_inner_bias: Tensor
+    delta_inner_weight: Tensor
+    delta_inner_bias: Tensor
 
     def __init__(self, config: ProjectorConfig) -> None:
         super().__init__()
         self.config = config
-        D = config.hidden_size
-        self.register_buffer("hidden_weight", torch.zeros(config.hidden_rank, D))
-        self.register_buffer("hidden_bias", torch.zeros(config.hidden_rank))
-        self.register_buffer("delta_weight", torch.zeros(config.delta_rank, D))
-        self.register_buffer("delta_bias", torch.zeros(config.delta_rank))
+        D, inner = config.hidden_size, config.inner_width
+        for name, rank in (("hidden", config.hidden_rank), ("delta", config.delta_rank)):
+            if inner:
+                self.register_buffer(f"{name}_inner_weight", torch.zeros(inner, D))
+                self.register_buffer(f"{name}_inner_bias", torch.zeros(inner))
+            self.register_buffer(f"{name}_weight", torch.zeros(rank, inner or D))
+            self.register_buffer(f"{name}_bias", torch.zeros(rank))
 
     @classmethod
     def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
@@ -128,14 +147,22 @@ class Projector(nn.Module):
                 f"hidden: expected (..., H, D) = (..., {expected[0]}, {expected[1]}) for this "
                 f"projector, got {tuple(hidden.shape)}"
             )
-        snapshots, deltas = _normalised(hidden)
+        snapshots, deltas = normalised_snapshots(hidden)
+        if self.config.inner_width:
+            snapshots = F.gelu(
+                F.linear(snapshots, self.hidden_inner_weight, self.hidden_inner_bias)
+            )
+            deltas = F.gelu(F.linear(deltas, self.delta_inner_weight, self.delta_inner_bias))
         z_hidden = F.linear(snapshots, self.hidden_weight, self.hidden_bias)
         z_delta = F.linear(deltas, self.delta_weight, self.delta_bias)
         return torch.cat([z_hidden.flatten(-2), z_delta.flatten(-2)], dim=-1)
 
     def digest(self) -> str:
         """SHA-256 over the configuration and the bytes of all tensors (hexadecimal)."""
-        sha = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
+        config = asdict(self.config)
+        if not self.config.inner_width:
+            del config["inner_width"]  # as in the digests from before there was one
+        sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         for name, tensor in sorted(self.named_buffers()):
             sha.update(name.encode())
             sha.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
@@ -172,6 +199,74 @@ class Projector(nn.Module):
         return projector
 
 
+class Autoencoder(nn.Module):
+    """Trainable encoders and mirrored decoders of snapshots and deltas.
+
+    Our reconstruction: the loss is the mean squared error on the normalised snapshots plus that on
+    the normalised deltas.
+    """
+
+    def __init__(self, config: ProjectorConfig, *, dropout: float = 0.1) -> None:
+        """Builds the networks with the default initialisation of torch.
+
+        Args:
+            config: shape; its ``kind`` must be ``autoencoder``.
+            dropout: behind GELU in training; without an inner width it drops code entries.
+        """
+        super().__init__()
+        if config.kind != "autoencoder":
+            raise ValueError(f"ProjectorConfig.kind: expected 'autoencoder', got {config.kind!r}")
+        self.config = config
+        for name, rank in (("hidden", config.hidden_rank), ("delta", config.delta_rank)):
+            widths = [config.hidden_size, rank]
+            if config.inner_width:
+                widths.insert(1, config.inner_width)
+            self.add_module(f"{name}_encoder", _stack(widths, dropout))
+            self.add_module(f"{name}_decoder", _stack(widths[::-1], dropout))
+        # Without an inner layer there is no other place for it.
+        self.code_dropout = nn.Dropout(0.0 if config.inner_width else dropout)
+
+    def forward(self, hidden: Tensor) -> dict[str, Tensor]:
+        """Reconstruction errors.
+
+        Args:
+            hidden: ``(N, H, D)`` floating point snapshots.
+
+        Returns:
+            Scalars ``hidden`` and ``delta``: mean squared errors per entry.
+        """
+        errors = {}
+        for name, values in zip(("hidden", "delta"), normalised_snapshots(hidden), strict=True):
+            code = getattr(self, f"{name}_encoder")(values)
+            rebuilt = getattr(self, f"{name}_decoder")(self.code_dropout(code))
+            # One snapshot has no deltas: their sum over nothing is 0.
+            errors[name] = (rebuilt - values).square().sum() / max(values.numel(), 1)
+        return errors
+
+    @torch.no_grad()
+    def projector(self) -> Projector:
+        """The encoders as a frozen projector, on the CPU."""
+        projector = Projector(self.config)
+        for name in ("hidden", "delta"):
+            encoder = getattr(self, f"{name}_encoder")
+            linears = [layer for layer in encoder if isinstance(layer, nn.Linear)]
+            suffixes = ["_inner", ""] if self.config.inner_width else [""]
+            for suffix, linear in zip(suffixes, linears, strict=True):
+                getattr(projector, f"{name}{suffix}_weight").copy_(linear.weight)
+                getattr(projector, f"{name}{suffix}_bias").copy_(linear.bias)
+        return projector
+
+
+def _stack(widths: list[int], dropout: float) -> nn.Sequential:
+    """Affine maps with GELU and dropout between."""
+    layers: list[nn.Module] = []
+    for number, (width, next_width) in enumerate(pairwise(widths)):
+        if number:
+            layers += [nn.GELU(), nn.Dropout(dropout)]
+        layers.append(nn.Linear(width, next_width))
+    return nn.Sequential(*layers)
+
+
 class PCAFitter:
     """Streaming principal component analysis of normalised snapshots and differences.
 
@@ -199,7 +294,7 @@ class PCAFitter:
         Args:
             hidden: ``(N, H, D)`` floating point snapshots of ``N`` positions.
         """
-        snapshots, deltas = _normalised(hidden.detach())
+        snapshots, deltas = normalised_snapshots(hidden.detach())
         self._hidden.add(snapshots.reshape(-1, self.config.hidden_size))
         self._delta.add(deltas.reshape(-1, self.config.hidden_size))
 
@@ -256,8 +351,15 @@ class _Moments:
         return weight.float(), -(weight @ mean).float()
 
 
-def _normalised(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer-normalised snapshots ``(..., H, D)`` and deltas ``(..., H - 1, D)`` in float32."""
+def normalised_snapshots(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What the encoders read: layer-normalised snapshots and differences of neighbours.
+
+    Args:
+        hidden: ``(..., H, D)`` floating point.
+
+    Returns:
+        ``(..., H, D)`` and ``(..., H - 1, D)`` float32.
+    """
     hidden = hidden.float()
     width = (hidden.shape[-1],)
     deltas = hidden[..., 1:, :] - hidden[..., :-1, :]

@@ -17,14 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead, AcceptanceOutput
+from lit_dlm.heads.acceptance import (
+    AcceptanceConfig,
+    AcceptanceHead,
+    AcceptanceOutput,
+    PositionState,
+)
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, num_features
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 
 FORMAT = "lit-dlm/acceptance"
 FORMAT_VERSION = 1
 
-Layout = Literal["generation", "all"]
+Layout = Literal["generation", "all", "masked"]
 
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -35,7 +40,8 @@ class ScorerSettings:
     """What the network is shown, beyond its architecture."""
 
     layout: Layout = "generation"
-    """Rows: the response only, or prompt and response."""
+    """Rows that the network sees: the response (``generation``), prompt and response (``all``), or
+    only the response's masked positions (``masked``), half as many on average."""
     hidden_layers: tuple[int, ...] = (-3, -2, -1)
     """Snapshots, as indices into the backbone's tuple of hidden states."""
     features: FeatureSettings = field(default_factory=FeatureSettings)
@@ -95,7 +101,12 @@ class AcceptanceScorer(nn.Module):
         )
 
     def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
-        """Scores states; see :meth:`lit_dlm.heads.acceptance.AcceptanceHead.forward`."""
+        """Scores states; see :meth:`lit_dlm.heads.acceptance.AcceptanceHead.forward`.
+
+        Under layout ``masked`` everything but masked positions is invisible as well.
+        """
+        if self.settings.layout == "masked":
+            visible = visible & (state == PositionState.GEN)
         output: AcceptanceOutput = self.head(features, state, visible)
         return output
 

@@ -34,6 +34,35 @@ class AcceptanceLossSettings:
     """Weight of the mean squared threshold."""
     decision_only: bool = True
     """Train on decision logits only; otherwise the cross-entropy of the raw logits is added."""
+    written_tail: bool = False
+    """The tail also counts its positions that are written already, as in the release; by default
+    only positions that a decode could still decide on are scored."""
+    focal_gamma: float = 0.0
+    """Exponent of the focal factor ``(1 - p_label)^gamma`` (arXiv 1708.02002); 0 is plain
+    cross-entropy, 4 the release's older trainer."""
+    position_decay: float = 1.0
+    """Weight factor per rank from the frontier, for both labels (0.99 in the older trainer)."""
+    hard_weight: float = 1.0
+    """Weight factor of masked positions that a first pass misjudges at raw logit 0; needs
+    ``decision_only: false`` (1.5 is an option of the release)."""
+    wrong_trace_weight: float = 1.0
+    """Weight factor of all positions of a trace whose answer was graded as wrong; 1 asks for no
+    grades. A wrong answer teaches to trust the mistakes that led to it."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "front_slope", "negative_weight", "keep_weight", "tau_weight", "focal_gamma",
+            "position_decay", "hard_weight", "wrong_trace_weight",
+        ):  # fmt: skip
+            if getattr(self, name) < 0.0:
+                raise ValueError(
+                    f"AcceptanceLossSettings.{name}: expected 0 or more, got {getattr(self, name)}"
+                )
+        if self.hard_weight != 1.0 and self.decision_only:
+            raise ValueError(
+                "AcceptanceLossSettings.hard_weight: expected 1 with decision_only, which has no "
+                f"loss on raw logits, got {self.hard_weight}"
+            )
 
 
 def acceptance_weights(
@@ -43,13 +72,17 @@ def acceptance_weights(
     visible: Tensor,
     *,
     kept: Tensor | None = None,
+    hard: Tensor | None = None,
+    is_correct: Tensor | None = None,
     settings: AcceptanceLossSettings | None = None,
 ) -> Tensor:
     """Weight of every position, 0 outside the loss set.
 
     The loss set is every visible masked or tail position. A tail position weighs ``1 / n_tail``,
     with ``n_tail`` counted over the whole row, cropped part included. Any other masked position
-    weighs ``w_keep * w_front * w_neg``.
+    weighs ``w_keep * w_front * w_neg`` (times ``position_decay^rank``, and ``hard_weight`` where it
+    is hard). Everything in a trace that was graded as wrong is multiplied by
+    ``wrong_trace_weight``.
 
     Args:
         label: ``(B, R)`` bool: the proposal is the trace's final token.
@@ -58,10 +91,16 @@ def acceptance_weights(
             counts those already written too; leave them out to score decidable ones only.
         visible: ``(B, R)`` bool: what the network saw.
         kept: ``(B, R)`` bool from target masking, or ``None``.
+        hard: ``(B, R)`` bool from :func:`hard_positions`, or ``None``.
+        is_correct: ``(B,)`` bool: the trace's answer was graded as right; needed when
+            ``wrong_trace_weight`` is not 1.
         settings: the weights.
 
     Returns:
         ``(B, R)`` float32.
+
+    Raises:
+        ValueError: wrong traces have their own weight, but no grades are given.
     """
     settings = settings or AcceptanceLossSettings()
     if not settings.share_tail_weight:
@@ -71,10 +110,36 @@ def acceptance_weights(
     last_rank = (gen.sum(1, keepdim=True) - 1).clamp_min(1)
     front = (1.0 - settings.front_slope * rank / last_rank).clamp_min(0.0)
     gen_weight = torch.where(label, front, settings.negative_weight)
+    if settings.position_decay != 1.0:
+        gen_weight = gen_weight * settings.position_decay ** rank.clamp_min(0).float()
+    if hard is not None:
+        gen_weight = gen_weight * torch.where(hard, settings.hard_weight, 1.0)
     if kept is not None:
         gen_weight = gen_weight * torch.where(kept, settings.keep_weight, 1.0)
     tail_weight = 1.0 / is_tail.sum(1, keepdim=True).clamp_min(1)
-    return gen * gen_weight + (is_tail & visible) * tail_weight
+    weight = gen * gen_weight + (is_tail & visible) * tail_weight
+    if settings.wrong_trace_weight != 1.0:
+        if is_correct is None:
+            raise ValueError(
+                "AcceptanceLossSettings.wrong_trace_weight: expected graded traces (generate them "
+                "with the shard writer's grade: true), got traces without a grade"
+            )
+        weight = weight * torch.where(is_correct, 1.0, settings.wrong_trace_weight)[:, None]
+    return weight
+
+
+def hard_positions(raw_logits: Tensor, label: Tensor, is_gen: Tensor) -> Tensor:
+    """Masked positions that a first pass misjudges at raw logit 0.
+
+    Args:
+        raw_logits: ``(B, R)`` of the first pass, before the threshold.
+        label: ``(B, R)`` bool.
+        is_gen: ``(B, R)`` bool: masked positions.
+
+    Returns:
+        ``(B, R)`` bool.
+    """
+    return is_gen & ((raw_logits >= 0.0) != label)
 
 
 def acceptance_loss(
@@ -83,18 +148,22 @@ def acceptance_loss(
     label: Tensor,
     weight: Tensor,
     *,
+    norm: Tensor | None = None,
     settings: AcceptanceLossSettings | None = None,
 ) -> LossTerms:
     """``sum w_i BCE(logit_i - tau, label_i) / sum w_i + tau_weight * mean(tau^2)``.
 
-    Normalised over the local batch. A batch without any weight gives 0 with a gradient of 0, so
-    that distributed ranks stay in step.
+    Normalised over the batch; a focal factor multiplies the cross-entropy where one is set. A batch
+    without any weight gives 0 with a gradient of 0, so that distributed ranks stay in step.
 
     Args:
         logits: ``(B, R)`` floating point acceptance logits; any finite value outside the loss set.
         tau: ``(B,)`` thresholds.
         label: ``(B, R)`` bool.
         weight: ``(B, R)`` from :func:`acceptance_weights`.
+        norm: scalar that replaces ``sum w_i``, where the batch is one part of a larger one: the
+            sum over all parts divided by their number makes the mean of the parts' losses equal
+            to the loss of the whole.
         settings: the weights.
 
     Returns:
@@ -102,9 +171,14 @@ def acceptance_loss(
     """
     settings = settings or AcceptanceLossSettings()
 
+    total_weight = (weight.sum() if norm is None else norm).clamp_min(1e-12)
+
     def weighted(values: Tensor) -> Tensor:
         bce = F.binary_cross_entropy_with_logits(values, label.float(), reduction="none")
-        return (bce * weight).sum() / weight.sum().clamp_min(1e-12)
+        if settings.focal_gamma > 0.0:
+            # bce is -log of the label's probability.
+            bce = bce * (-torch.expm1(-bce)).clamp_min(1e-12) ** settings.focal_gamma
+        return (bce * weight).sum() / total_weight
 
     bce = weighted(logits - tau[:, None])
     penalty = settings.tau_weight * tau.square().mean()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
@@ -49,20 +50,43 @@ def fit_projector(
         ValueError: too few positions for the widths.
     """
     fitter = PCAFitter(config)
-    with torch.no_grad():
-        for batch in batches:
-            # Only hidden states are wanted: one column through the head is the least it can do.
-            column = torch.full_like(batch.ids[:, :1], batch.start)
-            denoised = backbone.denoise(
-                batch.ids, pad_mask=batch.pad_mask, columns=column, hidden_layers=hidden_layers
-            )
-            assert denoised.hidden is not None
-            chosen = batch.pad_mask & batch.is_real[:, None]
-            if not with_prompt:
-                chosen = chosen.clone()
-                chosen[:, : batch.start] = False
-            fitter.update(denoised.hidden[chosen])
+    for batch in batches:
+        fitter.update(
+            state_snapshots(backbone, batch, hidden_layers=hidden_layers, with_prompt=with_prompt)
+        )
     return fitter.finish()
+
+
+@torch.no_grad()
+def state_snapshots(
+    backbone: Backbone,
+    batch: StateBatch,
+    *,
+    hidden_layers: Sequence[int] = (-3, -2, -1),
+    with_prompt: bool = False,
+) -> Tensor:
+    """Hidden snapshots at the response positions of some states.
+
+    Args:
+        backbone: the frozen denoiser.
+        batch: states, on the backbone's device.
+        hidden_layers: which snapshots.
+        with_prompt: also prompt positions.
+
+    Returns:
+        ``(N, H, D)``: the chosen positions of all states, row by row.
+    """
+    # Only hidden states are wanted: one column through the head is the least it can do.
+    column = torch.full_like(batch.ids[:, :1], batch.start)
+    denoised = backbone.denoise(
+        batch.ids, pad_mask=batch.pad_mask, columns=column, hidden_layers=hidden_layers
+    )
+    assert denoised.hidden is not None
+    chosen = batch.pad_mask & batch.is_real[:, None]
+    if not with_prompt:
+        chosen = chosen.clone()
+        chosen[:, : batch.start] = False
+    return denoised.hidden[chosen]
 
 
 def trace_states(

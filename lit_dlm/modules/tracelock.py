@@ -18,29 +18,51 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.policies.tracelock import backbone_facts
-from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
+from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceOutput, PositionState
+from lit_dlm.heads.augmentation import FeatureNoise, noisy_features
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import (
     AcceptanceLossSettings,
     acceptance_loss,
     acceptance_weights,
+    hard_positions,
     prefix_crop,
 )
-from lit_dlm.metrics.acceptance import RolloutProxy
+from lit_dlm.metrics.acceptance import RolloutProxy, ThresholdScan
+from lit_dlm.metrics.calibration import CalibrationCurve
+from lit_dlm.metrics.replay import ReplayScore, f_beta
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.selection import (
+    RolloutPrompts,
+    SelectionSettings,
+    roll_out,
+    step_candidates,
+    step_commits,
+)
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.ops.scores import confidence, entropy, margin
 
 logger = logging.getLogger(__name__)
 
 MONITOR = "val/rollout_proxy_f0_5"
-"""The score that picks the exported weights (to be maximised)."""
+"""The score that picks the exported weights by default (to be maximised)."""
+
+MONITORS = (
+    MONITOR,
+    "val/rollout_proxy_f1",
+    "val/average_precision",
+    "val/replay_score",
+    "val/rollout_score",
+)
+"""Scores that a checkpoint may be selected by, all to be maximised. The first three are the
+release's; the last two need ``selection``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,6 +71,8 @@ class ObservedStates:
 
     features: Tensor
     """``(B, R, F)`` float32."""
+    proposals: Tensor
+    """``(B, R)`` int64 proposed tokens."""
     state: Tensor
     """``(B, R)`` int64 :class:`~lit_dlm.heads.acceptance.PositionState`."""
     label: Tensor
@@ -58,7 +82,8 @@ class ObservedStates:
     decidable: Tensor
     """``(B, R)`` bool: masked positions whose final token is known; only they have a label."""
     is_tail: Tensor
-    """``(B, R)`` bool: decidable positions that end as padding behind the answer."""
+    """``(B, R)`` bool: positions that end as padding behind the answer; decidable ones only, unless
+    the loss counts the written tail."""
     present: Tensor
     """``(B, R)`` bool: everything but padding."""
 
@@ -80,7 +105,10 @@ class TraceLockModule(DecodeModule):
         loss: AcceptanceLossSettings | None = None,
         tail_ids: Sequence[int] | None = None,
         min_crop_ratio: float = 0.25,
+        noise: FeatureNoise | None = None,
         proxy_threshold: float = 0.99,
+        selection: SelectionSettings | None = None,
+        export_monitor: str = MONITOR,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-4, weight_decay=0.01
         ),
@@ -102,17 +130,25 @@ class TraceLockModule(DecodeModule):
                 padding and first end-of-text ids.
             min_crop_ratio: training shows a prefix of each response, whose share of the length is
                 uniform from here to 1.
-            proxy_threshold: acceptance probability of the checkpoint metric.
+            noise: noise on the features in training; none by default.
+            proxy_threshold: acceptance probability of the rollout proxy.
+            selection: how validation decodes for the replay and rollout scores; without it they
+                are not computed.
+            export_monitor: the score whose best checkpoint is exported as the policy; best
+                checkpoints by other scores are exported beside it.
             optimizer: constructor of the optimiser.
             lr_scheduler: constructor of a schedule, stepped every optimiser step. A plateau
                 schedule watches ``val/loss`` and is stepped at every validation.
             seed: seed of crops and dropout, and of decoded samples.
             export_dir: where the policy folder is written at the end; ``policy`` inside the
-                trainer's root directory by default.
+                trainer's root directory by default. Best checkpoints by other scores go to
+                ``{export_dir}_by/{score}``.
         """
         super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
         if not 0.0 < min_crop_ratio <= 1.0:
             raise ValueError(f"min_crop_ratio: expected a number in (0, 1], got {min_crop_ratio}")
+        if export_monitor not in MONITORS:
+            raise ValueError(f"export_monitor: expected one of {MONITORS}, got {export_monitor!r}")
         if tail_ids is None:
             tail_ids = (backbone.spec.pad_id, backbone.spec.eos_ids[0])
         if not isinstance(projector, Projector):
@@ -131,9 +167,32 @@ class TraceLockModule(DecodeModule):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.export_dir = None if export_dir is None else Path(export_dir)
+        self.export_monitor = export_monitor
+        self.noise = noise or FeatureNoise()
+        self.selection = selection
         self.auroc = BinaryAUROC()
         self.average_precision = BinaryAveragePrecision()
         self.proxy = RolloutProxy(threshold=proxy_threshold)
+        self.even = RolloutProxy(threshold=0.5)
+        self.calibration = CalibrationCurve()
+        self.tau_mean, self.tau_square = MeanMetric(), MeanMetric()
+        self.tau_prob = MeanMetric()
+        self.scan = None if self.scorer.head.config.dynamic_threshold else ThresholdScan()
+        self.replay = None if selection is None else ReplayScore()
+        self._rollout_prompts: RolloutPrompts | None = None
+        self.calibration_curve: dict[str, Tensor] | None = None
+
+    def configure_model(self) -> None:
+        """Refuses to shard: the backbone is frozen and the network small.
+
+        Raises:
+            ValueError: the strategy is FSDP2.
+        """
+        if self.device_mesh is not None:
+            raise ValueError(
+                "trainer.strategy: expected ddp or one device for TraceLock, whose network is "
+                "small and whose backbone is frozen, got ModelParallelStrategy"
+            )
 
     # -- what the network sees -------------------------------------------------------------------
 
@@ -152,13 +211,18 @@ class TraceLockModule(DecodeModule):
         in_response = (columns >= batch.start).expand_as(present) & present
         state = torch.where(in_response, int(PositionState.LOCKED), int(PositionState.PROMPT))
         decidable = masked & (target != batch.mask_id) & batch.is_real[:, None]
+        is_tail = decidable & torch.isin(target, self.tail_ids)
+        if self.loss_settings.written_tail:
+            ends_as_tail = in_response & torch.isin(target, self.tail_ids)
+            is_tail = ends_as_tail & batch.is_real[:, None]
         return ObservedStates(
             features=features,
+            proposals=proposals,
             state=torch.where(masked, int(PositionState.GEN), state),
-            label=(proposals == target) & decidable,
+            label=(proposals == target) & (decidable | is_tail),
             in_response=in_response,
             decidable=decidable,
-            is_tail=decidable & torch.isin(target, self.tail_ids),
+            is_tail=is_tail,
             present=present,
         )
 
@@ -166,7 +230,7 @@ class TraceLockModule(DecodeModule):
     def _recompute(self, batch: StateBatch) -> tuple[Tensor, Tensor]:
         settings = self.scorer.settings
         L = batch.ids.shape[1]
-        first = batch.start if settings.layout == "generation" else 0
+        first = 0 if settings.layout == "all" else batch.start
         columns = torch.arange(batch.start, L, device=batch.ids.device)
         denoised = self.backbone.denoise(
             batch.ids,
@@ -207,26 +271,63 @@ class TraceLockModule(DecodeModule):
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         """One weighted cross-entropy step on cropped states."""
         seen = self.observe(batch)
-        share = torch.rand(len(batch.ids), device=batch.ids.device)
-        ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * share
-        crop = prefix_crop(ratio, seen.in_response, seen.decidable, seen.label)
-        visible = crop & seen.present
-        output = self.scorer(seen.features, seen.state, visible)
+        visible = self._cropped(seen, self._crop_shares(batch, batch_idx))
+        features = noisy_features(seen.features, seen.in_response, seen.present, self.noise)
+        hard = None
+        if self.loss_settings.hard_weight != 1.0:
+            with torch.no_grad():
+                first = self.scorer(features, seen.state, visible)
+            hard = hard_positions(first.logits, seen.label, seen.decidable)
+        output = self.scorer(features, seen.state, visible)
         weight = acceptance_weights(
             seen.label,
             seen.decidable,
             seen.is_tail,
             visible,
             kept=output.kept,
+            hard=hard,
+            is_correct=batch.is_correct,
             settings=self.loss_settings,
         )
         terms = acceptance_loss(
-            output.logits, output.tau, seen.label, weight, settings=self.loss_settings
+            output.logits,
+            output.tau,
+            seen.label,
+            weight,
+            norm=self._mean_weight(weight),
+            settings=self.loss_settings,
         )
         self.log("train/loss", terms.total.detach(), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in terms.parts.items()})
         self.log("train/tau", output.tau.detach().mean())
         return terms.total
+
+    def _crop_shares(self, batch: StateBatch, batch_idx: int) -> Tensor:
+        """``(B,)`` uniform draws: the rows of the whole batch in turn, whatever the processes.
+
+        Rank ``r`` of ``n`` holds the rows from ``r * B`` on of a batch that one process would see.
+        """
+        B = len(batch.ids)
+        accumulated = batch_idx % self.trainer.accumulate_grad_batches
+        seed = _mixed_seed(self.seed, self.global_step, accumulated)
+        draws = torch.rand(
+            B * self.trainer.world_size, generator=torch.Generator().manual_seed(seed)
+        )
+        first = B * self.trainer.global_rank
+        return draws[first : first + B].to(batch.ids.device)
+
+    def _cropped(self, seen: ObservedStates, shares: Tensor) -> Tensor:
+        """``(B, R)`` bool visible positions behind a prefix crop."""
+        ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * shares
+        return prefix_crop(ratio, seen.in_response, seen.decidable, seen.label) & seen.present
+
+    def _mean_weight(self, weight: Tensor) -> Tensor | None:
+        """Sum of weights of all processes by their number, so that they train like one."""
+        if self.trainer.world_size == 1:
+            return None
+        total = self.all_gather(weight.sum().detach())
+        assert isinstance(total, Tensor)
+        return total.mean()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser over the network's parameters and the optional schedule."""
@@ -248,42 +349,120 @@ class TraceLockModule(DecodeModule):
         """Unweighted loss and ranking scores uncropped; the rollout proxy on a fresh crop."""
         seen = self.observe(batch)
         chosen = seen.decidable & ~seen.is_tail
-        decision = self.scorer(seen.features, seen.state, seen.present).decision_logits
-        logits, label = decision[chosen], seen.label[chosen]
+        output = self.scorer(seen.features, seen.state, seen.present)
+        logits, label = output.decision_logits[chosen], seen.label[chosen]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(
             logits, label.float(), reduction="sum"
         )
         count = max(label.numel(), 1)
         self.log("val/loss", loss / count, batch_size=count, sync_dist=True, on_epoch=True)
-        self.auroc.update(logits.sigmoid(), label.long())
-        self.average_precision.update(logits.sigmoid(), label.long())
+        self._update_scores(output, logits, label, batch)
         generator = torch.Generator().manual_seed(
             self.seed + 100_000 * self.global_step + batch_idx
         )
         share = torch.rand(len(batch.ids), generator=generator).to(batch.ids.device)
-        ratio = self.min_crop_ratio + (1.0 - self.min_crop_ratio) * share
-        crop = prefix_crop(ratio, seen.in_response, seen.decidable, seen.label)
-        visible = crop & seen.present
+        if self.scan is not None:
+            self.scan.update(logits, label, generator)
+        visible = self._cropped(seen, share)
         cropped = self.scorer(seen.features, seen.state, visible).decision_logits
         chosen = chosen & visible
         self.proxy.update(cropped[chosen], seen.label[chosen])
+        if self.replay is not None:
+            self._update_replay(batch, seen)
+
+    def _update_scores(
+        self, output: AcceptanceOutput, logits: Tensor, label: Tensor, batch: StateBatch
+    ) -> None:
+        """Threshold-free scores of the uncropped states."""
+        prob = logits.sigmoid()
+        self.auroc.update(prob, label.long())
+        self.average_precision.update(prob, label.long())
+        self.even.update(logits, label)
+        self.calibration.update(prob, label)
+        tau = output.tau[batch.is_real]
+        self.tau_mean.update(tau)
+        self.tau_square.update(tau.square())
+        self.tau_prob.update(tau.sigmoid())
+
+    def _update_replay(self, batch: StateBatch, seen: ObservedStates) -> None:
+        """Applies window, gate, cap and fallback to stored states and keeps prompts to decode."""
+        assert self.selection is not None
+        assert self.replay is not None
+        first = batch.ids.shape[1] - seen.features.shape[1]
+        proposals = batch.ids.clone()
+        proposals[:, first:] = torch.where(seen.state > 0, seen.proposals, proposals[:, first:])
+        candidates, visible = step_candidates(batch, proposals, self.backbone, self.selection)
+        # Positions that the trace never wrote have no label, rows that fill a batch no vote.
+        decided = (~seen.in_response | seen.decidable | (seen.state != PositionState.GEN)).all(1)
+        candidates = candidates[:, first:] & decided[:, None]
+        output = self.scorer(seen.features, seen.state, visible[:, first:] & seen.present)
+        self.replay.update(
+            step_commits(output.decision_logits, candidates, self.selection),
+            seen.label,
+            seen.state == PositionState.GEN,
+            seen.in_response.sum(1),
+        )
+        if self.selection.rollout_prompts:
+            if self._rollout_prompts is None:
+                share = -(-self.selection.rollout_prompts // self.trainer.world_size)
+                self._rollout_prompts = RolloutPrompts(share)
+            self._rollout_prompts.add(batch)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the scores of the whole validation set."""
-        proxy = self.proxy.compute()
+        proxy, even = self.proxy.compute(), self.even.compute()
+        self.calibration_curve = self.calibration.compute()
+        tau_mean = self.tau_mean.compute()
+        tau_variance = (self.tau_square.compute() - tau_mean.square()).clamp_min(0.0)
         scores = {
-            MONITOR: proxy["f_beta"],
-            **{
-                f"val/rollout_proxy_{name}": proxy[name]
-                for name in ("precision", "recall", "accept_rate")
-            },
+            MONITOR: proxy.pop("f_beta"),
+            **{f"val/rollout_proxy_{name}": value for name, value in proxy.items()},
             "val/auroc": self.auroc.compute(),
             "val/average_precision": self.average_precision.compute(),
+            "val/accuracy": even["accuracy"],
+            "val/accept_rate": even["accept_rate"],
+            "val/positive_rate": even["positive_rate"],
+            "val/calibration_error": self.calibration_curve["ece"],
+            "val/tau_mean": tau_mean,
+            "val/tau_std": tau_variance.sqrt(),
+            "val/tau_prob": self.tau_prob.compute(),
         }
+        metrics = [
+            self.proxy, self.even, self.auroc, self.average_precision, self.calibration,
+            self.tau_mean, self.tau_square, self.tau_prob,
+        ]  # fmt: skip
+        if self.scan is not None:
+            scores |= {f"val/scan_{name}": value for name, value in self.scan.compute().items()}
+            metrics.append(self.scan)
+        if self.replay is not None:
+            scores |= {f"val/replay_{name}": v for name, v in self.replay.compute().items()}
+            metrics.append(self.replay)
+        if self.selection is not None and self.selection.rollout_prompts:
+            scores |= self._rollout_scores(self.selection)
         # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
         self.log_dict(scores, sync_dist=True)
-        for metric in (self.proxy, self.auroc, self.average_precision):
+        for metric in metrics:
             metric.reset()
+
+    def _rollout_scores(self, selection: SelectionSettings) -> dict[str, Tensor]:
+        """Decodes the prompts that this validation met; the sums of all processes are divided."""
+        prompts = self._rollout_prompts or RolloutPrompts(0)
+        decoder = selection.decoder(self.scorer)
+        outcome = roll_out(prompts, self.backbone, decoder, device=self.device)
+        sums = []
+        for value in (outcome.agreeing, outcome.steps, outcome.cells, float(outcome.prompts)):
+            metric = SumMetric().to(self.device)
+            metric.update(value)
+            sums.append(metric.compute())
+        agreeing, steps, cells, count = sums
+        agreement = agreeing / count.clamp_min(1)
+        saved = (1.0 - steps / cells.clamp_min(1)) * (count > 0)
+        return {
+            "val/rollout_score": f_beta(agreement, saved, 0.5),
+            "val/rollout_agreement": agreement,
+            "val/rollout_steps": steps / count.clamp_min(1),
+            "val/rollout_prompts": count,
+        }
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -294,20 +473,28 @@ class TraceLockModule(DecodeModule):
             del state[key]
 
     def on_fit_end(self) -> None:
-        """Exports the best weights (the last ones where no checkpoint watches the monitor)."""
-        if self.trainer.is_global_zero:
-            self.export(self.export_dir or Path(self.trainer.default_root_dir) / "policy")
+        """Exports the best weights by every score that a checkpoint watched."""
+        if not self.trainer.is_global_zero:
+            return
+        folder = self.export_dir or Path(self.trainer.default_root_dir) / "policy"
+        self.export(folder)
+        for monitor in _best_checkpoints(self.trainer.checkpoint_callbacks):
+            if monitor != self.export_monitor:
+                by = folder.with_name(f"{folder.name}_by") / monitor.rpartition("/")[2]
+                self.export(by, monitor=monitor)
 
-    def export(self, folder: str | Path) -> None:
+    def export(self, folder: str | Path, *, monitor: str | None = None) -> None:
         """Writes the policy folder.
 
         Args:
             folder: target folder; created.
+            monitor: the score whose best checkpoint is taken, ``export_monitor`` by default; the
+                present weights where no checkpoint watches it.
         """
-        scorer = self.scorer
+        scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
-        best = _best_checkpoint(self.trainer.checkpoint_callbacks) if self._trainer else None
-        if best is not None:
+        found = _best_checkpoints(self.trainer.checkpoint_callbacks) if self._trainer else {}
+        if best := found.get(monitor):
             stored = torch.load(best.best_model_path, map_location="cpu", weights_only=True)
             prefix = "scorer."
             weights = {
@@ -324,22 +511,21 @@ class TraceLockModule(DecodeModule):
             scorer.load_state_dict(weights)
             facts["global_step"] = int(stored["global_step"])
             if best.best_model_score is not None:
-                facts[MONITOR] = float(best.best_model_score)
+                facts[monitor] = float(best.best_model_score)
         scorer.training_facts = facts
         scorer.save(folder)
         logger.info("wrote the acceptance policy to %s", folder)
 
 
-def _best_checkpoint(callbacks: Sequence[Any]) -> ModelCheckpoint | None:
-    """The checkpoint callback that watched the monitor and saved something, if there is one."""
-    for callback in callbacks:
-        if (
-            isinstance(callback, ModelCheckpoint)
-            and callback.monitor == MONITOR
-            and callback.best_model_path
-        ):
-            return callback
-    return None
+def _best_checkpoints(callbacks: Sequence[Any]) -> dict[str, ModelCheckpoint]:
+    """The checkpoint callbacks that watched one of :data:`MONITORS` and saved something."""
+    return {
+        callback.monitor: callback
+        for callback in callbacks
+        if isinstance(callback, ModelCheckpoint)
+        and callback.monitor in MONITORS
+        and callback.best_model_path
+    }
 
 
 def _mixed_seed(*parts: int) -> int:

@@ -7,6 +7,8 @@ arXiv 2502.09992, appendix A, says the same of its exact-count form) with less v
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -95,3 +97,21 @@ def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: floa
     left = 1.0 - step / num_steps
     falling = left / decay_share if decay_share else 1.0
     return max(0.0, min(1.0, rising, falling))
+
+
+def warmup_cosine(step: int, num_steps: int, *, warmup_steps: int, floor: float = 0.0) -> float:
+    """Factor on the learning rate: linear warm-up from zero, then half a cosine.
+
+    Args:
+        step: optimiser steps done, from 0.
+        num_steps: length of the run.
+        warmup_steps: steps of the warm-up; step ``k`` of it has factor ``k / warmup_steps``.
+        floor: factor at the end of the run; 1 keeps the rate constant after the warm-up.
+
+    Returns:
+        A factor in 0..1.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    share = (step - warmup_steps) / max(num_steps - warmup_steps, 1)
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(share, 1.0)))

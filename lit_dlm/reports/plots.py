@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -58,6 +58,28 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
     axes[0][0].set_ylabel("accuracy, %")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    figure.savefig(draft, dpi=150)
+    plt.close(figure)
+    draft.replace(path)
+
+
+def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
+    """Curves over decode steps in one panel.
+
+    Args:
+        curves: values of each step by label, in the order wanted.
+        path: file to write; the suffix gives the format.
+        ylabel: what the values are, with their unit.
+    """
+    figure, axis = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
+    for number, (label, values) in enumerate(curves.items()):
+        axis.plot(values, color=_COLOURS[number % len(_COLOURS)], label=label, linewidth=1.3)
+    axis.set(xlabel="decode step", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.getpid()}-{path.name}")
     figure.savefig(draft, dpi=150)

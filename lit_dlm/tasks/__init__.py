@@ -1,5 +1,6 @@
 """Benchmarks and prompt sources, one file each, behind one protocol."""
 
+from lit_dlm.tasks.addition import Addition
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
@@ -17,6 +18,7 @@ __all__ = [
     "MATH",
     "MBPP",
     "TASKS",
+    "Addition",
     "Countdown",
     "HumanEval",
     "HumanEvalPlus",

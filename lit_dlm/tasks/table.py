@@ -6,6 +6,7 @@ import difflib
 import inspect
 from typing import Any
 
+from lit_dlm.tasks.addition import Addition
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
@@ -22,6 +23,7 @@ TASKS: dict[str, type[Task]] = {
     "python_functions": PythonFunctions,
     "sudoku": Sudoku,
     "countdown": Countdown,
+    "addition": Addition,
     "gsm8k": GSM8K,
     "math": MATH,
     "humaneval": HumanEval,

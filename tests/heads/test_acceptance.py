@@ -4,6 +4,7 @@ import torch
 from lit_dlm.heads.acceptance import (
     AcceptanceConfig,
     AcceptanceHead,
+    accepted,
     frontier_distance,
     response_offsets,
     sinusoids,
@@ -143,3 +144,58 @@ def test_wrong_feature_count_is_named() -> None:
 def test_bad_sizes_are_named(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         small_head(**{option: value})
+
+
+SIMPLE = {"dynamic_threshold": False}
+BARE = {**SIMPLE, "positions": "none", "use_state_embedding": False}
+
+
+def test_linear_kind_is_one_product_per_position() -> None:
+    head = small_head(kind="linear", **BARE)
+    features, state, visible = inputs()
+    expected = features @ head.logit_head.weight[0] + head.logit_head.bias
+    output = head(features, state, visible)
+    torch.testing.assert_close(output.logits, expected)
+    assert torch.equal(output.tau, torch.zeros(2))
+    assert sum(p.numel() for p in head.parameters()) == 5 + 1
+
+
+def test_mlp_has_its_own_width_and_depth() -> None:
+    """in 5*16+16 = 96, states 48, 16*8+8 = 136, 8*8+8 = 72, head 9."""
+    head = small_head(kind="mlp", mlp_width=8, mlp_layers=2, **SIMPLE)
+    assert sum(p.numel() for p in head.parameters()) == 96 + 48 + 136 + 72 + 9
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_simple_kinds_judge_each_position_by_itself(kind: str) -> None:
+    head = small_head(kind=kind, **BARE)
+    features, state, visible = inputs(B=1)
+    features.requires_grad_()
+    head(features, state, visible).logits[0, 3].backward()
+    assert features.grad is not None
+    assert (features.grad[0].abs().sum(-1) > 0).tolist() == [False] * 3 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("mlp", {}),
+        ("linear", SIMPLE),
+        ("linear", {**BARE, "positions": "learned"}),
+        ("linear", {**BARE, "target_mask_prob": 0.1}),
+        ("forest", SIMPLE),
+    ],
+)
+def test_settings_without_effect_are_refused(kind: str, option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"AcceptanceConfig\.\w+: expected"):
+        small_head(kind=kind, **option)
+
+
+def test_accepted_are_at_or_above_the_threshold_and_the_cap_keeps_the_best() -> None:
+    """Threshold 0.5 is logit 0; of three accepted the two largest stay."""
+    logits = torch.tensor([[0.0, 2.0, -0.1, 1.0, 9.0]])
+    candidates = torch.tensor([[True, True, True, True, False]])
+    free = accepted(logits, candidates, threshold=0.5)
+    capped = accepted(logits, candidates, threshold=0.5, max_accept=2)
+    assert free.tolist() == [[True, True, False, True, False]]
+    assert capped.tolist() == [[False, True, False, True, False]]

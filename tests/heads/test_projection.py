@@ -1,3 +1,5 @@
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,26 @@ def test_wrong_snapshot_shape_is_refused() -> None:
     config = ProjectorConfig(hidden_size=8, hidden_rank=4, delta_rank=2, kind="random_orthogonal")
     with pytest.raises(ValueError, match="hidden: expected"):
         Projector.random_orthogonal(config)(torch.zeros(2, 2, 8))
+
+
+def test_digest_of_a_single_map_does_not_know_the_inner_width() -> None:
+    """Projectors from before autoencoders keep their digest."""
+    projector = Projector.random_orthogonal(
+        ProjectorConfig(hidden_size=4, hidden_rank=2, delta_rank=2, kind="random_orthogonal")
+    )
+    config = {
+        "hidden_size": 4, "num_snapshots": 3, "hidden_rank": 2, "delta_rank": 2,
+        "kind": "random_orthogonal",
+    }  # fmt: skip
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(projector.named_buffers()):
+        sha.update(name.encode())
+        sha.update(tensor.numpy().tobytes())
+    assert projector.digest() == sha.hexdigest()
+
+
+def test_inner_width_belongs_to_autoencoders() -> None:
+    with pytest.raises(ValueError, match=r"inner_width: .* got 3 with 'pca'"):
+        ProjectorConfig(hidden_size=4, hidden_rank=2, delta_rank=2, inner_width=3)
+    with pytest.raises(ValueError, match=r"kind: .* got 'magic'"):
+        ProjectorConfig(hidden_size=4, hidden_rank=2, delta_rank=2, kind="magic")

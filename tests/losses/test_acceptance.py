@@ -7,6 +7,7 @@ from lit_dlm.losses.acceptance import (
     AcceptanceLossSettings,
     acceptance_loss,
     acceptance_weights,
+    hard_positions,
     prefix_crop,
 )
 
@@ -167,3 +168,71 @@ def test_crop_is_undone_when_the_prefix_has_no_masked_positive(label: str) -> No
     """The prefix of two holds a masked negative (or a positive that is already written)."""
     visible = prefix_crop(torch.tensor([0.5]), rows("1111"), rows("0111"), rows(label))
     assert visible.all()
+
+
+def test_wrong_traces_get_their_own_weight() -> None:
+    weight = acceptance_weights(
+        rows("10", "10"),
+        rows("11", "11"),
+        rows("00", "00"),
+        rows("11", "11"),
+        is_correct=torch.tensor([True, False]),
+        settings=AcceptanceLossSettings(wrong_trace_weight=0.25),
+    )
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 2.0], [0.25, 0.5]]))
+
+
+def test_weighing_wrong_traces_needs_grades() -> None:
+    with pytest.raises(ValueError, match="expected graded traces"):
+        acceptance_weights(
+            rows("10"), rows("11"), rows("00"), rows("11"),
+            settings=AcceptanceLossSettings(wrong_trace_weight=0.0),
+        )  # fmt: skip
+
+
+def test_position_decay_multiplies_by_rank() -> None:
+    """Ranks 0, 1, 2 at decay 0.5: 1, 2 * 0.5 for the negative, 0.5 * 0.25 at the far end."""
+    weight = acceptance_weights(
+        rows("101"), rows("111"), rows("000"), rows("111"),
+        settings=AcceptanceLossSettings(position_decay=0.5),
+    )  # fmt: skip
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 1.0, 0.125]]))
+
+
+def test_hard_positions_are_misjudged_at_raw_logit_zero() -> None:
+    hard = hard_positions(
+        torch.tensor([[1.0, -1.0, 0.0, -1.0, 5.0]]), rows("10010"), rows("11110")
+    )
+    assert hard.tolist() == rows("00110").tolist()
+
+
+def test_hard_positions_weigh_more() -> None:
+    settings = AcceptanceLossSettings(decision_only=False, hard_weight=1.5)
+    weight = acceptance_weights(
+        rows("10"), rows("11"), rows("00"), rows("11"), hard=rows("01"), settings=settings
+    )
+    torch.testing.assert_close(weight, torch.tensor([[1.0, 3.0]]))
+    with pytest.raises(ValueError, match="hard_weight"):
+        AcceptanceLossSettings(hard_weight=1.5)
+
+
+def test_focal_factor_matches_hand_value() -> None:
+    """Logit log 3, label 1: p = 3/4, BCE log(4/3), factor (1/4)^4."""
+    terms = acceptance_loss(
+        torch.tensor([[math.log(3.0)]]), torch.zeros(1), rows("1"), torch.ones(1, 1),
+        settings=AcceptanceLossSettings(focal_gamma=4.0),
+    )  # fmt: skip
+    assert terms.parts["bce"].item() == pytest.approx(math.log(4 / 3) / 4**4, rel=1e-5)
+
+
+def test_mean_of_parts_with_a_common_norm_is_the_loss_of_the_whole() -> None:
+    """Two processes with unequal sums of weights, and one with the whole batch."""
+    torch.manual_seed(0)
+    logits, tau, label = torch.randn(4, 5), torch.randn(4), torch.rand(4, 5) > 0.5
+    weight = torch.rand(4, 5) * torch.tensor([1.0, 2.0, 0.1, 0.0])[:, None]
+    whole = acceptance_loss(logits, tau, label, weight).total
+    parts = [
+        acceptance_loss(logits[at], tau[at], label[at], weight[at], norm=weight.sum() / 2).total
+        for at in (slice(0, 2), slice(2, 4))
+    ]
+    torch.testing.assert_close(sum(parts) / 2, whole)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_dlm.metrics.acceptance import RolloutProxy
+from lit_dlm.metrics.acceptance import RolloutProxy, ThresholdScan
 
 
 def test_counts_and_f_half_match_hand_values() -> None:
@@ -40,12 +40,51 @@ def test_batches_are_micro_averaged() -> None:
 def test_nothing_accepted_is_zero_not_nan() -> None:
     metric = RolloutProxy()
     metric.update(torch.tensor([0.0, 1.0]), torch.tensor([False, False]))
-    assert {name: value.item() for name, value in metric.compute().items()} == {
-        "f_beta": 0.0,
-        "precision": 0.0,
-        "recall": 0.0,
-        "accept_rate": 0.0,
-    }
+    scores = {name: value.item() for name, value in metric.compute().items()}
+    assert all(scores[name] == 0.0 for name in ("f_beta", "f1", "precision", "recall"))
+    assert scores["accept_rate"] == 0.0
+    assert (scores["tn"], scores["specificity"], scores["npv"], scores["fpr"]) == (2, 1.0, 1.0, 0.0)
+
+
+def test_all_scores_match_hand_values() -> None:
+    """TP 1, FP 2, FN 3, TN 4: F1 2/7, accuracy 5/10, specificity 4/6, NPV 4/7, positives 4/10."""
+    metric = RolloutProxy(threshold=0.5)
+    accept = torch.tensor([1.0] * 3 + [-1.0] * 7)
+    metric.update(accept, torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0, 0], dtype=torch.bool))
+    scores = {name: value.item() for name, value in metric.compute().items()}
+    assert [scores[name] for name in ("tp", "fp", "fn", "tn")] == [1, 2, 3, 4]
+    expected = {
+        "f1": 2 / 7, "accuracy": 0.5, "specificity": 4 / 6, "fpr": 2 / 6, "npv": 4 / 7,
+        "accept_rate": 0.3, "positive_rate": 0.4, "precision": 1 / 3, "recall": 0.25,
+        "f_beta": 1.25 / 3 / 4 / (0.25 / 3 + 0.25),
+    }  # fmt: skip
+    assert {name: scores[name] for name in expected} == pytest.approx(expected)
+
+
+def test_scan_finds_the_threshold_with_the_best_f1() -> None:
+    """Positives at 0.62 and above, negatives below 0.58: 0.6 separates them."""
+    scan = ThresholdScan(sample_share=1.0)
+    prob = torch.tensor([0.1, 0.3, 0.57, 0.62, 0.7, 0.9])
+    scan.update(prob.logit(), prob > 0.6, torch.Generator().manual_seed(0))
+    assert scan.compute()["threshold"].item() == pytest.approx(0.6)
+    assert scan.compute()["f1"].item() == 1.0
+
+
+def test_scan_reports_the_samples_choice_on_all_positions() -> None:
+    """The slow way: the same draws, one threshold at a time."""
+    torch.manual_seed(0)
+    logits, label = torch.randn(400), torch.rand(400) > 0.3
+    scan = ThresholdScan(sample_share=0.1)
+    scan.update(logits, label, torch.Generator().manual_seed(7))
+    sampled = torch.rand(400, generator=torch.Generator().manual_seed(7)) < 0.1
+
+    def f1(logits: torch.Tensor, label: torch.Tensor, threshold: float) -> float:
+        accept = logits.sigmoid() >= threshold
+        return 2 * int((accept & label).sum()) / max(int(accept.sum() + label.sum()), 1)
+
+    best = max(range(1, 20), key=lambda k: (f1(logits[sampled], label[sampled], k / 20), -k)) / 20
+    assert scan.compute()["threshold"].item() == pytest.approx(best)
+    assert scan.compute()["f1"].item() == pytest.approx(f1(logits, label, best))
 
 
 def test_logit_equal_to_the_threshold_is_accepted() -> None:

@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -10,8 +11,11 @@ from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, NoQuota, prompt_canvas
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.augmentation import FeatureNoise
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.losses.acceptance import AcceptanceLossSettings
 from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
+from lit_dlm.modules.selection import SelectionSettings
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from tests.traces import (
     EOS,
@@ -105,7 +109,7 @@ def test_every_proposal_is_right_at_the_step_that_commits_it() -> None:
             assert seen.label[0, written].all()
 
 
-@pytest.mark.parametrize("layout", ["generation", "all"])
+@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
 def test_training_and_decoding_see_the_same_logits(layout: str) -> None:
     """The decode policy on a live state against the module on the recorded one."""
     model = module(settings=ScorerSettings(layout=layout)).eval()
@@ -243,3 +247,106 @@ def prepared(shards: Path) -> TrajectoryDataModule:
     source = data(shards)
     source.setup("fit")
     return source
+
+
+def test_written_tail_counts_only_when_asked() -> None:
+    """Tokens 7, EOS, EOS: the second is written, the third masked. The release scores both."""
+    record = recorded(small_backbone(), 1, response_length=3)[0]
+    record = type(record)(
+        uid="x", prompt_ids=record.prompt_ids, num_steps=3, mask_id=record.mask_id, vocab_size=24,
+        tokens=np.array([7, EOS, EOS], dtype=np.int32), commit_step=np.array([2, 0, 1]),
+    )  # fmt: skip
+    batch = collate_states([trace_state(record, 1)])
+    assert module().observe(batch).is_tail.tolist() == [[False, False, True]]
+    parity = module(loss=AcceptanceLossSettings(written_tail=True)).observe(batch)
+    assert parity.is_tail.tolist() == [[False, True, True]]
+
+
+def test_every_score_has_its_best_checkpoint_and_policy(shards: Path, tmp_path: Path) -> None:
+    """Replay and rollout are scored too; each monitored score exports its own weights."""
+    savers = [
+        ModelCheckpoint(tmp_path / name, monitor=f"val/{name}", mode="max", filename="{step}")
+        for name in ("rollout_proxy_f0_5", "average_precision", "replay_score", "rollout_score")
+    ]
+    selection = SelectionSettings(threshold=0.6, rollout_prompts=4)
+    model = module(selection=selection, export_monitor="val/replay_score")
+    fitted = trainer(tmp_path, callbacks=savers, enable_checkpointing=True, max_steps=10)
+    fitted.fit(model, datamodule=data(shards))
+    logged = fitted.logged_metrics
+    assert logged["val/rollout_prompts"] == 4
+    assert 0.0 <= logged["val/rollout_agreement"] <= 1.0
+    assert 1.0 <= logged["val/rollout_steps"] <= 8.0
+    assert 1.0 <= logged["val/replay_steps"] <= 8.0
+    assert 0.0 <= logged["val/calibration_error"] <= 1.0
+    main = AcceptanceScorer.load(tmp_path / "policy")
+    assert "val/replay_score" in main.training_facts
+    assert {path.name for path in (tmp_path / "policy_by").iterdir()} == {
+        "rollout_proxy_f0_5", "average_precision", "rollout_score",
+    }  # fmt: skip
+
+
+def test_all_options_of_the_loss_train_together(shards: Path, tmp_path: Path) -> None:
+    """Noise, target masks, focal loss, hard positions, decay and weights of wrong traces."""
+    settings = AcceptanceLossSettings(
+        decision_only=False, hard_weight=1.5, focal_gamma=4.0, position_decay=0.99,
+        wrong_trace_weight=0.1, keep_weight=2.0,
+    )  # fmt: skip
+    head = AcceptanceConfig(
+        width=16, num_layers=1, num_heads=2, ffn_width=16, target_mask_prob=0.2, positions="learned"
+    )
+    model = module(
+        head=head, loss=settings, noise=FeatureNoise(gaussian_ratio=0.1, swap_prob=0.2)
+    )
+    before = weights(model)
+    trainer(tmp_path, max_steps=3).fit(model, datamodule=data(shards))
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_a_network_without_dynamic_threshold_reports_its_best_fixed_one(
+    shards: Path, tmp_path: Path
+) -> None:
+    head = AcceptanceConfig(
+        kind="linear", dynamic_threshold=False, positions="none", use_state_embedding=False
+    )
+    (scores,) = trainer(tmp_path).validate(
+        module(head=head), datamodule=data(shards), verbose=False
+    )
+    assert 0.05 <= scores["val/scan_threshold"] <= 0.95
+    assert 0.0 <= scores["val/scan_f1"] <= 1.0
+
+
+def test_unknown_export_monitor_is_named() -> None:
+    with pytest.raises(ValueError, match="export_monitor: .* got 'val/loss'"):
+        module(export_monitor="val/loss")
+
+
+def test_plateau_schedule_halves_the_rate_after_its_patience(shards: Path, tmp_path: Path) -> None:
+    """A frozen loss: with patience 1, validations 3 and 5 halve 1e-2 to 2.5e-3."""
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    class Frozen(TraceLockModule):
+        def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            super().log(name, torch.tensor(1.0) if name == "val/loss" else value, *args, **kwargs)
+
+    torch.manual_seed(0)
+    model = Frozen(
+        small_backbone(),
+        tokenizer="unused",
+        projector=small_projector(),
+        head=HEAD,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="min", factor=0.5, patience=1
+        ),
+    )
+    options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 12}
+    trainer(tmp_path, callbacks=[Watch()], **options).fit(model, datamodule=data(shards))
+    assert rates[0] == 1e-2
+    assert rates[-1] == pytest.approx(2.5e-3)

@@ -12,6 +12,7 @@ from lit_dlm.reports import (
     summarise_folder,
     write_summary,
 )
+from lit_dlm.reports.command import merge_runs
 from lit_dlm.reports.plots import family
 from tests.reports.test_results import row
 
@@ -80,3 +81,18 @@ def test_ungraded_samples_have_no_accuracy(tmp_path: Path):
     assert "| m | - | 8.0 |" in markdown_tables([found])
     plot_front([found], tmp_path / "front.png")
     assert not (tmp_path / "front.png").exists()
+
+
+def test_runs_that_share_a_method_are_told_apart_by_their_names():
+    base, tuned = (
+        [summarise([row(task=task, method="entropy")]) for task in ("a", "b")] for _ in range(2)
+    )
+    other = summarise([row(task="a", method="random")])
+    merged = merge_runs([("base", base), ("tuned", [*tuned, other])])
+    assert [(s.task, s.method) for s in merged] == [
+        ("a", "base"),
+        ("a", "tuned/entropy"),
+        ("a", "random"),
+        ("b", "base"),
+        ("b", "tuned/entropy"),
+    ]

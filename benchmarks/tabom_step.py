@@ -1,0 +1,160 @@
+"""Memory and time of TABOM's loss step, against the same step on full logits.
+
+One step is cross-entropy and entropy ranking of the supervised rows of a batch and their gradient
+with respect to the hidden states; the head is frozen, as under LoRA. Ours scores the rows with
+``lit_dlm.ops.fused_head``. The full-logits form computes logits and ``log_softmax`` of the whole
+batch, as the release does, and leaves the rest to autograd; it needs about 8 GB at the default
+sizes. A second baseline picks the supervised rows first and then does the same with them: what is
+left is the gain of the chunked head alone (``rows_memory_ratio``, ``rows_time_ratio``).
+
+All run in this process in turns. Memory is the growth of the peak resident set over the step.
+Ratios are medians of ours over medians of the baseline's: below 1 is in our favour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lit_dlm.losses.ranking import entropy_ranking
+from lit_dlm.ops.fused_head import token_stats
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=512, help="supervised rows in all")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512, help="canvas columns")
+    parser.add_argument("--vocab", type=int, default=152_064)
+    parser.add_argument("--width", type=int, default=512, help="of the hidden states")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    report = measure(options)
+    if options.json:
+        print(json.dumps(report))
+        return
+    for name, value in report.items():
+        print(f"{name:20} {value}")
+
+
+def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
+    """Runs all forms in turns.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        Ratios, medians, and the largest relative difference of gradients.
+    """
+    data = _Step(options)
+    forms: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "ours": data.fused,
+        "full": data.full_logits,
+        "rows": partial(data.full_logits, rows_first=True),
+    }
+    loss, gradient = data.fused()
+    wanted_loss, wanted = data.full_logits(rows_first=True)
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    memory: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(options.repeats):
+        for name, form in forms.items():
+            before = _reset_peak()
+            started = time.perf_counter()
+            form()
+            seconds[name].append(time.perf_counter() - started)
+            memory[name].append(_kilobytes("VmHWM") - before)
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    peak = {name: statistics.median(values) / 1024 for name, values in memory.items()}
+    return {
+        "memory_ratio": peak["ours"] / peak["full"],
+        "time_ratio": middle["ours"] / middle["full"],
+        "rows_memory_ratio": peak["ours"] / peak["rows"],
+        "rows_time_ratio": middle["ours"] / middle["rows"],
+        **{f"{name}_seconds": value for name, value in middle.items()},
+        **{f"{name}_megabytes": value for name, value in peak.items()},
+        "loss_difference": abs(float(loss) - float(wanted_loss)),
+        "gradient_difference": float((gradient - wanted).abs().max() / wanted.abs().max()),
+        **{name: value for name, value in vars(options).items() if name != "json"},
+    }
+
+
+class _Step:
+    """One batch and the two forms of its loss step."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        B, L = options.batch, options.length
+        per_row, left = divmod(options.rows, B)
+        if left or not 2 <= per_row <= L:
+            raise SystemExit(f"--rows: expected a multiple of {B} from {2 * B} to {B * L}")
+        generator = torch.Generator().manual_seed(0)
+        dtype = getattr(torch, options.dtype)
+        self.hidden = torch.randn(B, L, options.width, generator=generator).to(dtype)
+        self.weight = (torch.randn(options.vocab, options.width, generator=generator) * 0.1).to(
+            dtype
+        )
+        self.targets = torch.randint(options.vocab, (B, L), generator=generator)
+        self.steps = torch.rand(B, L, generator=generator).argsort(1)
+        self.cut = torch.full((B,), L // 4)
+        self.window = per_row
+        self.supervised = (self.steps >= L // 4) & (self.steps < L // 4 + per_row)
+
+    def fused(self) -> tuple[Tensor, Tensor]:
+        """Our step: rows first, then the chunked head."""
+        hidden = self.hidden.clone().requires_grad_()
+        stats = token_stats(hidden[self.supervised], self.weight, self.targets[self.supervised])
+        return self._finish(hidden, stats.ce, stats.entropy)
+
+    def full_logits(self, *, rows_first: bool = False) -> tuple[Tensor, Tensor]:
+        """The step on whole logits, in float32, of all columns or of the supervised rows."""
+        hidden = self.hidden.clone().requires_grad_()
+        rows = hidden[self.supervised] if rows_first else hidden.flatten(0, 1)
+        log_probs = (rows.float() @ self.weight.float().T).log_softmax(-1)
+        if not rows_first:
+            log_probs = log_probs[self.supervised.flatten()]
+        ce = -log_probs.gather(1, self.targets[self.supervised][:, None]).squeeze(1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return self._finish(hidden, ce, entropy)
+
+    def _finish(self, hidden: Tensor, ce: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        """Both losses and the gradient of the hidden states."""
+        spread = entropy.new_zeros(self.supervised.shape)
+        spread = spread.masked_scatter(self.supervised, entropy)
+        ranking = entropy_ranking(
+            spread, self.steps, self.supervised, self.cut, window=self.window, margin=0.1
+        )
+        loss = ce.mean() + ranking.total
+        loss.backward()
+        assert hidden.grad is not None
+        return loss.detach(), hidden.grad.float()
+
+
+def _kilobytes(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise SystemExit(f"{_STATUS} has no {field}: memory can be measured on Linux only")
+
+
+def _reset_peak() -> int:
+    """Sets the peak to what is resident now, which it returns."""
+    _CLEAR.write_text("5")
+    return _kilobytes("VmRSS")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Reading rate of feature shards against the policy's optimiser step.
+
+    python benchmarks/tracelock_training.py [--json] [--shape tiny|dream] [--device cpu|cuda]
+
+Synthetic traces in the shape of the embedded model (32 cells, head of 64) or of Dream-7B (256 cells,
+features of 833, head of 6.3 M parameters) are written by the real writer at the default tier. One
+process then reads batches of 64 states through the data module as training does, and takes optimiser
+steps on one such batch; both are timed in turn and the medians compared. Above 1 the ratio means
+that one loader process keeps the step compute-bound; below, ``workers_needed`` of them do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead, PositionState
+from lit_dlm.losses.acceptance import acceptance_loss, acceptance_weights
+from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.trajectories.feature_codec import only_masked
+from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.kept_steps import KeptSteps
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+
+SHAPES: dict[str, tuple[int, tuple[int, ...], AcceptanceConfig]] = {
+    "tiny": (
+        32,
+        (48,) * 3 + (16,) * 2 + (1,) * 3,
+        AcceptanceConfig(width=64, num_layers=2, num_heads=4, ffn_width=128, dropout=0.0),
+    ),
+    "dream": (256, (256,) * 3 + (32,) * 2 + (1,) * 3, AcceptanceConfig()),
+}
+"""Response cells, feature groups and network."""
+
+MASK, BATCH = 2, 64
+
+
+def write(folder: Path, *, length: int, groups: tuple[int, ...], traces: int, layout: str) -> None:
+    """One token per step in random order; Gaussian features at 10 % of the steps (tiny: half)."""
+    empty: dict[str, str] = {}
+    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    rng = np.random.default_rng(0)
+    ratio = 0.5 if length < 64 else 0.1
+    with TrajectoryShardWriter(
+        folder, name="synthetic", split="train", rank=0, run=run, sync_blocks=False
+    ) as writer:
+        for number in range(traces):
+            steps = KeptSteps([number], ratio=ratio).steps(0, length)
+            record = Trajectory(
+                uid=f"synthetic/train/{number:05d}@entropy",
+                prompt_ids=rng.integers(3, 90, 20).astype(np.int32),
+                tokens=rng.integers(3, 90, length).astype(np.int32),
+                commit_step=rng.permutation(length).astype(np.int32),
+                num_steps=length,
+                mask_id=MASK,
+                vocab_size=100,
+                seed=number,
+            )
+            features = StepFeatures.quantize(
+                rng.standard_normal((len(steps), length, sum(groups)), dtype=np.float32),
+                kept_steps=np.array(steps),
+                proposals=rng.integers(3, 90, (len(steps), length)),
+                groups=groups,
+            )
+            if layout == "masked":
+                features = only_masked(record, features)
+            writer.put(
+                Trajectory(**{**{k: getattr(record, k) for k in (
+                    "uid", "prompt_ids", "tokens", "commit_step", "num_steps", "mask_id",
+                    "vocab_size", "seed",
+                )}, "features": features})
+            )  # fmt: skip
+
+
+class PolicyStep:
+    """One optimiser step on a fixed batch."""
+
+    def __init__(self, batch: StateBatch, config: AcceptanceConfig, device: str) -> None:
+        assert batch.features is not None
+        self.features = batch.features.to(device)
+        self.masked = batch.masked[:, batch.start :].to(device)
+        states = torch.where(self.masked, int(PositionState.GEN), int(PositionState.LOCKED))
+        self.state = states
+        self.label = torch.rand(self.masked.shape, device=device) > 0.3
+        self.head = AcceptanceHead(self.features.shape[-1], config).to(device)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=1e-4)
+        self.device = device
+
+    def __call__(self) -> None:
+        """Forward, loss, backward, clip and update."""
+        output = self.head(self.features, self.state, torch.ones_like(self.masked))
+        weight = acceptance_weights(
+            self.label, self.masked, torch.zeros_like(self.masked), torch.ones_like(self.masked)
+        )
+        loss = acceptance_loss(output.logits, output.tau, self.label, weight).total
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        self.optimizer.step()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(shape: str, *, device: str, repeats: int, traces: int, layout: str) -> dict[str, float]:
+    """Medians of both, one after the other in every repetition."""
+    length, groups, config = SHAPES[shape]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder, length=length, groups=groups, traces=traces, layout=layout)
+        data = TrajectoryDataModule(folder, batch_size=BATCH, val_fraction=0.1)
+        data.setup("fit")
+        batches = iter(data.train_dataloader())
+        step = PolicyStep(next(batches), config, device)
+        step()
+        reading, stepping = [], []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            if next(batches, None) is None:
+                batches = iter(data.train_dataloader())
+                next(batches)
+            middle = time.perf_counter()
+            step()
+            reading.append(middle - begin)
+            stepping.append(time.perf_counter() - middle)
+    read, policy = statistics.median(reading), statistics.median(stepping)
+    return {
+        "read_ms_per_batch": round(1e3 * read, 3),
+        "read_states_per_second": round(BATCH / read, 1),
+        "policy_step_ms": round(1e3 * policy, 3),
+        "step_over_read": round(policy / read, 3),
+        "workers_needed": math.ceil(read / policy),
+    }
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", default=sorted(SHAPES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layout", choices=("masked", "generation"), default="masked")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--traces", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    figures = {
+        shape: measure(
+            shape,
+            device=options.device,
+            repeats=options.repeats,
+            traces=options.traces,
+            layout=options.layout,
+        )
+        for shape in options.shape
+    }
+    if options.json:
+        print(json.dumps({"device": options.device, "layout": options.layout, **figures}))
+        return
+    for shape, values in figures.items():
+        print(shape)
+        for name, value in values.items():
+            print(f"  {name:26}{value:>12}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Keeps what a fine-tuning run learns as folders that decoding loads: per epoch, best and last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.reports.results import write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterCheckpoint(Callback):
+    """Writes the adapter (or the model, where all of it is trained) at the end of epochs.
+
+    ``epoch-00`` and so on, ``last`` and, with a monitor, ``best`` are folders that
+    ``backbone.adapter`` (or ``backbone.path``) loads; ``scores.json`` lists the monitored values.
+    To resume training use Lightning's ``ModelCheckpoint``, which holds the optimiser as well.
+
+    Args:
+        folder: where the folders go.
+        every_n_epochs: epochs between two of them; ``last`` is written at every one.
+        keep_epochs: whether to keep a folder per epoch.
+        monitor: logged value that picks ``best``, such as ``val/loss``.
+        mode: whether a smaller or a larger value is better.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        every_n_epochs: int = 1,
+        keep_epochs: bool = True,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        if every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs: expected at least 1, got {every_n_epochs}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode: expected 'min' or 'max', got {mode!r}")
+        self.folder = Path(folder)
+        self.every_n_epochs = every_n_epochs
+        self.keep_epochs = keep_epochs
+        self.monitor = monitor
+        self.mode = mode
+        self.scores: dict[str, float] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the module."""
+        if stage == "fit" and not isinstance(pl_module, FinetuneModule):
+            raise ValueError(
+                f"AdapterCheckpoint: expected a FinetuneModule, got {type(pl_module).__name__}"
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the folders; validation has run where there is one."""
+        assert isinstance(pl_module, FinetuneModule)
+        number = trainer.current_epoch
+        pl_module.export(self.folder / "last")
+        if (number + 1) % self.every_n_epochs:
+            return
+        is_best = self._score(trainer, number)
+        if trainer.is_global_zero:
+            if self.keep_epochs:
+                _replace(self.folder / "last", self.folder / f"epoch-{number:02d}")
+            if is_best:
+                _replace(self.folder / "last", self.folder / "best")
+            if self.scores:
+                text = json.dumps({"monitor": self.monitor, "scores": self.scores}, indent=2)
+                write_atomically(self.folder / "scores.json", text + "\n")
+        trainer.strategy.barrier("adapters")
+
+    def _score(self, trainer: Trainer, number: int) -> bool:
+        """Notes the monitored value; whether it is the best so far."""
+        if self.monitor is None:
+            return False
+        if self.monitor not in trainer.callback_metrics:
+            raise ValueError(
+                f"monitor: nothing was logged as {self.monitor!r}, known: "
+                f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
+            )
+        value = float(trainer.callback_metrics[self.monitor])
+        sign = 1.0 if self.mode == "min" else -1.0
+        former = [sign * score for score in self.scores.values()]
+        self.scores[f"epoch-{number:02d}"] = value
+        is_best = math.isfinite(value) and sign * value < min(former, default=math.inf)
+        if is_best and trainer.is_global_zero:
+            logger.info("best so far: epoch %d, %s = %.4f", number, self.monitor, value)
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scores so far, for a resumed run."""
+        return {"scores": dict(self.scores)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them up again."""
+        self.scores = dict(state_dict["scores"])
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Copies a folder in place of another one."""
+    draft = target.with_name(f".{target.name}-partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(source, draft)
+    shutil.rmtree(target, ignore_errors=True)
+    draft.rename(target)

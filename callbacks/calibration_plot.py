@@ -1,0 +1,37 @@
+"""Writes the calibration curve of an acceptance policy after every validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.reports.calibration import plot_calibration, write_calibration
+
+
+class CalibrationPlot(Callback):
+    """Keeps ``calibration.json`` and ``calibration.png`` of the last validation.
+
+    Args:
+        folder: where the files go.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the files on rank 0.
+
+        Raises:
+            ValueError: the module has no acceptance policy.
+        """
+        if not isinstance(pl_module, TraceLockModule):
+            raise ValueError(f"model: expected a TraceLockModule, got {type(pl_module).__name__}")
+        curve = pl_module.calibration_curve
+        if trainer.sanity_checking or not trainer.is_global_zero or curve is None:
+            return
+        values = {name: value.tolist() for name, value in curve.items()}
+        write_calibration(self.folder / "calibration.json", values, step=trainer.global_step)
+        plot_calibration(values, self.folder / "calibration.png")

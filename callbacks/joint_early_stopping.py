@@ -1,0 +1,70 @@
+"""Stops training when none of several scores improves any more."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class JointEarlyStopping(Callback):
+    """Stops after ``patience`` validations in which no watched score rose above its best.
+
+    Unlike several ``EarlyStopping`` callbacks, any of which may end the run alone.
+
+    Args:
+        monitors: names of logged scores, all to be maximised.
+        patience: validations without an improvement of any of them.
+        min_delta: what counts as an improvement.
+    """
+
+    def __init__(
+        self, monitors: Sequence[str], *, patience: int = 8, min_delta: float = 0.0
+    ) -> None:
+        super().__init__()
+        if not monitors:
+            raise ValueError("monitors: expected at least one score, got none")
+        if patience < 1:
+            raise ValueError(f"patience: expected at least 1, got {patience}")
+        self.monitors = list(monitors)
+        self.patience = patience
+        self.min_delta = min_delta
+        self.best: dict[str, float] = {}
+        self.waited = 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compares the scores of this validation with the best ones.
+
+        Raises:
+            ValueError: a score was not logged.
+        """
+        if trainer.sanity_checking or not trainer.training:
+            return
+        improved = False
+        for name in self.monitors:
+            if name not in trainer.callback_metrics:
+                known = ", ".join(sorted(trainer.callback_metrics))
+                raise ValueError(f"monitors: '{name}' was not logged; logged: {known}")
+            score = float(trainer.callback_metrics[name])
+            if score > self.best.get(name, -math.inf) + self.min_delta:
+                self.best[name] = score
+                improved = True
+        self.waited = 0 if improved else self.waited + 1
+        if self.waited >= self.patience:
+            trainer.should_stop = True
+            logger.info(
+                "no score of %s improved in %d validations", ", ".join(self.monitors), self.patience
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best scores and validations waited, for checkpoints."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting where a checkpoint stopped."""
+        self.best, self.waited = dict(state_dict["best"]), int(state_dict["waited"])

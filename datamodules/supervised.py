@@ -1,0 +1,260 @@
+"""Prompts with finished responses for fine-tuning, in an order that survives a restart."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
+from datamodules.resuming import batches_done, place, planned_loader
+from datamodules.supervised_sources import ModelFacts, SupervisedSource
+from datamodules.trajectories import is_validation
+from lit_dlm.backbones import BackboneSpec
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.supervised_batch import (
+    SupervisedBatch,
+    SupervisedExample,
+    collate_supervised,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisedDataset(Dataset[SupervisedBatch]):
+    """Whole batches by lists of example references."""
+
+    def __init__(
+        self, examples: Sequence[SupervisedExample], *, response_length: int, spec: BackboneSpec
+    ) -> None:
+        """Sets up the dataset.
+
+        Args:
+            examples: all examples.
+            response_length: cells of every response.
+            spec: of the model.
+        """
+        self.examples = examples
+        self.response_length = response_length
+        self.spec = spec
+
+    def __getitem__(self, batch: Sequence[ExampleRef]) -> SupervisedBatch:
+        """The collated examples of a batch."""
+        return collate_supervised(
+            [
+                replace(self.examples[ref.number], epoch=ref.epoch, is_real=ref.is_real)
+                for ref in batch
+            ],
+            response_length=self.response_length,
+            spec=self.spec,
+        )
+
+
+class SupervisedDataModule(LightningDataModule):
+    """Training and validation batches from any sources, held in memory as token ids.
+
+    The order is a function of the seed and of the optimiser step, and noise one of the seed, the
+    pass and the sample's uid: a run that is stopped and resumed trains on what an uninterrupted one
+    would have, whatever its number of processes.
+
+    Args:
+        sources: where examples come from.
+        response_length: cells of every response.
+        batch_size: examples per batch and process.
+        max_prompt_length: examples with longer prompts are left out.
+        overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
+            releases) or ``drop``.
+        missing_order: what stands for the steps of a response that was not decoded: ``none``, or
+            ``ltr`` for one cell a step from the left.
+        limit: most examples of all sources together; all by default.
+        val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none.
+        val_batch_size: examples per validation batch; ``batch_size`` by default.
+        seed: seed of split and order.
+        num_workers: loader processes.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        sources: list[SupervisedSource],
+        *,
+        response_length: int = 256,
+        batch_size: int = 8,
+        max_prompt_length: int = 256,
+        overlong: Literal["cut", "drop"] = "cut",
+        missing_order: Literal["none", "ltr"] = "none",
+        limit: int | None = None,
+        val_fraction: float = 0.0,
+        val_batch_size: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if not sources:
+            raise ValueError("sources: expected at least one source, got none")
+        for name, value in (
+            ("response_length", response_length),
+            ("batch_size", batch_size),
+            ("max_prompt_length", max_prompt_length),
+            ("limit", limit),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        if overlong not in ("cut", "drop"):
+            raise ValueError(f"overlong: expected 'cut' or 'drop', got {overlong!r}")
+        if missing_order not in ("none", "ltr"):
+            raise ValueError(f"missing_order: expected 'none' or 'ltr', got {missing_order!r}")
+        if not 0.0 <= val_fraction < 1.0:
+            raise ValueError(f"val_fraction: expected a number in [0, 1), got {val_fraction}")
+        self.sources = sources
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.max_prompt_length = max_prompt_length
+        self.overlong = overlong
+        self.missing_order = missing_order
+        self.limit = limit
+        self.val_fraction = val_fraction
+        self.val_batch_size = val_batch_size or batch_size
+        self.seed = seed
+        self.num_workers = num_workers
+        self._dataset: SupervisedDataset | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads and tokenises all examples.
+
+        Raises:
+            ValueError: the module cannot be fine-tuned, no example is left, or two have one uid.
+        """
+        del stage
+        if self._dataset is not None:
+            return
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        if not isinstance(module, FinetuneModule):
+            raise ValueError(
+                f"model: expected a FinetuneModule (SFTModule, TABOMModule), got "
+                f"{type(module).__name__}"
+            )
+        facts = ModelFacts(
+            tokenizer=module.tokenizer,
+            spec=module.backbone.spec,
+            vocab_size=module.backbone.vocab_size,
+        )
+        self.set_examples(list(self._read(facts)), facts.spec)
+
+    def set_examples(self, examples: list[SupervisedExample], spec: BackboneSpec) -> None:
+        """Splits examples into a training and a validation side.
+
+        Args:
+            examples: all of them.
+            spec: of the model.
+        """
+        is_val = np.array(
+            [is_validation(e.uid, seed=self.seed, fraction=self.val_fraction) for e in examples],
+            dtype=bool,
+        )
+        self.train_numbers = np.flatnonzero(~is_val)
+        self.val_numbers = np.flatnonzero(is_val)
+        for name, part, wanted in (
+            ("training", self.train_numbers, True),
+            ("validation", self.val_numbers, self.val_fraction > 0.0),
+        ):
+            if wanted and not len(part):
+                raise ValueError(
+                    f"sources: no {name} example is left of {len(examples)} that pass the filters; "
+                    f"give more data, or other limits or val_fraction ({self.val_fraction})"
+                )
+        self._dataset = SupervisedDataset(examples, response_length=self.response_length, spec=spec)
+
+    def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
+        dropped: Counter[str] = Counter()
+        seen: set[str] = set()
+        for source in self.sources:
+            for example in source.examples(facts):
+                if self.limit is not None and len(seen) == self.limit:
+                    return
+                if len(example.prompt_ids) > self.max_prompt_length:
+                    dropped["prompt"] += 1
+                    continue
+                if len(example.response_ids) > self.response_length:
+                    if self.overlong == "drop":
+                        dropped["response"] += 1
+                        continue
+                    example = _cut(example, self.response_length)
+                if example.steps is None and self.missing_order == "ltr":
+                    steps = np.arange(len(example.response_ids), dtype=np.int32)
+                    example = replace(example, steps=steps)
+                if example.uid in seen:
+                    raise ValueError(f"sources: two examples have the uid {example.uid!r}")
+                seen.add(example.uid)
+                yield example
+        for what, limit in (("prompt", self.max_prompt_length), ("response", self.response_length)):
+            if dropped[what]:
+                logger.warning(
+                    "left out %d examples whose %s has more than %d tokens",
+                    dropped[what],
+                    what,
+                    limit,
+                )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled examples; starts where training stands."""
+        assert self._dataset is not None
+        rank, world_size = place(self.trainer)
+        plan = EpochPlan(
+            np.zeros(len(self.train_numbers), dtype=np.int64),  # all in memory: one block
+            batch_size=self.batch_size,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            numbers=self.train_numbers,
+            batches_done=lambda: batches_done(self.trainer, len(plan)),
+        )
+        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
+        """The validation side, in order; none without one."""
+        assert self._dataset is not None
+        if not len(self.val_numbers):
+            # Lightning's way to say that there is none, about which it warns all the same.
+            warnings.filterwarnings(
+                "ignore", message=r"Total length of `list` across ranks is zero"
+            )
+            return []
+        rank, world_size = place(self.trainer)
+        plan = FixedPlan(
+            self.val_numbers, batch_size=self.val_batch_size, rank=rank, world_size=world_size
+        )
+        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
+
+    def probe_prompts(self, count: int) -> list[list[int]]:
+        """Prompts on which scores of decoding are taken, the same ones at every call.
+
+        Args:
+            count: how many, at most.
+
+        Returns:
+            Token ids of validation prompts, or of training prompts where there is no validation.
+        """
+        assert self._dataset is not None
+        numbers = self.val_numbers if len(self.val_numbers) else self.train_numbers
+        chosen = [self._dataset.examples[number] for number in numbers[:count].tolist()]
+        return [example.prompt_ids.tolist() for example in chosen]
+
+
+def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
+    entropy = example.decode_entropy
+    return replace(
+        example,
+        response_ids=example.response_ids[:length],
+        steps=None if example.steps is None else example.steps[:length],
+        decode_entropy=None if entropy is None else entropy[:length],
+    )

@@ -1,0 +1,335 @@
+"""Which training states a response gives: what they hide and what is to be predicted in them.
+
+A corruption knows neither model nor layout. It turns responses into states; a model with full
+attention is shown each state as it is, a block model sees all blocks of a state in one row.
+Everything random is a hash of the sample's seed, so it depends neither on the batch nor on what was
+drawn before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from lit_dlm.losses.grouping import group_rows, step_groups
+from lit_dlm.losses.states import (
+    Corruption,
+    LossWeight,
+    NoisyStates,
+    Responses,
+    checked_weight,
+    target_weights,
+)
+from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
+from lit_dlm.ops.masking import time_delay_mask
+from lit_dlm.ops.noise import uniform_noise
+
+_LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
+"""Streams of noise, apart from those of decoding."""
+
+
+class RandomMasking(Corruption):
+    """Every cell is hidden with a chance that is drawn first.
+
+    Cells that may not be a target (padding) are hidden as well, as they are when decoding begins.
+
+    Args:
+        min_t: smallest noise level.
+        max_t: largest noise level.
+        level: what shares a noise level: the ``row`` (LLaDA), the ``block`` of a block model, or
+            nothing (``token``: what dLLM-RL does for block models, masking at rate one half in
+            effect).
+        copies: states per sample (35 in dLLM-RL for Dream).
+        weight: how targets are weighed.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_t: float = 0.0,
+        max_t: float = 1.0,
+        level: Literal["row", "block", "token"] = "row",
+        copies: int = 1,
+        weight: LossWeight = "none",
+    ) -> None:
+        if not 0.0 <= min_t <= max_t <= 1.0:
+            raise ValueError(
+                f"min_t, max_t: expected 0 <= min_t <= max_t <= 1, got {min_t}, {max_t}"
+            )
+        if level not in ("row", "block", "token"):
+            raise ValueError(f"level: expected 'row', 'block' or 'token', got {level!r}")
+        if copies < 1:
+            raise ValueError(f"copies: expected at least 1, got {copies}")
+        self.min_t, self.max_t = min_t, max_t
+        self.level = level
+        self.copies = copies
+        self.weight = checked_weight(weight)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """Independent states, ``copies`` of each sample."""
+        B, G = responses.maskable.shape
+        device = responses.maskable.device
+        sample = torch.arange(B, device=device).repeat_interleave(self.copies)
+        if self.level == "block":
+            if responses.blocks is None:
+                raise ValueError("RandomMasking.level: 'block' needs a model with block attention")
+            place = responses.blocks[sample]
+        elif self.level == "row":
+            place = torch.zeros(len(sample), G, dtype=torch.long, device=device)
+        else:
+            place = torch.arange(G, device=device).expand(len(sample), -1)
+        cells = torch.arange(G, device=device).expand(len(sample), -1)
+        copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies * G
+        seeds = responses.seeds[sample]
+        noise = uniform_noise(seeds, 0, copy + place, stream=_LEVEL)
+        t = self.min_t + (self.max_t - self.min_t) * noise
+        chosen = uniform_noise(seeds, 0, copy + cells, stream=_CELL) < t
+        maskable = responses.maskable[sample]
+        supervised = chosen & maskable
+        return NoisyStates(
+            sample=sample,
+            hidden=chosen | ~maskable,
+            supervised=supervised,
+            weight=target_weights(self.weight, supervised, maskable, t),
+            per_row=self.weight != "none",
+        )
+
+
+class FixedRatio(Corruption):
+    """Hides a fixed share of the cells that may be a target, at least one; padding as well.
+
+    Args:
+        ratio: the share, or the two ends of a range from which each sample draws one.
+        weight: how targets are weighed.
+    """
+
+    def __init__(
+        self, *, ratio: float | tuple[float, float] = 0.75, weight: LossWeight = "none"
+    ) -> None:
+        low, high = ratio if isinstance(ratio, Sequence) else (ratio, ratio)
+        if not 0.0 < low <= high <= 1.0:
+            raise ValueError(f"ratio: expected numbers in (0, 1], the first no larger, got {ratio}")
+        self.low, self.high = low, high
+        self.weight = checked_weight(weight)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample."""
+        maskable = responses.maskable
+        B, G = maskable.shape
+        zero = torch.zeros(B, 1, dtype=torch.long, device=maskable.device)
+        noise = uniform_noise(responses.seeds, 0, zero, stream=_LEVEL)
+        ratio = self.low + (self.high - self.low) * noise  # (B, 1)
+        count = (maskable.sum(1, keepdim=True) * ratio).round().long().clamp_min(1)
+        cells = torch.arange(G, device=maskable.device).expand(B, -1)
+        order = uniform_noise(responses.seeds, 0, cells, stream=_CELL).masked_fill(~maskable, 2.0)
+        supervised = (order.argsort(1).argsort(1) < count) & maskable
+        return NoisyStates(
+            sample=torch.arange(B, device=maskable.device),
+            hidden=supervised | ~maskable,
+            supervised=supervised,
+            weight=target_weights(self.weight, supervised, maskable, ratio.expand(B, G)),
+            per_row=self.weight != "none",
+        )
+
+
+class SemiAutoregressive(Corruption):
+    """Decoding from block to block (dLLM-RL's semi-autoregressive fine-tuning, arXiv:2509.06949).
+
+    A block model learns all blocks of one state at once, since its noisy blocks see clean earlier
+    ones. With full attention every block takes a state of its own: earlier blocks are shown, later
+    ones hidden.
+
+    Args:
+        block_size: cells of a block, for models with full attention (a block model has its own).
+        min_p: smallest chance of a cell of the block to be hidden, drawn for each cell.
+        max_p: largest chance.
+        order: blocks by ``position``, or by the order of the recorded decode (``trace``); read
+            with full attention only.
+        rows_per_sample: states per sample and pass with full attention, drawn among its blocks;
+            ``None`` takes them all.
+        weight: how targets are weighed.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None = None,
+        min_p: float = 0.1,
+        max_p: float = 0.9,
+        order: Literal["position", "trace"] = "position",
+        rows_per_sample: int | None = None,
+        weight: LossWeight = "1/num_targets",
+    ) -> None:
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size: expected at least 1, got {block_size}")
+        if order not in ("position", "trace"):
+            raise ValueError(f"order: expected 'position' or 'trace', got {order!r}")
+        self.noise = RandomMasking(min_t=min_p, max_t=max_p, level="token", weight=weight)
+        self.block_size = block_size
+        self.order = order
+        self.rows_per_sample = _checked_rows(rows_per_sample)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample of a block model, else one per block."""
+        noisy = self.noise.states(responses)
+        if responses.blocks is not None:
+            return noisy
+        if self.block_size is None:
+            raise ValueError(
+                "SemiAutoregressive.block_size: expected a number with full attention, got null"
+            )
+        maskable = responses.maskable
+        steps = responses.steps_or_ltr() if self.order == "trace" else None
+        groups = step_groups(steps, maskable, size=self.block_size)
+        sample, group = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
+        groups = groups[sample]
+        supervised = noisy.supervised[sample] & (groups == group[:, None])
+        return NoisyStates(
+            sample=sample,
+            hidden=supervised | (groups > group[:, None]),
+            supervised=supervised,
+            weight=target_weights(self.noise.weight, supervised, maskable[sample], None),
+            per_row=noisy.per_row,
+        )
+
+
+class TraceMasking(Corruption):
+    """The states of a recorded decode: each is to predict what its step wrote (arXiv:2509.06949).
+
+    Of a block model, state ``r`` shows in every block what its first ``r`` groups of steps wrote
+    and supervises the next group. With full attention the groups are those of the whole response.
+    Cells that no step wrote stay hidden.
+
+    Args:
+        shrink: consecutive distinct steps that form a group.
+        rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
+        weight: how targets are weighed.
+    """
+
+    def __init__(
+        self,
+        *,
+        shrink: int = 1,
+        rows_per_sample: int | None = None,
+        weight: LossWeight = "1/num_targets",
+    ) -> None:
+        if shrink < 1:
+            raise ValueError(f"shrink: expected at least 1, got {shrink}")
+        self.shrink = shrink
+        self.rows_per_sample = _checked_rows(rows_per_sample)
+        self.weight = checked_weight(weight)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per group of steps."""
+        groups = step_groups(
+            responses.steps_or_ltr(),
+            responses.maskable,
+            shrink=self.shrink,
+            segments=responses.blocks,
+        )
+        sample, group = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
+        groups, maskable = groups[sample], responses.maskable[sample]
+        supervised = groups == group[:, None]
+        return NoisyStates(
+            sample=sample,
+            hidden=groups >= group[:, None],
+            supervised=supervised,
+            weight=target_weights(self.weight, supervised, maskable, None),
+            per_row=self.weight != "none",
+        )
+
+
+class Autoregressive(Corruption):
+    """Next-token prediction: nothing is hidden and attention is causal.
+
+    For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift).
+
+    Args:
+        weight: how targets are weighed.
+    """
+
+    def __init__(self, *, weight: LossWeight = "1/num_targets") -> None:
+        self.weight = checked_weight(weight)
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample."""
+        maskable = responses.maskable
+        return NoisyStates(
+            sample=torch.arange(len(maskable), device=maskable.device),
+            hidden=torch.zeros_like(maskable),
+            supervised=maskable,
+            weight=target_weights(self.weight, maskable, maskable, None),
+            per_row=self.weight != "none",
+            causal=True,
+        )
+
+
+class TimeDelay(Corruption):
+    """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
+
+    Args:
+        window: supervised steps (or tokens) from the cut on.
+        unit: what ``window`` counts: ``steps`` (the release) or ``tokens`` (the paper).
+        cut_range: ``full`` draws any step, windows end early at the end; ``reference`` keeps the
+            whole window before the last step, which is then never learnt, and leaves samples of
+            ``window`` steps or fewer without a target.
+        cut_sampler: ``uniform``, or ``non_ltr`` to draw among the steps that decoded out of order.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 32,
+        unit: Literal["steps", "tokens"] = "steps",
+        cut_range: CutRange = "full",
+        cut_sampler: Literal["uniform", "non_ltr"] = "uniform",
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window: expected at least 1, got {window}")
+        if unit not in ("steps", "tokens"):
+            raise ValueError(f"unit: expected 'steps' or 'tokens', got {unit!r}")
+        if cut_range not in ("full", "reference"):
+            raise ValueError(f"cut_range: expected 'full' or 'reference', got {cut_range!r}")
+        if unit == "tokens" and cut_range == "reference":
+            raise ValueError(
+                "cut_range: 'reference' counts steps, expected 'full' with unit tokens"
+            )
+        if cut_sampler not in ("uniform", "non_ltr"):
+            raise ValueError(f"cut_sampler: expected 'uniform' or 'non_ltr', got {cut_sampler!r}")
+        self.window = window
+        self.unit: Literal["steps", "tokens"] = unit
+        self.cut_range: CutRange = cut_range
+        self.cut_sampler = cut_sampler
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample; without a target where it has no cut."""
+        steps = responses.steps
+        if steps is None:
+            raise ValueError(
+                "TimeDelay: expected responses with the steps of a decode; train on trajectories, "
+                "or set missing_order: ltr in the data"
+            )
+        last = last_cuts(steps, responses.maskable, window=self.window, cut_range=self.cut_range)
+        zero = torch.zeros(len(steps), 1, dtype=torch.long, device=steps.device)
+        noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
+        if self.cut_sampler == "non_ltr":
+            cut = non_ltr_cuts(last, steps, non_ltr_positions(steps), noise)
+        else:
+            cut = uniform_cuts(last, noise)
+        mask = time_delay_mask(steps, responses.maskable, cut, window=self.window, unit=self.unit)
+        return NoisyStates(
+            sample=torch.arange(len(steps), device=steps.device),
+            hidden=mask.hidden,
+            supervised=mask.supervised,
+            weight=mask.supervised.float(),
+            per_row=False,
+            cut=cut,
+        )
+
+
+def _checked_rows(rows_per_sample: int | None) -> int | None:
+    if rows_per_sample is not None and rows_per_sample < 1:
+        raise ValueError(f"rows_per_sample: expected at least 1 or null, got {rows_per_sample}")
+    return rows_per_sample

@@ -1,0 +1,86 @@
+"""Groups of response cells that are learnt together, and which of them become training rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dlm.ops.noise import uniform_noise
+
+NEVER = torch.iinfo(torch.long).max
+"""Group of a cell that belongs to none: after all others, so it stays hidden."""
+
+
+def step_groups(
+    steps: Tensor | None,
+    members: Tensor,
+    *,
+    shrink: int = 1,
+    size: int | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """Numbers the groups of each row in their order.
+
+    Args:
+        steps: ``(B, G)`` integer step of each cell, -1 for none; ``None`` orders by position.
+        members: ``(B, G)`` bool, cells that take part.
+        shrink: consecutive distinct steps that form a group (TraceRL's shrinkage).
+        size: instead, cells that form a group, in the order of steps, equal ones from the left.
+        segments: ``(B, G)`` integer; groups are counted anew in each segment, where given.
+
+    Returns:
+        ``(B, G)`` int64 from 0, :data:`NEVER` outside the members and where the step is -1.
+    """
+    B, G = members.shape
+    columns = torch.arange(G, device=members.device).expand(B, -1)
+    steps = columns if steps is None else steps.long()
+    members = members & (steps >= 0)
+    key = torch.where(members, steps, G + steps.amax() + 1)
+    order = key.argsort(dim=1, stable=True)
+    if segments is not None:
+        kind = torch.where(members, segments, NEVER).gather(1, order)
+        order = order.gather(1, kind.argsort(dim=1, stable=True))
+    if size is not None:
+        place = columns // size
+    else:
+        key = key.gather(1, order)
+        is_new = torch.ones_like(members)
+        is_new[:, 1:] = key[:, 1:] != key[:, :-1]
+        starts = torch.zeros_like(members)
+        starts[:, 0] = True
+        if segments is not None:
+            kind = torch.where(members, segments, NEVER).gather(1, order)
+            starts[:, 1:] = kind[:, 1:] != kind[:, :-1]
+        number = (is_new | starts).long().cumsum(1) - 1
+        first = torch.where(starts, number, 0).cummax(1).values
+        place = torch.div(number - first, shrink, rounding_mode="floor")
+    groups = torch.empty_like(steps).scatter_(1, order, place)
+    return torch.where(members, groups, NEVER)
+
+
+def group_rows(
+    groups: Tensor, rows_per_sample: int | None, seeds: Tensor, *, stream: int
+) -> tuple[Tensor, Tensor]:
+    """Lists the groups of every sample, or some of them at random.
+
+    Args:
+        groups: ``(B, G)`` int64 from :func:`step_groups`.
+        rows_per_sample: at most so many groups per sample; ``None`` for all.
+        seeds: ``(B,)`` int64 sample seeds.
+        stream: stream of the noise.
+
+    Returns:
+        ``sample`` and ``group``, ``(R,)`` int64 each; without any group one row of sample 0 whose
+        group has no cells.
+    """
+    count = torch.where(groups == NEVER, -1, groups).amax(1) + 1  # (B,)
+    numbers = torch.arange(int(count.max()), device=groups.device).expand(len(groups), -1)
+    exists = numbers < count[:, None]
+    if rows_per_sample is not None and numbers.numel():
+        noise = uniform_noise(seeds, 0, numbers, stream=stream).masked_fill(~exists, 2.0)
+        exists = exists & (noise.argsort(1).argsort(1) < rows_per_sample)
+    sample, group = exists.nonzero(as_tuple=True)
+    if not len(sample):
+        # A forward must run all the same: other processes wait for its backward.
+        return sample.new_zeros(1), group.new_full((1,), NEVER - 1)
+    return sample, group

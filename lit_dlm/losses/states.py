@@ -1,0 +1,119 @@
+"""What corruptions take and give: responses, training states, and the weights of their targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
+"""How the targets of a state are weighed. ``none``: every target of the batch alike. The others
+average over states: ``1/num_targets`` the mean of each state, ``1/length`` its sum divided by the
+length of the answer, ``1/t`` likewise with each target divided by its noise level (the bound of
+MDLM, 2406.07524, and LLaDA, 2502.09992)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Responses:
+    """Finished responses of a batch. ``G`` cells each."""
+
+    maskable: Tensor
+    """``(B, G)`` bool: cells that may be a target."""
+    seeds: Tensor
+    """``(B,)`` int64 seed of each sample in this pass over the data."""
+    steps: Tensor | None = None
+    """``(B, G)`` int64 step that wrote each cell, -1 where none did; ``None`` without a decode."""
+    blocks: Tensor | None = None
+    """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
+
+    def steps_or_ltr(self) -> Tensor:
+        """``(B, G)`` int64 steps; one cell a step from the left where there was no decode."""
+        if self.steps is not None:
+            return self.steps
+        columns = torch.arange(self.maskable.shape[1], device=self.maskable.device)
+        return columns.expand_as(self.maskable)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NoisyStates:
+    """States to train on. ``R`` rows; a sample may give several, or none."""
+
+    sample: Tensor
+    """``(R,)`` int64 row of the batch that each state belongs to."""
+    hidden: Tensor
+    """``(R, G)`` bool: cells that the model sees as mask."""
+    supervised: Tensor
+    """``(R, G)`` bool: cells to predict."""
+    weight: Tensor
+    """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
+    per_row: bool
+    """Whether a unit is a state with targets; else a target."""
+    cut: Tensor | None = None
+    """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
+    causal: bool = False
+    """Whether a cell sees only what is to its left."""
+
+    def num_units(self) -> Tensor:
+        """What the weighted sum of a batch is divided by, a scalar."""
+        return (self.supervised.any(1) if self.per_row else self.supervised).sum()
+
+
+@runtime_checkable
+class Corruption(Protocol):
+    """Turns responses into training states."""
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """Draws the states.
+
+        Args:
+            responses: what the states are made from.
+
+        Returns:
+            The states; equal for equal responses and seeds.
+        """
+        ...
+
+
+def target_weights(
+    weight: LossWeight, supervised: Tensor, maskable: Tensor, t: Tensor | None
+) -> Tensor:
+    """Weight of every target, see :data:`LossWeight`.
+
+    Args:
+        weight: the rule.
+        supervised: ``(R, G)`` bool targets.
+        maskable: ``(R, G)`` bool, cells of the answer.
+        t: ``(R, G)`` noise levels; ``None`` where there are none.
+
+    Returns:
+        ``(R, G)`` float32, 0 outside the targets.
+
+    Raises:
+        ValueError: the rule needs noise levels that the states do not have.
+    """
+    value = supervised.float()
+    if weight == "none":
+        return value
+    if weight == "1/num_targets":
+        return value / supervised.sum(1, keepdim=True).clamp_min(1)
+    value = value / maskable.sum(1, keepdim=True).clamp_min(1)
+    if weight == "1/length":
+        return value
+    if t is None:
+        raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
+    # A level of 0 hides nothing, so this never meets a target.
+    return value / t.clamp_min(1e-6).float()
+
+
+def checked_weight(weight: LossWeight) -> LossWeight:
+    """The rule itself.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    known = ("none", "1/t", "1/num_targets", "1/length")
+    if weight not in known:
+        raise ValueError(f"weight: expected one of {', '.join(known)}, got {weight!r}")
+    return weight

@@ -1,0 +1,175 @@
+"""Trains the projector as an autoencoder on hidden states of recorded decodes (arXiv 2605.24697).
+
+The release uses such a projector without its training code; this is our version of it. It needs
+trajectories only, since the frozen backbone computes the hidden states of their states. The result
+is a projector folder like that of the principal component analysis, so trace generation, training
+and decoding take either.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone
+from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
+from lit_dlm.modules.projector import state_snapshots
+from lit_dlm.modules.state_batch import StateBatch
+
+logger = logging.getLogger(__name__)
+
+_MONITOR = "val/loss"
+
+
+class AutoencoderModule(LightningModule):
+    """Encoders and decoders of hidden snapshots; exports the encoders with the best ``val/loss``."""
+
+    strict_loading = False
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        hidden_rank: int = 256,
+        delta_rank: int = 32,
+        inner_width: int = 0,
+        dropout: float = 0.1,
+        delta_weight: float = 1.0,
+        hidden_layers: tuple[int, ...] = (-3, -2, -1),
+        positions_per_state: int = 16,
+        with_prompt: bool = False,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-3),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        seed: int = 0,
+        export_dir: str | None = None,
+    ) -> None:
+        """Sets up training.
+
+        Args:
+            backbone: the frozen denoiser.
+            hidden_rank: features kept of each snapshot.
+            delta_rank: features kept of each difference of neighbouring snapshots.
+            inner_width: width between two affine maps of every encoder; 0 for a single map.
+            dropout: dropout in training.
+            delta_weight: weight of the error on differences.
+            hidden_layers: snapshots, as indices into the backbone's tuple of hidden states.
+            positions_per_state: random positions of each state that are trained on.
+            with_prompt: also train on prompt positions, for policies that read them.
+            optimizer: constructor of the optimiser.
+            lr_scheduler: constructor of a schedule, stepped every optimiser step.
+            seed: seed of the positions.
+            export_dir: where the projector folder is written at the end; ``projector`` inside the
+                trainer's root directory by default.
+        """
+        super().__init__()
+        if positions_per_state < 1:
+            raise ValueError(
+                f"positions_per_state: expected at least 1, got {positions_per_state}"
+            )
+        self.backbone = backbone
+        if isinstance(backbone, torch.nn.Module):
+            backbone.requires_grad_(False)
+        self.autoencoder = Autoencoder(
+            ProjectorConfig(
+                hidden_size=backbone.hidden_size,
+                num_snapshots=len(hidden_layers),
+                hidden_rank=hidden_rank,
+                delta_rank=delta_rank,
+                kind="autoencoder",
+                inner_width=inner_width,
+            ),
+            dropout=dropout,
+        )
+        self.delta_weight = delta_weight
+        self.hidden_layers = tuple(hidden_layers)
+        self.positions_per_state = positions_per_state
+        self.with_prompt = with_prompt
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.seed = seed
+        self.export_dir = None if export_dir is None else Path(export_dir)
+
+    def on_train_start(self) -> None:
+        """Keeps the frozen backbone in evaluation mode."""
+        if isinstance(self.backbone, torch.nn.Module):
+            self.backbone.eval()
+
+    def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
+        """One step on random positions of the batch's states."""
+        return self._loss(batch, "train", self.global_step)
+
+    def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
+        """The same error on the validation states, at positions that never change."""
+        self._loss(batch, "val", batch_idx)
+
+    def _loss(self, batch: StateBatch, stage: str, number: int) -> Tensor:
+        rows = state_snapshots(
+            self.backbone, batch, hidden_layers=self.hidden_layers, with_prompt=self.with_prompt
+        )
+        count = min(len(rows), self.positions_per_state * len(batch.ids))
+        seed = (self.seed * 1_000_003 + number) * 1_000_003 + self.global_rank
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        chosen = torch.randperm(len(rows), generator=generator)[:count].to(rows.device)
+        errors = self.autoencoder(rows[chosen])
+        loss: Tensor = errors["hidden"] + self.delta_weight * errors["delta"]
+        scores = {"loss": loss.detach(), **{f"{k}_mse": v.detach() for k, v in errors.items()}}
+        self.log_dict(
+            {f"{stage}/{name}": value for name, value in scores.items()},
+            batch_size=max(count, 1),
+            sync_dist=stage == "val",
+            prog_bar=stage == "val",
+        )
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser over encoders and decoders and the optional schedule."""
+        optimizer = self.optimizer(self.autoencoder.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        schedule: dict[str, Any] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Drops the frozen backbone from the file."""
+        state = checkpoint["state_dict"]
+        for key in [key for key in state if key.startswith("backbone.")]:
+            del state[key]
+
+    def on_fit_end(self) -> None:
+        """Exports the projector with the best validation error (the last without a checkpoint)."""
+        if self.trainer.is_global_zero:
+            self.export(self.export_dir or Path(self.trainer.default_root_dir) / "projector")
+
+    def export(self, folder: str | Path) -> Projector:
+        """Writes the projector folder.
+
+        Args:
+            folder: target folder; created.
+
+        Returns:
+            The projector.
+        """
+        autoencoder = self.autoencoder
+        best = [
+            callback.best_model_path
+            for callback in (self.trainer.checkpoint_callbacks if self._trainer else [])
+            if isinstance(callback, ModelCheckpoint) and callback.monitor == _MONITOR
+        ]
+        if best and best[0]:
+            stored = torch.load(best[0], map_location="cpu", weights_only=True)["state_dict"]
+            autoencoder = Autoencoder(autoencoder.config)
+            autoencoder.load_state_dict(
+                {key.removeprefix("autoencoder."): value for key, value in stored.items()}
+            )
+        projector = autoencoder.projector()
+        projector.save(folder)
+        logger.info("wrote projector %s to %s", projector.digest()[:12], folder)
+        return projector

@@ -1,0 +1,84 @@
+"""The Trajectory Discrimination Score of decodes (TABOM, arXiv:2605.11854).
+
+At every step: the population variance of the predictive entropies of positions still masked,
+without those behind the first end of text already written, averaged over the decodes that have at
+least two such positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding.sampler import Sampler
+from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
+from lit_dlm.ops.discrimination import entropy_variance
+
+
+@dataclass
+class DiscriminationObserver:
+    """Sums the variance of entropies over the rows of every step; watches any number of decodes."""
+
+    requires: frozenset[str] = frozenset({"entropy", "region"})
+    """Entropies of the whole response, also outside the decoder's window."""
+    sums: list[Tensor] = field(default_factory=list)
+    """Scalar sum of variances of each step."""
+    counts: list[Tensor] = field(default_factory=list)
+    """Scalar number of rows that count in each step."""
+
+    def on_start(self, state: DecodeState) -> None:
+        """Nothing to prepare."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Adds one step of a batch."""
+        state, entropy = record.state, record.proposal.entropy
+        assert entropy is not None
+        is_end = state.editable & torch.isin(state.ids, state.eos_ids)
+        behind_end = is_end.cumsum(1) > 0
+        variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
+        if state.step == len(self.sums):
+            zero = torch.zeros((), device=variance.device)
+            self.sums.append(zero)
+            self.counts.append(zero.long())
+        self.sums[state.step] = self.sums[state.step] + variance.float().sum()
+        self.counts[state.step] = self.counts[state.step] + counts.sum()
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Nothing to finish."""
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """``(T,)`` float64 sums and int64 counts, on the CPU."""
+        if not self.sums:
+            return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.long)
+        return torch.stack(self.sums).double().cpu(), torch.stack(self.counts).cpu()
+
+
+def score_curve(sums: Tensor, counts: Tensor) -> tuple[float, list[float]]:
+    """The score and its curve over steps.
+
+    Args:
+        sums: ``(T,)`` floating point sums of variances.
+        counts: ``(T,)`` rows in each step.
+
+    Returns:
+        The mean over all steps that count, and the mean of each step (0 where none counts).
+    """
+    curve = sums / counts.clamp_min(1)
+    counted = counts > 0
+    score = float(curve[counted].mean()) if bool(counted.any()) else 0.0
+    return score, curve.tolist()
+
+
+def check_raw_scores(sampler: Sampler) -> None:
+    """The score is defined on raw logits at temperature 1.
+
+    Raises:
+        ValueError: the sampler reads entropies from a filtered distribution.
+    """
+    if sampler.score_on != "raw":
+        raise ValueError(
+            "discrimination score: expected a decoder whose sampler scores raw logits "
+            f"(score_on: raw), got score_on: {sampler.score_on}"
+        )

@@ -1,0 +1,248 @@
+"""What all fine-tuning on finished responses shares: states, scores, normalisation, files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder
+from lit_dlm.losses.states import Corruption, NoisyStates
+from lit_dlm.losses.terms import LossTerms
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.export import export_trained
+from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
+from lit_dlm.ops.fused_head import TokenStats
+from lit_dlm.ops.schedules import warmup_cosine
+
+LossNorm = Literal["local", "global"]
+
+_VALIDATION_SEED = 1_000_003
+"""Added to the seed for the fixed noise of validation."""
+
+
+class FinetuneModule(DecodeModule):
+    """Trains a backbone, or its adapter, on states of finished responses.
+
+    A subclass says what the loss of the states is. The learning rate warms up linearly and falls
+    along half a cosine over all optimiser steps of the run (accumulated batches count once).
+
+    Args:
+        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        corruption: which states are trained on; noise is drawn anew in every pass over the data.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        decoders: decoding methods by name, for ``predict`` and scores during training.
+        seed: base seed of noise and decoding.
+        num_padding: cells of fill behind an answer that are supervised, counted from its end;
+            ``null`` for all. It teaches a model to end.
+        loss_norm: ``local`` divides by the targets of each process's own batch; ``global`` by
+            those of all processes together, as if it were one batch.
+        optimizer: constructor of the optimiser, given the trainable parameters.
+        warmup_steps: optimiser steps of the warm-up.
+        lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
+        export_dir: where the last weights are written as an adapter or model folder; ``null``
+            leaves that to callbacks.
+
+    Raises:
+        ValueError: nothing is trainable, or a setting is out of range.
+    """
+
+    backbone: HFBackbone
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        corruption: Corruption,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        num_padding: int | None = 0,
+        loss_norm: LossNorm = "local",
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=2e-5, weight_decay=0.01
+        ),
+        warmup_steps: int = 50,
+        lr_floor: float = 0.0,
+        export_dir: str | None = None,
+    ) -> None:
+        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        if num_padding is not None and num_padding < 0:
+            raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
+        if loss_norm not in ("local", "global"):
+            raise ValueError(f"loss_norm: expected 'local' or 'global', got {loss_norm!r}")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
+        if not 0.0 <= lr_floor <= 1.0:
+            raise ValueError(f"lr_floor: expected a number in 0..1, got {lr_floor}")
+        self.corruption = corruption
+        self.num_padding = num_padding
+        self.loss_norm = loss_norm
+        self.optimizer = optimizer
+        self.warmup_steps = warmup_steps
+        self.lr_floor = lr_floor
+        self.export_dir = None if export_dir is None else Path(export_dir)
+
+    # -- the loss --------------------------------------------------------------------------------
+
+    def loss_terms(
+        self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
+    ) -> LossTerms:
+        """Loss of scored states; the cross-entropy here.
+
+        Args:
+            batch: the batch.
+            states: states of its samples.
+            stats: scores of their targets, state by state.
+
+        Returns:
+            The total, and in ``parts`` what is logged beside it.
+        """
+        del batch
+        loss = self.cross_entropy(states, stats)
+        count = states.supervised.sum()
+        parts = {
+            "loss_ce": loss.detach(),
+            "num_supervised": count.float(),
+            "accuracy": stats.is_top.sum() / count.clamp_min(1),
+        }
+        return LossTerms(loss, parts)
+
+    def cross_entropy(self, states: NoisyStates, stats: TokenStats) -> Tensor:
+        """Weighted cross-entropy of the targets, divided by the number of units."""
+        weighted = (stats.ce * states.weight[states.supervised].to(stats.ce.dtype)).sum()
+        return weighted / self.divisor(states.num_units())
+
+    def divisor(self, count: Tensor) -> Tensor:
+        """What a sum over this process's batch is divided by.
+
+        Args:
+            count: scalar, the units of this batch.
+
+        Returns:
+            The count, or with ``loss_norm: global`` the mean count of all processes (whose
+            gradients get averaged); at least a hair above zero, so a batch without targets has a
+            loss of 0 with gradients of 0 and no process waits for another.
+        """
+        count = count.detach().float()
+        world_size = self.trainer.world_size if self._trainer is not None else 1
+        if self.loss_norm == "global" and world_size > 1:
+            count = self.trainer.strategy.reduce(count, reduce_op="sum") / world_size
+        # A global mean may be below 1, a local count is not.
+        return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
+
+    def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
+        """Draws states of a batch, runs the backbone once and computes the loss.
+
+        The forward runs even where nothing is supervised: every process takes part in every
+        backward.
+        """
+        spec = self.backbone.spec
+        responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
+        states = self.corruption.states(responses)
+        rows = lay_out(batch, states, spec)
+        stats = self.backbone.score_tokens(
+            rows.ids,
+            rows.targets,
+            rows.rows,
+            mask=rows.mask,
+            position_ids=rows.position_ids,
+            response_start=rows.response_start,
+        )
+        return self.loss_terms(batch, states, stats)
+
+    def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
+        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids."""
+        terms = self.terms(batch, seed=self.seed)
+        self._log("train", terms, batch)
+        return terms.total
+
+    def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
+        """The same loss with noise that does not change between validations."""
+        self._log("val", self.terms(batch, seed=self.seed + _VALIDATION_SEED), batch)
+
+    def _log(self, stage: str, terms: LossTerms, batch: SupervisedBatch) -> None:
+        values: Mapping[str, Tensor] = {"loss": terms.total.detach(), **terms.parts}
+        self.log_dict(
+            {f"{stage}/{name}": value for name, value in values.items()},
+            prog_bar=False,
+            batch_size=len(batch.ids),
+            sync_dist=stage == "val",
+        )
+
+    # -- optimisation ----------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser over what is trainable, and the schedule.
+
+        Raises:
+            ValueError: nothing is trainable, or the run has no end.
+        """
+        trainable = [value for value in self.parameters() if value.requires_grad]
+        if not trainable:
+            raise ValueError(
+                "backbone: nothing is trainable; give it lora settings, an adapter with "
+                "trainable: true, or trainable: true"
+            )
+        optimizer = self.optimizer(trainable)
+        num_steps = self.trainer.estimated_stepping_batches
+        if num_steps == float("inf"):
+            raise ValueError(
+                "trainer.max_steps: expected a length of the run (or max_epochs), which the "
+                "learning rate's schedule needs, got none"
+            )
+        scheduler = LambdaLR(
+            optimizer,
+            lambda step: warmup_cosine(
+                step, int(num_steps), warmup_steps=self.warmup_steps, floor=self.lr_floor
+            ),
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Drops frozen weights from the file."""
+        frozen = {name for name, value in self.named_parameters() if not value.requires_grad}
+        state = checkpoint["state_dict"]
+        for key in [key for key in state if key in frozen]:
+            del state[key]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses weights that this model has no place for, such as those of another adapter.
+
+        Raises:
+            ValueError: the checkpoint holds other weights than the model trains.
+        """
+        wanted = {name for name, value in self.named_parameters() if value.requires_grad}
+        found = set(checkpoint["state_dict"])
+        if wanted and not wanted <= found:
+            missing = sorted(wanted - found)
+            raise ValueError(
+                f"ckpt_path: the checkpoint lacks {len(missing)} trained weights of this model, "
+                f"such as {missing[0]}; expected a checkpoint of the same lora settings"
+            )
+
+    def on_fit_end(self) -> None:
+        """Writes the last weights where ``export_dir`` asks for them."""
+        if self.export_dir is not None:
+            self.export(self.export_dir)
+
+    def export(self, folder: str | Path) -> None:
+        """Writes the adapter, or the whole model where there is none; every process must call it.
+
+        Args:
+            folder: target, which ``backbone.adapter`` or ``backbone.path`` loads.
+        """
+        is_first = self._trainer is None or self.trainer.is_global_zero
+        export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)

@@ -1,0 +1,248 @@
+"""Batches of prompts with finished responses, and their layout as training rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.visibility import position_ids_for
+from lit_dlm.losses.states import NoisyStates, Responses
+from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
+from lit_dlm.ops.noise import sample_seed
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SupervisedExample:
+    """One prompt with its response, tokenised. Host memory."""
+
+    uid: str
+    """Stable name of the sample."""
+    prompt_ids: NDArray[np.int32]
+    """``(P,)`` token ids, chat template included."""
+    response_ids: NDArray[np.int32]
+    """``(n,)`` token ids; shorter than the response region is fine, it gets filled."""
+    steps: NDArray[np.int32] | None = None
+    """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
+    decode_entropy: NDArray[np.float32] | None = None
+    """``(n,)`` predictive entropy in nats at the step that wrote each token, where recorded."""
+    epoch: int = 0
+    """Pass over the data; random masks differ from pass to pass."""
+    is_real: bool = True
+    """``False`` on a copy that only fills a batch: nothing of it is supervised."""
+
+
+@dataclass
+class SupervisedBatch:
+    """Prompts with responses of one length ``G``, on a canvas of ``L = start + G`` columns."""
+
+    ids: Tensor
+    """``(B, L)`` int64: left padding, prompt, response filled with end of text."""
+    pad_mask: Tensor | None
+    """``(B, L)`` bool, ``True`` on real tokens, the fill included; ``None`` without padding."""
+    start: int
+    """First response column."""
+    answer_length: Tensor
+    """``(B,)`` int64 response cells up to the first end of text, which counts; 0 on copies."""
+    steps: Tensor | None
+    """``(B, G)`` int64 steps, -1 where none wrote; ``None`` where a sample has no decode."""
+    decode_entropy: Tensor | None
+    """``(B, G)`` float32 nats; ``None`` where a sample has none."""
+    uids: list[str] = field(default_factory=list)
+    """``B`` names."""
+    epochs: list[int] = field(default_factory=list)
+    """``B`` passes over the data."""
+
+    def seeds(self, seed: int) -> Tensor:
+        """``(B,)`` int64: a seed for every sample and pass, on the device of the batch.
+
+        Args:
+            seed: base seed.
+        """
+        pairs = zip(self.uids, self.epochs, strict=True)
+        seeds = [sample_seed(seed, f"{epoch}:{uid}") for uid, epoch in pairs]
+        return torch.tensor(seeds, dtype=torch.long, device=self.ids.device)
+
+
+def collate_supervised(
+    examples: Sequence[SupervisedExample], *, response_length: int, spec: BackboneSpec
+) -> SupervisedBatch:
+    """Left-pads prompts and fills responses.
+
+    Args:
+        examples: at least one.
+        response_length: cells of every response ``G``; none may be longer.
+        spec: gives padding, end of text and mask ids.
+
+    Returns:
+        The batch, on the CPU.
+
+    Raises:
+        ValueError: a response is longer than the region.
+    """
+    start = max(len(example.prompt_ids) for example in examples)
+    B, G = len(examples), response_length
+    ids = np.full((B, start + G), spec.eos_ids[0], dtype=np.int64)
+    real = np.ones((B, start + G), dtype=bool)
+    answer_length = np.zeros(B, dtype=np.int64)
+    steps = np.full((B, G), -1, dtype=np.int64)
+    entropy = np.zeros((B, G), dtype=np.float32)
+    for row, example in enumerate(examples):  # ragged lists, on the host
+        first, size = start - len(example.prompt_ids), len(example.response_ids)
+        if size > G:
+            raise ValueError(
+                f"{example.uid}: expected at most response_length = {G} tokens, got {size}"
+            )
+        ids[row, :first] = spec.pad_id
+        real[row, :first] = False
+        ids[row, first:start] = example.prompt_ids
+        response = ids[row, start:]
+        response[:size] = example.response_ids
+        if example.is_real:
+            ends = np.flatnonzero(np.isin(response, spec.eos_ids))
+            answer_length[row] = ends[0] + 1 if len(ends) else G
+        if example.steps is not None:
+            steps[row, :size] = example.steps
+        if example.decode_entropy is not None:
+            entropy[row, :size] = example.decode_entropy
+    has_steps = all(example.steps is not None for example in examples)
+    has_entropy = all(example.decode_entropy is not None for example in examples)
+    return SupervisedBatch(
+        ids=torch.from_numpy(ids),
+        pad_mask=None if real.all() else torch.from_numpy(real),
+        start=start,
+        answer_length=torch.from_numpy(answer_length),
+        steps=torch.from_numpy(steps) if has_steps else None,
+        decode_entropy=torch.from_numpy(entropy) if has_entropy else None,
+        uids=[example.uid for example in examples],
+        epochs=[example.epoch for example in examples],
+    )
+
+
+def responses_of(
+    batch: SupervisedBatch, spec: BackboneSpec, *, seed: int, num_padding: int | None
+) -> Responses:
+    """What a corruption sees of a batch.
+
+    Args:
+        batch: the batch.
+        spec: attention layout, and the mask id: a cell that holds it is never a target.
+        seed: base seed of the noise.
+        num_padding: cells of fill behind the answer that may be targets, counted from its end;
+            ``None`` for all.
+
+    Returns:
+        The responses.
+    """
+    tokens = batch.ids[:, batch.start :]
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    length = batch.answer_length[:, None]
+    maskable = columns < (length + num_padding if num_padding is not None else len(columns))
+    maskable = maskable & (length > 0) & (tokens != spec.mask_id)
+    blocks = None
+    if spec.attention == "block":
+        assert spec.block_size is not None
+        origin = batch.start if spec.block_origin == "response" else None
+        canvas = batch.ids.shape[1] if batch.pad_mask is None else batch.pad_mask
+        blocks = block_numbers(canvas, spec.block_size, origin=origin, device=tokens.device)
+        blocks = blocks[:, batch.start :].expand_as(tokens)
+    return Responses(maskable=maskable, seeds=batch.seeds(seed), steps=batch.steps, blocks=blocks)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingRows:
+    """Input of one forward; the arguments of a backbone's ``score_tokens``. ``N`` slots a row."""
+
+    ids: Tensor
+    """``(R, N)`` int64 as the model sees them."""
+    targets: Tensor
+    """``(R, N)`` int64 clean tokens."""
+    rows: Tensor
+    """``(R, N)`` bool slots to score, in the order of the states' supervised cells."""
+    mask: Tensor | None
+    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or ``None``."""
+    position_ids: Tensor | None
+    """``(R, N)`` int64; ``None`` lets the backbone count."""
+    response_start: int | None
+    """First response slot, where the row is a plain canvas."""
+
+
+def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> TrainingRows:
+    """Writes states as rows for one forward, by the attention that the model has.
+
+    Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
+    copy of the response in one row, so that all its blocks are learnt in one forward
+    (:class:`~lit_dlm.ops.masking.TwoCopyLayout`). Causal states keep the clean canvas under a
+    causal mask.
+
+    Args:
+        batch: the batch.
+        states: states of its samples.
+        spec: attention layout, block size and origin, mask id, shift.
+
+    Returns:
+        The rows, ``R`` of them.
+
+    Raises:
+        ValueError: causal states on a model without the right shift, or a block model with it.
+    """
+    clean = batch.ids[states.sample]  # (R, L)
+    hidden = F.pad(states.hidden, (batch.start, 0))
+    supervised = F.pad(states.supervised, (batch.start, 0))
+    pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
+    if not states.causal and spec.attention == "full":
+        return TrainingRows(
+            ids=clean.masked_fill(hidden, spec.mask_id),
+            targets=clean,
+            rows=supervised,
+            mask=pad_mask,
+            position_ids=None,
+            response_start=batch.start,
+        )
+    R, L = clean.shape
+    positions = torch.arange(L, device=clean.device).expand(R, -1)
+    if pad_mask is not None:
+        positions = position_ids_for(pad_mask, spec.positions)
+    if states.causal:
+        if spec.shift != 1:
+            raise ValueError(
+                "corruption: autoregressive training predicts the next token, which needs a model "
+                f"with shift 1, got shift {spec.shift}"
+            )
+        return TrainingRows(
+            ids=clean,
+            targets=clean,
+            rows=supervised,
+            mask=block_causal_visibility(torch.arange(L, device=clean.device)[None], pad_mask),
+            position_ids=positions,
+            response_start=None,
+        )
+    if spec.shift != 0:
+        raise ValueError(
+            "block attention: expected a model with shift 0, because a noisy block's first cell "
+            f"has no predecessor in its copy, got shift {spec.shift}"
+        )
+    assert spec.block_size is not None
+    layout = TwoCopyLayout.trace(
+        batch.start,
+        L,
+        spec.block_size,
+        pad_mask=pad_mask,
+        origin=spec.block_origin,
+        device=clean.device,
+    )
+    targets = clean[:, layout.source]
+    return TrainingRows(
+        ids=targets.masked_fill(hidden[:, layout.source] & layout.is_noisy, spec.mask_id),
+        targets=targets,
+        rows=supervised[:, layout.source] & layout.is_noisy,
+        mask=layout.visibility(),
+        position_ids=layout.positions(positions),
+        response_start=None,
+    )

@@ -1,0 +1,109 @@
+"""One decoder and a list of values: the points of an accuracy-steps curve.
+
+A sweep expands into one named decoder per value, so that a curve takes one entry of a
+configuration::
+
+    sweep:
+      threshold:
+        decoder: {policy: ThresholdPolicy, quota: NoQuota}
+        option: policy.threshold
+        values: [0.5, 0.7, 0.9]
+
+gives the methods ``threshold-0.5``, ``threshold-0.7`` and ``threshold-0.9``, which reports draw as
+one curve.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lit_dlm.decoding import Decoder
+
+_PLUGS = ("policy", "window", "quota", "sampler", "cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A decoder and the values of one of its options."""
+
+    decoder: Decoder
+    """What all points share."""
+    option: str
+    """``{plug}.{option}`` such as ``policy.threshold``, ``window.width`` or
+    ``settings.max_steps``."""
+    values: list[int | float | str | None]
+    """One point each; at least one."""
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("sweep: expected at least one value, got none")
+
+    def decoders(self, name: str) -> dict[str, Decoder]:
+        """``{name}-{value}`` of every point; ``none`` stands for null."""
+        return {
+            f"{name}-{'none' if value is None else value}": with_option(
+                self.decoder, self.option, value
+            )
+            for value in self.values
+        }
+
+
+def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:
+    """All decoders by name, the points of the sweeps behind the given ones.
+
+    Raises:
+        ValueError: two of them have one name.
+    """
+    found = dict(decoders)
+    for name, one in sweep.items():
+        points = one.decoders(name)
+        twice = sorted(found.keys() & points.keys())
+        if twice:
+            raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
+        found |= points
+    return found
+
+
+def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
+    """The same decoder with another value of one option.
+
+    Args:
+        decoder: stays as it is.
+        option: ``{plug}.{option}``.
+        value: the new value; checked as in a configuration.
+
+    Returns:
+        A new decoder; plugs that do not change are shared.
+
+    Raises:
+        ValueError: there is no such plug or option.
+    """
+    plug_name, _, name = option.partition(".")
+    changed = copy.copy(decoder)
+    if plug_name == "settings":
+        known = list(type(decoder.settings).__dataclass_fields__)
+        _check(option, name, known)
+        changed.settings = replace(decoder.settings, **{name: value})
+        return changed
+    if plug_name not in _PLUGS:
+        raise ValueError(
+            f"sweep.option: expected one that begins with {', '.join(_PLUGS)} or settings, "
+            f"got {option!r}"
+        )
+    plug = getattr(decoder, plug_name)
+    known = [key for key in inspect.signature(type(plug)).parameters if hasattr(plug, key)]
+    _check(option, name, known)
+    arguments = {key: getattr(plug, key) for key in known}
+    setattr(changed, plug_name, type(plug)(**{**arguments, name: value}))
+    return changed
+
+
+def _check(option: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise ValueError(
+            f"sweep.option: {option!r} is unknown; known there: {', '.join(known) or 'none'}"
+        )

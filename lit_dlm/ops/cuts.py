@@ -1,0 +1,101 @@
+"""Where a recorded decode is cut into what is shown and what is to be learnt (TABOM, 2605.11854).
+
+A cut is a step: before it, tokens are shown; :func:`lit_dlm.ops.masking.time_delay_mask` does the
+rest. A cut of -1 says that a row has none: everything is hidden and nothing is learnt from it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CutRange = Literal["full", "reference"]
+
+
+def last_cuts(
+    steps: Tensor, maskable: Tensor, *, window: int, cut_range: CutRange = "full"
+) -> Tensor:
+    """The largest cut that may be drawn for each row.
+
+    Args:
+        steps: ``(..., L)`` integer, the step that wrote each response position, or -1.
+        maskable: ``(..., L)`` bool, positions that may be supervised.
+        window: steps that are supervised.
+        cut_range: ``full`` lets the cut reach the last step, where windows end early, so that every
+            step is supervised and no row is lost. ``reference`` is the release's: at most the last
+            step less the window, so the last step is never supervised and a row of ``window`` steps
+            or fewer has no cut.
+
+    Returns:
+        ``(...)`` int64; -1 for a row without any cut.
+
+    Raises:
+        ValueError: the range is unknown or the window is not positive.
+    """
+    if window < 1:
+        raise ValueError(f"window: expected at least 1, got {window}")
+    if cut_range not in ("full", "reference"):
+        raise ValueError(f"cut_range: expected 'full' or 'reference', got {cut_range!r}")
+    last_step = torch.where(maskable, steps.long(), -1).amax(dim=-1)
+    if cut_range == "full":
+        return last_step
+    return (last_step - window).clamp_min(-1)
+
+
+def uniform_cuts(last: Tensor, noise: Tensor) -> Tensor:
+    """Draws a cut uniformly from ``0..last``.
+
+    Args:
+        last: ``(B,)`` int64 from :func:`last_cuts`.
+        noise: ``(B,)`` float64 uniform in (0, 1).
+
+    Returns:
+        ``(B,)`` int64; -1 where ``last`` is.
+    """
+    # Rounding must not lead behind the end.
+    drawn = (noise * (last + 1)).long().minimum(last)
+    return torch.where(last >= 0, drawn, -1)
+
+
+def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor) -> Tensor:
+    """Draws a cut among the steps at which something was decoded out of order.
+
+    The code recipe of TABOM's release for Dream. Each distinct step is equally likely; a row
+    without such a step gets a uniform cut.
+
+    Args:
+        last: ``(B,)`` int64 from :func:`last_cuts`.
+        steps: ``(B, L)`` integer steps, or -1.
+        is_non_ltr: ``(B, L)`` bool, see :func:`non_ltr_positions`.
+        noise: ``(B,)`` float64 uniform in (0, 1).
+
+    Returns:
+        ``(B,)`` int64; -1 where ``last`` is.
+    """
+    wanted = is_non_ltr & (steps >= 0) & (steps <= last[:, None])
+    ordered = torch.where(wanted, steps.long(), -1).sort(dim=1).values
+    is_first = torch.ones_like(wanted)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    is_first &= ordered >= 0
+    count = is_first.sum(1)
+    chosen = (noise * count).long().minimum(count - 1)  # number among the distinct steps
+    is_chosen = is_first & (is_first.cumsum(1) - 1 == chosen[:, None])
+    drawn = torch.where(is_chosen, ordered, -1).amax(1)
+    return torch.where(count > 0, drawn, uniform_cuts(last, noise))
+
+
+def non_ltr_positions(steps: Tensor) -> Tensor:
+    """Positions written before a position to their left.
+
+    The release's data carry a list made by a script that was not published; this is our reading of
+    its name.
+
+    Args:
+        steps: ``(..., L)`` integer steps, or -1.
+
+    Returns:
+        ``(..., L)`` bool: written, and some position to the left was written at a later step.
+    """
+    return (steps >= 0) & (steps.cummax(dim=-1).values > steps)

@@ -1,0 +1,138 @@
+"""Sums of two long numbers: where the order of decoding decides.
+
+Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. A digit of the
+sum needs the carry from its right. Where the digits of a column add up to nine the carry only passes
+through, so a run of such columns hides it from everything to the left: written from the right each
+digit is easy, written in another order some are a guess. Decoding by confidence is reported to fail
+on such carries (arXiv 2605.29123).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+
+_ANSWER = re.compile(r"\d+")
+
+
+def draw_addition(rng: random.Random, *, num_digits: int, nine_share: float) -> Problem:
+    """Draws one sum of either split.
+
+    Args:
+        rng: the generator that decides everything.
+        num_digits: width of both numbers.
+        nine_share: chance of a column to add up to nine; one in ten would by itself.
+
+    Returns:
+        The problem; its reference holds ``a``, ``b`` and the ``answer`` of ``num_digits + 1`` digits.
+    """
+    columns = []
+    for _ in range(num_digits):
+        a = rng.randint(0, 9)
+        columns.append((a, 9 - a if rng.random() < nine_share else rng.randint(0, 9)))
+    first, second = ("".join(str(column[row]) for column in columns) for row in (0, 1))
+    total = int(first) + int(second)
+    return Problem(
+        key=f"{first}+{second}",
+        text=f"{first}+{second}",
+        reference={"a": first, "b": second, "answer": f"{total:0{num_digits + 1}d}"},
+    )
+
+
+def longest_carry(first: str, second: str) -> int:
+    """Longest way of a carry: columns that it passes through after the one where it begins.
+
+    Args:
+        first: digits of one number.
+        second: digits of the other, of the same width.
+
+    Returns:
+        0 where no carry passes through any column.
+    """
+    longest = passed = 0
+    carried = False
+    for one, two in zip(reversed(first), reversed(second), strict=True):
+        total = int(one) + int(two)
+        passed = passed + 1 if carried and total == 9 else 0
+        carried = total > 9 or (carried and total == 9)
+        longest = max(longest, passed)
+    return longest
+
+
+class Addition(Task):
+    """Generated sums, see the module."""
+
+    name = "addition"
+    runs_code = False
+
+    def __init__(
+        self,
+        split: str = "test",
+        num_examples: int = 500,
+        seed: int = 0,
+        *,
+        num_digits: int = 8,
+        nine_share: float = 0.4,
+    ) -> None:
+        """Sets up one split.
+
+        Args:
+            split: ``train`` or ``test``; a hash of the numbers decides, the seed does not.
+            num_examples: how many distinct problems :meth:`examples` lists.
+            seed: seed of that list.
+            num_digits: width of both numbers; the sum has one digit more.
+            nine_share: chance of a column to add up to nine, which makes long carries.
+
+        Raises:
+            ValueError: an unknown split or a number out of range.
+        """
+        if num_digits < 1:
+            raise ValueError(f"addition.num_digits: expected at least 1, got {num_digits}")
+        if not 0.0 <= nine_share <= 1.0:
+            raise ValueError(f"addition.nine_share: expected 0..1, got {nine_share}")
+        self.split: str = check_split(self.name, split)
+        self.num_examples = num_examples
+        self.seed = seed
+        self.num_digits = num_digits
+        self.nine_share = nine_share
+        self._draw = partial(draw_addition, num_digits=num_digits, nine_share=nine_share)
+
+    def examples(self) -> Sequence[PromptExample]:
+        """Lists the problems, all distinct."""
+        return generated_examples(
+            self._draw,
+            task=self.name,
+            split=check_split(self.name, self.split),
+            num_examples=self.num_examples,
+            seed=self.seed,
+        )
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        """Draws a training problem and its sum."""
+        problem = draw_of_split(self._draw, rng, split="train")
+        return problem.text, str(problem.reference["answer"])
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The sum, with leading zeros."""
+        return str(example.reference["answer"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """Finds the first run of digits."""
+        found = _ANSWER.search(completion)
+        return found[0] if found else None
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Right if every digit is, leading zeros included."""
+        answer = self.extract(example, completion)
+        if answer is None:
+            return Verdict(status="no_answer", detail="no digit in the completion")
+        wanted = str(example.reference["answer"])
+        if answer == wanted:
+            return Verdict(status="right", answer=answer)
+        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")

@@ -1,0 +1,92 @@
+"""The discrimination score against a slow loop, and its callback in a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from callbacks.discrimination import DiscriminationScore
+from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, prompt_canvas
+from lit_dlm.losses.corruption import RandomMasking
+from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
+from lit_dlm.modules.sft import SFTModule
+from lit_dlm.ops.discrimination import entropy_variance
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from tests.finetuning import VOCAB, Data, examples, run, small
+
+
+def test_variance_by_hand() -> None:
+    """Row 0: values 1, 3 of mean 2, variance 1. Row 1 has one position and does not count."""
+    entropy = torch.tensor([[1.0, 9.0, 3.0], [5.0, 1.0, torch.nan]])
+    chosen = torch.tensor([[True, False, True], [True, False, False]])
+    variance, counts = entropy_variance(entropy, chosen)
+    assert variance.tolist() == [1.0, 0.0]
+    assert counts.tolist() == [True, False]
+
+
+def test_curve_equals_a_slow_loop_over_recorded_entropies() -> None:
+    """A third of all ids ends an answer. Stored entropies are float16, hence the tolerance."""
+    ends_of_text = tuple(range(3, 11))
+    backbone = small(eos_ids=ends_of_text)
+    observer, capture = (
+        DiscriminationObserver(),
+        TrajectoryCapture(vocab_size=VOCAB, level="signals"),
+    )
+    prompts = [torch.arange(3, 4 + row) for row in range(6)]
+    canvas = prompt_canvas(prompts, response_length=8, spec=backbone.spec, seeds=range(6))
+    Decoder(policy=EntropyPolicy())(backbone, canvas, [observer, capture])
+    by_step: dict[int, list[float]] = {}
+    saw_end = False
+    for record in capture.trajectories([f"x/{row}" for row in range(6)]):
+        values: dict[int, list[float]] = {}
+        rows = zip(record.masked_rows().tolist(), record.signals["step_entropy"], strict=True)
+        for (step, position), entropy in rows:
+            ends = np.flatnonzero(np.isin(record.state_at(step), ends_of_text))
+            saw_end |= len(ends) > 0
+            if not len(ends) or position < ends[0]:
+                values.setdefault(step, []).append(float(entropy))
+        for step, found in values.items():
+            if len(found) > 1:
+                by_step.setdefault(step, []).append(float(np.var(found)))
+    score, curve = score_curve(*observer.totals())
+    wanted = [float(np.mean(by_step[step])) for step in sorted(by_step)]
+    assert saw_end
+    assert curve[: len(wanted)] == pytest.approx(wanted, abs=2e-3)
+    assert score == pytest.approx(np.mean(wanted), abs=2e-3)
+    assert not any(curve[len(wanted) :])
+
+
+def tuned(**sampler: object) -> SFTModule:
+    decoder = Decoder(policy=EntropyPolicy(), sampler=Sampler(**sampler))  # type: ignore[arg-type]
+    return SFTModule(
+        small(), tokenizer="tiny", corruption=RandomMasking(), decoders={"entropy": decoder}
+    )
+
+
+def test_the_callback_measures_before_training_and_after_every_epoch(tmp_path: Path) -> None:
+    callback = DiscriminationScore(str(tmp_path / "tds"), num_prompts=4, batch_size=3)
+    run(tuned(), Data(examples(), batch_size=4), tmp_path, steps=4, callbacks=(callback,))
+    found = json.loads((tmp_path / "tds" / "discrimination.json").read_text())
+    assert list(found["scores"]) == ["start", "epoch 0", "epoch 1"]
+    assert all(len(curve) <= 8 for curve in found["curves"].values())
+    assert (tmp_path / "tds" / "discrimination.png").stat().st_size > 1000
+    again = DiscriminationScore(str(tmp_path / "again"))
+    again.load_state_dict(callback.state_dict())
+    assert again.scores == callback.scores
+
+
+def test_filtered_entropies_are_refused(tmp_path: Path) -> None:
+    callback = DiscriminationScore(str(tmp_path))
+    module = tuned(top_p=0.9, score_on="filtered")
+    with pytest.raises(ValueError, match="score_on: raw"):
+        run(module, Data(examples(), batch_size=4), tmp_path, steps=1, callbacks=(callback,))
+
+
+def test_an_unknown_method_is_named(tmp_path: Path) -> None:
+    callback = DiscriminationScore(str(tmp_path), method="random")
+    with pytest.raises(ValueError, match=r"decoders \(entropy\), got 'random'"):
+        run(tuned(), Data(examples(), batch_size=4), tmp_path, steps=1, callbacks=(callback,))

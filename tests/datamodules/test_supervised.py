@@ -1,0 +1,232 @@
+"""Supervised data: every source, filters, overlong samples, splits, and errors that name a row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datamodules.supervised import SupervisedDataModule
+from datamodules.supervised_sources import (
+    ModelFacts,
+    RecordedDecodes,
+    ResponsesFile,
+    TABOMFile,
+    TaskReferences,
+)
+from lit_dlm.backbones import BackboneSpec, load_tokenizer
+from lit_dlm.tasks import WordProblems
+from lit_dlm.trajectories.exporters import tabom_row
+from tests.finetuning import EOS, MASK, PAD, Data, examples, small
+from tests.traces import VOCAB, recorded, small_backbone, write_shards
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelFacts:
+    spec = BackboneSpec(family="tiny", mask_id=MASK, pad_id=PAD, eos_ids=(EOS,))
+    return ModelFacts(tokenizer=load_tokenizer("tiny"), spec=spec, vocab_size=VOCAB)
+
+
+def rows(path: Path, *lines: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_references_of_a_task_are_right_answers_behind_the_chat_template(model: ModelFacts) -> None:
+    task = WordProblems("train", num_examples=3)
+    found = list(TaskReferences([task]).examples(model))
+    for example, problem in zip(found, task.examples(), strict=True):
+        assert example.uid == problem.uid
+        assert example.steps is None
+        assert example.response_ids[-1] == EOS
+        text = model.tokenizer.decode(example.response_ids[:-1])
+        assert task.grade(problem, text).is_correct
+        prompt = model.tokenizer.decode(example.prompt_ids)
+        assert prompt.startswith("<|user|>")
+        assert prompt.endswith("<|assistant|>")
+
+
+def test_files_may_hold_messages_or_a_prompt_and_a_response(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    lines = [
+        {"messages": turns},
+        {"prompt": "2+3", "response": "5"},
+        {"instruction": "2+3", "input": "", "output": "5"},
+        {"question": "2+3", "answer": "5"},
+    ]
+    path = rows(tmp_path / "a.jsonl", *lines)
+    first, *others = ResponsesFile(path).examples(model)
+    assert model.tokenizer.decode(first.response_ids[:-1]) == "5"
+    for other in others:
+        assert other.prompt_ids.tolist() == first.prompt_ids.tolist()
+        assert other.response_ids.tolist() == first.response_ids.tolist()
+    assert [e.uid for e in [first, *others]] == [f"a/{n:06d}" for n in range(4)]
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(path).read_bytes()))
+    assert [e.uid for e in ResponsesFile(str(packed), limit=2).examples(model)] == [
+        "a/000000",
+        "a/000001",
+    ]
+
+
+def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    records = recorded(small_backbone(), 12)
+    shards = write_shards(tmp_path / "shards", records)
+    right = {record.uid: record for record in records if record.meta["correct"]}
+    found = list(RecordedDecodes(shards).examples(model))
+    assert {example.uid for example in found} == set(right)
+    for example in found:
+        record = right[example.uid]
+        assert example.response_ids.tolist() == record.tokens.tolist()
+        assert example.steps.tolist() == record.commit_step.tolist()
+    assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 12
+    assert len(list(RecordedDecodes(shards, limit=3).examples(model))) == 3
+    other = replace(model, spec=replace(model.spec, mask_id=5))
+    with pytest.raises(ValueError, match="mask id 2, expected 5"):
+        list(RecordedDecodes(shards).examples(other))
+
+
+def test_recorded_entropies_are_those_of_the_step_that_wrote(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    """One token a step from the right: at its step, position p is row (2 - p) of the open ones."""
+    record = recorded(small_backbone(), 1, response_length=3)[0]
+    record = replace(
+        record,
+        commit_step=np.array([2, 1, 0]),
+        signals={"step_entropy": np.array([9, 9, 0.5, 9, 0.25, 0.125], dtype=np.float16)},
+    )
+    shards = write_shards(tmp_path / "shards", [record])
+    (example,) = RecordedDecodes(shards, only_correct=False).examples(model)
+    assert example.decode_entropy.tolist() == [0.125, 0.25, 0.5]
+
+
+def test_tabom_files_give_the_same_examples_as_the_shards(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    records = recorded(small_backbone(), 6)
+    path = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
+    found = list(TABOMFile(path).examples(model))
+    for example, record in zip(found, records, strict=True):
+        assert example.prompt_ids.tolist() == record.prompt_ids.tolist()
+        assert example.response_ids.tolist() == record.tokens.tolist()
+        assert example.steps.tolist() == record.commit_step.tolist()
+    assert list(TABOMFile(path, methods=["credit"]).examples(model)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"text": "x"}, r"a\.jsonl.*1.*expected 'messages', or one of prompt"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "at least two turns"),
+        (
+            {"messages": [{"role": "user", "content": "x"}] * 2},
+            "the last of 'messages' must be the assistant's, got role 'user'",
+        ),
+        ({"prompt": 3, "response": "x"}, "field 'prompt' must be a text"),
+    ],
+)
+def test_bad_rows_are_named(
+    tmp_path: Path, model: ModelFacts, line: dict[str, Any], message: str
+) -> None:
+    path = rows(tmp_path / "a.jsonl", line)
+    with pytest.raises(ValueError, match=message):
+        list(ResponsesFile(path).examples(model))
+
+
+def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) -> None:
+    record = replace(recorded(small_backbone(), 1)[0], meta={})
+    shards = write_shards(tmp_path / "shards", [record])
+    with pytest.raises(ValueError, match=r"only_correct: record .* was not graded"):
+        list(RecordedDecodes(shards).examples(model))
+
+
+def test_end_tokens_must_end_an_answer(model: ModelFacts) -> None:
+    source = TaskReferences([WordProblems("train", num_examples=1)], end_token="<|user|>")
+    with pytest.raises(ValueError, match="end_token: expected a token that ends an answer"):
+        list(source.examples(model))
+
+
+class Fixed:
+    """A source of given examples."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def examples(self, model: ModelFacts) -> Any:
+        return iter(self.given)
+
+
+def read(model: ModelFacts, *given: Any, **options: Any) -> list[Any]:
+    values: dict[str, Any] = {"response_length": 8, "max_prompt_length": 3}
+    data = SupervisedDataModule([Fixed(*given)], **{**values, **options})
+    return list(data._read(model))
+
+
+def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
+    model: ModelFacts, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = examples(8)  # prompts of 1, 2, 3, 4, 1, ... tokens, responses of 8
+    kept = read(model, *given, response_length=5)
+    assert [len(e.prompt_ids) for e in kept] == [1, 2, 3, 1, 2, 3]
+    assert all(len(e.response_ids) == len(e.steps) == 5 for e in kept)
+    assert "left out 2 examples whose prompt has more than 3 tokens" in caplog.text
+    assert read(model, *given, response_length=5, overlong="drop") == []
+    assert [e.uid for e in read(model, *given, limit=2)] == [e.uid for e in given[:2]]
+
+
+def test_a_missing_order_is_left_to_right_on_demand_only(model: ModelFacts) -> None:
+    given = replace(examples(1)[0], steps=None)
+    assert read(model, given)[0].steps is None
+    assert read(model, given, missing_order="ltr")[0].steps.tolist() == list(range(8))
+
+
+def test_equal_uids_are_refused(model: ModelFacts) -> None:
+    with pytest.raises(ValueError, match="two examples have the uid 'fake/train/00000'"):
+        read(model, *examples(1), *examples(1))
+
+
+def test_validation_and_training_share_no_prompt_and_lose_none() -> None:
+    data = Data(examples(40), batch_size=4, val_fraction=0.3)
+    data.set_examples(data.given, small().spec)
+    both = sorted([*data.train_numbers.tolist(), *data.val_numbers.tolist()])
+    assert both == list(range(40))
+    assert 3 < len(data.val_numbers) < 25
+    seen = [uid for batch in data.val_dataloader() for uid in batch.uids]
+    assert set(seen) == {data.given[number].uid for number in data.val_numbers}
+    assert len(data.probe_prompts(3)) == 3
+
+
+def test_no_example_is_an_error() -> None:
+    data = Data([], batch_size=4)
+    with pytest.raises(ValueError, match="no training example is left of 0"):
+        data.set_examples([], small().spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"response_length": 0}, "response_length"),
+        ({"overlong": "split"}, "overlong"),
+        ({"missing_order": "rtl"}, "missing_order"),
+        ({"val_fraction": 1.0}, "val_fraction"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+def test_bad_settings_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SupervisedDataModule([Fixed()], **options)  # type: ignore[list-item]
+
+
+def test_sources_are_needed() -> None:
+    with pytest.raises(ValueError, match="sources: expected at least one"):
+        SupervisedDataModule([])

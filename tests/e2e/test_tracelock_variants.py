@@ -1,0 +1,123 @@
+"""Beyond one policy: two processes, an autoencoder, a second round and a sweep, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.trajectories.shards import TrajectoryShardReader
+from tests.e2e.runs import ROOT, finished, results, run, start
+
+pytestmark = pytest.mark.slow
+
+EXP = ROOT / "configs" / "exp"
+CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+TASK = "[{{class_path: WordProblems, init_args: {{split: {}, num_examples: {}}}}}]"
+QUIET = "--trainer.enable_progress_bar=false"
+
+
+def generate(name: str, run_dir: Path, *flags: str) -> list[str]:
+    return [
+        "predict",
+        f"--config={EXP / name}",
+        f"--run_dir={run_dir}",
+        f"--data.init_args.tasks={TASK.format('train', 24)}",
+        "--data.init_args.batch_size=12",
+        "--model.init_args.hidden_rank=8",
+        "--model.init_args.delta_rank=4",
+        *CPU,
+        *flags,
+    ]
+
+
+def fit(name: str, run_dir: Path, *flags: str) -> list[str]:
+    return [
+        "fit",
+        f"--config={EXP / name}",
+        f"--run_dir={run_dir}",
+        "--trainer.max_steps=6",
+        "--trainer.val_check_interval=3",
+        "--data.init_args.batch_size=8",
+        "--data.init_args.val_fraction=0.3",
+        QUIET,
+        *flags,
+    ]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces and the policy of a first round; half of every answer counts as right."""
+    run_dir = tmp_path_factory.mktemp("first") / "run"
+    decoders = "--model.init_args.decoders={threshold: {policy: ThresholdPolicy, quota: NoQuota}}"
+    grade = "--trainer.callbacks.init_args.grade=true"
+    run(*generate("generate_tiny.yaml", run_dir, decoders, grade,
+                  "--model.init_args.projector_prompts=8"))  # fmt: skip
+    run(*fit("tracelock_tiny.yaml", run_dir))
+    return run_dir
+
+
+@pytest.mark.ddp
+def test_two_processes_train_like_one(first: Path, tmp_path: Path) -> None:
+    """Half the batch on each of two processes: the same weights up to the order of sums."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(first / name)
+    flags = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
+    finished(start(*fit("tracelock_tiny.yaml", tmp_path, *flags)))
+    one, two = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in (first, tmp_path)
+    )
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_an_autoencoder_replaces_the_principal_components(first: Path, tmp_path: Path) -> None:
+    (tmp_path / "traces").symlink_to(first / "traces")
+    run(*fit("projector_tiny.yaml", tmp_path, "--model.init_args.hidden_rank=8",
+             "--model.init_args.delta_rank=4"))  # fmt: skip
+    run(*fit("tracelock_tiny.yaml", tmp_path, "--data.init_args.source=tokens",
+             f"--model.init_args.projector={tmp_path / 'autoencoder'}"))  # fmt: skip
+    scorer = AcceptanceScorer.load(tmp_path / "policy")
+    assert scorer.projector.config.kind == "autoencoder"
+
+
+def test_second_round_mixes_traces_of_the_policy_itself(first: Path, tmp_path: Path) -> None:
+    for name in ("traces", "projector", "policy"):
+        (tmp_path / name).symlink_to(first / name)
+    run(*generate("generate_tiny_round2.yaml", tmp_path))
+    traces = list(TrajectoryShardReader(tmp_path / "traces_round2", features=True))
+    assert len(traces) == 24
+    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock-0.9", "tracelock-0.99"}
+    run(*fit("tracelock_tiny_round2.yaml", tmp_path, "--data.init_args.only_correct=false"))
+    one, two = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("policy", "policy_round2")
+    )
+    assert any(not torch.equal(two[name], one[name]) for name in one)
+
+
+def test_one_file_sweeps_the_front(first: Path, tmp_path: Path) -> None:
+    (tmp_path / "policy").symlink_to(first / "policy")
+    run(
+        "predict",
+        f"--config={EXP / 'sweep_tiny.yaml'}",
+        f"--run_dir={tmp_path}",
+        f"--data.init_args.tasks={TASK.format('test', 4)}",
+        "--data.init_args.methods=[entropy-8, threshold-0.5, threshold-0.9, tracelock-0.9, "
+        "tracelock-cap-2]",
+        *CPU,
+    )
+    rows = results(tmp_path / "sweep")
+    assert {len(group) for group in rows.values()} == {4}
+    assert all(row.nfe == 4 for row in rows["word_problems", "entropy-8"])
+    records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    assert [r["method"] for r in records] == [
+        "entropy-8", "threshold-0.5", "threshold-0.9", "tracelock-0.9", "tracelock-cap-2",
+    ]  # fmt: skip
+    assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

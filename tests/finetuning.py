@@ -1,0 +1,145 @@
+"""Small models, examples and runs for tests of fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from datamodules.supervised import SupervisedDataModule
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.states import NoisyStates
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample
+
+VOCAB, G = 24, 8
+MASK, PAD, EOS = 2, 0, 1
+
+
+def small(*, lora: bool = True, **changes: object) -> HFBackbone:
+    """Two layers; the adapter is not the identity, so that nothing hides behind zeros."""
+    torch.manual_seed(0)
+    values: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "initializer_range": 0.3,
+        "mask_id": MASK,
+        "pad_id": PAD,
+        "eos_ids": (EOS,),
+    }
+    model = HFBackbone(
+        architecture=Architecture(**{**values, **changes}),  # type: ignore[arg-type]
+        trainable=not lora,
+        lora=LoRASettings(rank=2, alpha=4.0, targets="all") if lora else None,
+    )
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(value, std=0.2)
+    return model
+
+
+def examples(count: int = 8, *, never: tuple[int, ...] = ()) -> list[SupervisedExample]:
+    """Decodes of ``G`` random tokens in random order; those numbered in ``never`` have no step."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        steps = rng.permutation(G).astype(np.int32)
+        found.append(
+            SupervisedExample(
+                uid=f"fake/train/{number:05d}",
+                prompt_ids=rng.integers(3, VOCAB, 1 + number % 4).astype(np.int32),
+                response_ids=rng.integers(3, VOCAB, G).astype(np.int32),
+                steps=np.full(G, -1, np.int32) if number in never else steps,
+                decode_entropy=rng.random(G).astype(np.float32),
+            )
+        )
+    return found
+
+
+class Data(SupervisedDataModule):
+    """A data module over given examples, without any source."""
+
+    def __init__(self, given: list[SupervisedExample], **options: Any) -> None:
+        super().__init__([object()], response_length=G, **options)  # type: ignore[list-item]
+        self.given = given
+
+    def setup(self, stage: str | None = None) -> None:
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        self.set_examples(self.given, module.backbone.spec)
+
+
+class Watch(Callback):
+    """Notes uids, passes and cuts of every training batch, and its loss."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[list[str], list[int], list[int]]] = []
+        self.losses: list[float] = []
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        draw = pl_module.corruption.states
+        self.cuts: list[int] = []
+
+        def watched(responses: Any) -> NoisyStates:
+            states = draw(responses)
+            self.cuts = [] if states.cut is None else states.cut.tolist()
+            return states
+
+        pl_module.corruption.states = watched
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: SupervisedBatch, batch_idx: int
+    ) -> None:
+        self.batches.append((batch.uids, batch.epochs, self.cuts))
+        self.losses.append(float(outputs["loss"]))
+
+
+def run(
+    module: FinetuneModule,
+    data: SupervisedDataModule,
+    folder: Path,
+    *,
+    steps: int,
+    total: int = 6,
+    resume: Path | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    **options: Any,
+) -> Trainer:
+    """Trains up to ``steps`` of a run of ``total`` and saves a checkpoint ``run.ckpt``."""
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            trainer.should_stop = trainer.global_step >= steps
+
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **options}
+    trainer = Trainer(
+        max_steps=total,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        callbacks=[*callbacks, Stop()],
+        **settings,
+    )
+    trainer.fit(module, data, ckpt_path=resume, weights_only=True if resume else None)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    return trainer
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    """What a run may change."""
+    return {
+        name: value.detach().clone()
+        for name, value in module.named_parameters()
+        if value.requires_grad
+    }

@@ -1,0 +1,219 @@
+"""Corruptions: which cells they hide and supervise, and that their noise belongs to the sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dlm.losses.corruption import (
+    Autoregressive,
+    FixedRatio,
+    RandomMasking,
+    SemiAutoregressive,
+    TimeDelay,
+    TraceMasking,
+)
+from lit_dlm.losses.grouping import NEVER, group_rows, step_groups
+from lit_dlm.losses.states import Responses, target_weights
+
+
+def responses(B: int = 4, G: int = 8, **changes: Any) -> Responses:
+    """Answers of 6 cells and two of padding; one cell a step, from the right."""
+    maskable = (torch.arange(G) < 6).expand(B, -1)
+    values: dict[str, Any] = {
+        "maskable": maskable,
+        "seeds": torch.arange(B) + 100,
+        "steps": torch.where(maskable, 5 - torch.arange(G), -1),
+    }
+    return Responses(**{**values, **changes})
+
+
+ALL = [
+    RandomMasking(copies=3, weight="1/t"),
+    RandomMasking(level="token"),
+    FixedRatio(ratio=(0.3, 0.6)),
+    SemiAutoregressive(block_size=2, rows_per_sample=2),
+    SemiAutoregressive(block_size=4, order="trace"),
+    TraceMasking(shrink=2),
+    TraceMasking(rows_per_sample=2),
+    Autoregressive(),
+    TimeDelay(window=2),
+    TimeDelay(window=2, cut_sampler="non_ltr", cut_range="reference"),
+]
+
+
+@pytest.mark.parametrize("corruption", ALL, ids=lambda c: type(c).__name__)
+def test_noise_belongs_to_the_sample_and_not_to_the_batch(corruption: Any) -> None:
+    whole = corruption.states(responses())
+    kept = torch.tensor([3, 1])
+    full = responses()
+    part = corruption.states(
+        Responses(maskable=full.maskable[kept], seeds=full.seeds[kept], steps=full.steps[kept])
+    )
+    for row, number in enumerate(kept.tolist()):
+        for name in ("hidden", "supervised", "weight"):
+            one = getattr(whole, name)[whole.sample == number]
+            other = getattr(part, name)[part.sample == row]
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("corruption", ALL[:-3], ids=lambda c: type(c).__name__)
+def test_only_hidden_cells_of_the_answer_are_targets_and_padding_stays_hidden(
+    corruption: Any,
+) -> None:
+    states = corruption.states(responses())
+    assert not (states.supervised & ~states.hidden).any()
+    assert not states.supervised[:, 6:].any()
+    assert states.hidden[:, 6:].all()
+    assert ((states.weight > 0) == states.supervised).all()
+
+
+@pytest.mark.parametrize(
+    "corruption", [RandomMasking(), FixedRatio(ratio=0.5), TimeDelay(window=2)]
+)
+def test_another_seed_gives_other_states(corruption: Any) -> None:
+    one = corruption.states(responses(B=64))
+    two = corruption.states(responses(B=64, seeds=torch.arange(64)))
+    assert not torch.equal(one.hidden, two.hidden)
+
+
+def test_random_masking_has_one_level_per_row() -> None:
+    """Share of hidden cells of 400 rows: variance 1/12 + 1/(6 G) with one level per row, against
+    1/(4 G) with a level per cell; G = 64 gives 0.0859 and 0.0039."""
+    wide = Responses(maskable=torch.ones(400, 64, dtype=torch.bool), seeds=torch.arange(400))
+    shares = RandomMasking().states(wide).supervised.float().mean(1)
+    assert shares.var().item() == pytest.approx(1 / 12 + 1 / 384, rel=0.15)
+    shares = RandomMasking(level="token").states(wide).supervised.float().mean(1)
+    assert shares.var().item() == pytest.approx(1 / 256, rel=0.25)
+
+
+def test_weight_one_over_t_estimates_the_mean_of_every_cell() -> None:
+    """Each hidden cell weighs 1 / (t n): summed over a row its expectation is 1. Levels from 0.2
+    keep the variance of a row below 4, so 2000 rows have a standard error below 0.05."""
+    wide = Responses(maskable=torch.ones(2000, 8, dtype=torch.bool), seeds=torch.arange(2000))
+    states = RandomMasking(min_t=0.2, weight="1/t").states(wide)
+    assert states.weight.sum(1).mean().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_fixed_ratio_hides_the_rounded_share_of_the_answer() -> None:
+    """Of 6 cells: 0.75 x 6 = 4.5, which rounds to 4 (half to even); 0.01 still hides one."""
+    assert FixedRatio(ratio=0.75).states(responses()).supervised.sum(1).tolist() == [4] * 4
+    assert FixedRatio(ratio=0.01).states(responses()).supervised.sum(1).tolist() == [1] * 4
+
+
+def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> None:
+    states = SemiAutoregressive(block_size=4, min_p=1.0, max_p=1.0).states(responses(B=1))
+    assert states.hidden.int().tolist() == [[1] * 8, [0, 0, 0, 0, 1, 1, 1, 1]]
+    assert states.supervised.int().tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0, 0],
+    ]
+
+
+def test_sliced_blocks_may_follow_the_trace() -> None:
+    """Decoded from the right: the first block of two holds cells 5 and 4."""
+    states = SemiAutoregressive(block_size=2, min_p=1.0, max_p=1.0, order="trace").states(
+        responses(B=1)
+    )
+    assert states.supervised[0].nonzero().flatten().tolist() == [4, 5]
+    assert states.hidden[1].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_trace_states_replay_the_decode_in_groups_of_steps() -> None:
+    """Steps 5..0 from the left, two to a group: cells (4, 5), then (2, 3), then (0, 1)."""
+    states = TraceMasking(shrink=2).states(responses(B=1))
+    assert states.supervised[:, :6].int().tolist() == [
+        [0, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+    ]
+    assert states.hidden[:, :6].int().tolist() == [
+        [1, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+    ]
+    assert states.hidden[:, 6:].all()
+
+
+def test_trace_states_of_a_block_model_step_through_all_blocks_at_once() -> None:
+    """Blocks of 3 with steps (2, 0, 0) and (1, 5, 3): groups (1, 0, 0) and (0, 2, 1)."""
+    states = TraceMasking().states(
+        Responses(
+            maskable=torch.ones(1, 6, dtype=torch.bool),
+            seeds=torch.zeros(1, dtype=torch.long),
+            steps=torch.tensor([[2, 0, 0, 1, 5, 3]]),
+            blocks=torch.tensor([[0, 0, 0, 1, 1, 1]]),
+        )
+    )
+    assert states.supervised.int().tolist() == [
+        [0, 1, 1, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 1, 0],
+    ]
+    assert states.hidden.int().tolist() == [
+        [1, 1, 1, 1, 1, 1],
+        [1, 0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1, 0],
+    ]
+
+
+def test_rows_per_sample_draws_distinct_groups() -> None:
+    groups = step_groups(torch.arange(9).expand(50, -1), torch.ones(50, 9, dtype=torch.bool))
+    sample, group = group_rows(groups, 4, torch.arange(50), stream=1)
+    assert torch.bincount(sample).tolist() == [4] * 50
+    assert len({(s, g) for s, g in zip(sample.tolist(), group.tolist(), strict=True)}) == 200
+    assert set(group.tolist()) == set(range(9))
+
+
+def test_groups_leave_out_what_no_step_wrote() -> None:
+    members = torch.tensor([[True, True, False, True]])
+    assert step_groups(torch.tensor([[7, -1, 3, 2]]), members).tolist() == [[1, NEVER, NEVER, 0]]
+
+
+def test_time_delay_equals_its_mask_at_the_drawn_cut() -> None:
+    states = TimeDelay(window=2).states(responses(B=32))
+    steps = responses(B=32).steps
+    cut = states.cut[:, None]
+    assert set(states.cut.tolist()) == set(range(6))
+    assert torch.equal(states.hidden, (steps < 0) | (steps >= cut))
+    assert torch.equal(states.supervised, (steps >= cut) & (steps < cut + 2))
+
+
+def test_reference_range_leaves_short_decodes_without_a_target() -> None:
+    states = TimeDelay(window=6, cut_range="reference").states(responses())
+    assert states.cut.tolist() == [-1] * 4
+    assert states.hidden.all()
+    assert states.num_units() == 0
+
+
+def test_weights_by_hand() -> None:
+    """Three targets of an answer of four cells: 1/3 each, or 1/4 each."""
+    supervised = torch.tensor([[True, True, True, False]])
+    maskable = torch.ones(1, 4, dtype=torch.bool)
+    third = target_weights("1/num_targets", supervised, maskable, None)
+    torch.testing.assert_close(third, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0]]))
+    quarter = target_weights("1/length", supervised, maskable, None)
+    assert quarter.tolist() == [[0.25, 0.25, 0.25, 0.0]]
+    level = torch.full((1, 4), 0.5)
+    assert target_weights("1/t", supervised, maskable, level).tolist() == [[0.5, 0.5, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomMasking(min_t=0.5, max_t=0.4), "min_t"),
+        (lambda: RandomMasking(weight="t"), "weight"),  # type: ignore[arg-type]
+        (lambda: FixedRatio(ratio=0.0), "ratio"),
+        (lambda: SemiAutoregressive().states(responses()), "block_size"),
+        (lambda: RandomMasking(level="block").states(responses()), "level"),
+        (lambda: TraceMasking(rows_per_sample=0), "rows_per_sample"),
+        (lambda: TraceMasking(weight="1/t").states(responses()), "weight: '1/t' needs"),
+        (lambda: TimeDelay().states(responses(steps=None)), "missing_order"),
+        (lambda: TimeDelay(unit="tokens", cut_range="reference"), "cut_range"),
+    ],
+)
+def test_bad_settings_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,84 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.heads.projection import Projector
+from lit_dlm.modules.autoencoder import AutoencoderModule
+from tests.traces import recorded, small_backbone, write_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards"), recorded(small_backbone(), 24))
+
+
+def module(**options: Any) -> AutoencoderModule:
+    torch.manual_seed(0)
+    values: dict[str, Any] = {"hidden_rank": 8, "delta_rank": 4, "dropout": 0.0}
+    return AutoencoderModule(
+        small_backbone(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        **{**values, **options},
+    )
+
+
+def fitted(shards: Path, folder: Path, *, steps: int = 40) -> tuple[AutoencoderModule, Any]:
+    model = module()
+    saver = ModelCheckpoint(folder / "saved", monitor="val/loss", filename="{step}")
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=folder, max_steps=steps,
+        val_check_interval=5, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[saver],
+    )  # fmt: skip
+    source = TrajectoryDataModule(shards, source="tokens", batch_size=8, val_fraction=0.3)
+    trainer.fit(model, datamodule=source)
+    return model, saver
+
+
+def test_training_lowers_the_error_and_exports_the_best_encoders(
+    shards: Path, tmp_path: Path
+) -> None:
+    """The untrained error is about 1, the variance of a normalised entry; rank 8 of 16 halves it."""
+    model, saver = fitted(shards, tmp_path)
+    assert float(saver.best_model_score) < 1.0
+    projector = Projector.load(tmp_path / "projector")
+    assert projector.config.kind == "autoencoder"
+    stored = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    assert torch.equal(projector.hidden_weight, stored["autoencoder.hidden_encoder.0.weight"])
+    assert not [key for key in stored if key.startswith("backbone")]
+    assert not any(p.requires_grad for p in model.backbone.parameters())
+
+
+@pytest.mark.parametrize("inner_width", [0, 12])
+def test_exported_projector_is_the_encoder(tmp_path: Path, inner_width: int) -> None:
+    model = module(inner_width=inner_width).eval()
+    hidden = torch.randn(5, 3, 16)
+    model.export(tmp_path)
+    projector = Projector.load(tmp_path)
+    normal = torch.nn.functional.layer_norm(hidden, (16,), eps=1e-6)
+    delta = torch.nn.functional.layer_norm(hidden[:, 1:] - hidden[:, :-1], (16,), eps=1e-6)
+    coder = model.autoencoder
+    expected = [coder.hidden_encoder(normal).flatten(1), coder.delta_encoder(delta).flatten(1)]
+    torch.testing.assert_close(projector(hidden), torch.cat(expected, dim=1))
+
+
+def test_error_is_the_mean_square_on_normalised_vectors() -> None:
+    """Zeroed decoders rebuild nothing: the error is the variance of a normalised entry, 1."""
+    coder = module().autoencoder
+    with torch.no_grad():
+        for decoder in (coder.hidden_decoder, coder.delta_decoder):
+            for parameter in decoder.parameters():
+                parameter.zero_()
+    errors = coder(torch.randn(50, 3, 16) * 3 + 1)
+    assert errors["hidden"].item() == pytest.approx(1.0, abs=1e-3)
+    assert errors["delta"].item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_no_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions_per_state"):
+        module(positions_per_state=0)

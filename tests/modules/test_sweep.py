@@ -1,0 +1,73 @@
+import pytest
+
+from lit_dlm.decoding import (
+    Decoder,
+    DecodeSettings,
+    EntropyPolicy,
+    NoQuota,
+    SlidingWindow,
+    ThresholdPolicy,
+)
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.sweep import Sweep, expanded, with_option
+from lit_dlm.reports.plots import family
+from tests.traces import small_backbone
+
+BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindow(8))
+
+
+def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
+    points = Sweep(decoder=BASE, option="policy.threshold", values=[0.5, 0.75]).decoders("cut")
+    assert list(points) == ["cut-0.5", "cut-0.75"]
+    assert [p.describe()["policy"]["threshold"] for p in points.values()] == [0.5, 0.75]
+    assert BASE.describe()["policy"]["threshold"] == 0.9
+    rest = [{k: v for k, v in p.describe().items() if k != "policy"} for p in points.values()]
+    assert rest[0] == rest[1] == {k: v for k, v in BASE.describe().items() if k != "policy"}
+    assert {family(name) for name in points} == {"cut"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "place"),
+    [
+        ("window.width", 3, ("window", "width")),
+        ("settings.max_commits_per_step", 2, ("settings", "max_commits_per_step")),
+        ("quota.tokens_per_step", 4, ("quota", "tokens_per_step")),
+    ],
+)
+def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -> None:
+    base = Decoder(policy=EntropyPolicy(), window=SlidingWindow(8), settings=DecodeSettings())
+    described = with_option(base, option, value).describe()
+    assert described[place[0]][place[1]] == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("policy.treshold", 0.5, "'policy.treshold' is unknown; known there: threshold"),
+        ("polcy.threshold", 0.5, "got 'polcy.threshold'"),
+        ("settings.cap", 1, "'settings.cap' is unknown"),
+        ("policy.threshold", 1.5, r"threshold: expected a probability in 0..1, got 1.5"),
+    ],
+)
+def test_wrong_options_and_values_are_named(option: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        with_option(BASE, option, value)
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5])
+    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut-0.5'"):
+        expanded({"cut-0.5": BASE}, {"cut": sweep})
+
+
+def test_a_sweep_needs_values() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        Sweep(decoder=BASE, option="policy.threshold", values=[])
+
+
+def test_modules_decode_the_points_of_a_sweep() -> None:
+    sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5, None][:1])
+    module = DecodeModule(
+        small_backbone(), tokenizer="unused", decoders={"plain": BASE}, sweep={"cut": sweep}
+    )
+    assert list(module.decoders) == ["plain", "cut-0.5"]

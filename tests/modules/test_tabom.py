@@ -1,0 +1,260 @@
+"""TABOM: equality with a slow loop on full logits, empty batches, resuming, two processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from datamodules.epoch_plan import EpochPlan
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.losses.states import NoisyStates
+from lit_dlm.modules.supervised_batch import (
+    SupervisedBatch,
+    SupervisedExample,
+    collate_supervised,
+    responses_of,
+)
+from lit_dlm.modules.tabom import TABOMModule
+from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained
+from tests.losses.test_ranking import entropy_of, slow_ranking
+from tests.processes import in_two_processes
+
+
+def module(backbone: HFBackbone | None = None, **options: Any) -> TABOMModule:
+    values: dict[str, Any] = {
+        "tokenizer": "tiny",
+        "window": 4,
+        "rank_window": 3,
+        "margin": 0.2,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=0.01),
+        "warmup_steps": 0,
+        "lr_floor": 1.0,
+    }
+    return TABOMModule(backbone or small(), **{**values, **options})
+
+
+def batch_for(model: TABOMModule, count: int = 6, **options: Any) -> SupervisedBatch:
+    return collate_supervised(
+        examples(count, **options), response_length=G, spec=model.backbone.spec
+    )
+
+
+def slow_loss(model: TABOMModule, batch: SupervisedBatch) -> tuple[Tensor, NoisyStates]:
+    """Full logits, one cell and one pair at a time."""
+    responses = responses_of(batch, model.backbone.spec, seed=0, num_padding=None)
+    states = model.corruption.states(responses)
+    ids = batch.ids.clone()
+    ids[:, batch.start :][states.hidden] = MASK
+    logits = model.backbone.denoise(ids, pad_mask=batch.pad_mask).logits[:, batch.start :].double()
+    # A forbidden id has no probability: leave it out rather than multiply 0 by -inf.
+    kept = [v for v in range(logits.shape[-1]) if v not in model.backbone.spec.forbidden_ids]
+    entropy = entropy_of(logits[..., kept])
+    log_probs = logits.log_softmax(-1)
+    picked = [
+        -log_probs[b, t, batch.ids[b, batch.start + t]]
+        for b, t in states.supervised.nonzero().tolist()
+    ]
+    ranking = slow_ranking(
+        entropy,
+        batch.steps.tolist(),
+        states.supervised.tolist(),
+        states.cut.tolist(),
+        window=model.rank_window,
+        margin=model.margin,
+        ties=model.ties,
+        decode_entropy=batch.decode_entropy.tolist(),
+    )
+    return torch.stack(picked).mean() + model.rank_weight * ranking, states
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("ties", ["strict", "rank"])
+def test_loss_and_gradients_equal_a_slow_loop_on_full_logits(shift: int, ties: Any) -> None:
+    model = module(small(shift=shift), rank_weight=1.5, ties=ties)
+    batch = batch_for(model)
+    wanted, _ = slow_loss(model, batch)
+    terms = model.terms(batch, seed=0)
+    # Float32 logits, chunked or whole.
+    torch.testing.assert_close(terms.total.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+    values = [value for value in model.parameters() if value.requires_grad]
+    fast = torch.autograd.grad(terms.total, values)
+    slow = torch.autograd.grad(wanted, values)
+    for one, other in zip(fast, slow, strict=True):
+        # Float32 sums in another order, through two layers.
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_logged_counts_are_those_of_the_states() -> None:
+    model = module(rank_window=None)
+    batch = batch_for(model)
+    _, states = slow_loss(model, batch)
+    parts = model.terms(batch, seed=0).parts
+    counts = states.supervised.sum(1)
+    assert parts["num_supervised"] == counts.sum()
+    # One token a step: every two supervised positions of a row make a pair.
+    assert parts["num_pairs"] == (counts * (counts - 1) // 2).sum()
+    assert 0.0 <= float(parts["pair_accuracy"]) <= 1.0
+
+
+def test_a_rank_window_of_tokens_takes_the_first_ones() -> None:
+    """With one token a step, tokens and steps are the same windows."""
+    batch = batch_for(module())
+    by_steps = module().terms(batch, seed=3)
+    by_tokens = module(window_unit="tokens").terms(batch, seed=3)
+    torch.testing.assert_close(by_tokens.total, by_steps.total)
+    assert by_tokens.parts["num_pairs"] == by_steps.parts["num_pairs"]
+
+
+def test_padding_behind_the_answer_is_supervised_only_on_demand() -> None:
+    """Answers of four tokens: the end of text that follows them counts as theirs."""
+    model = module()
+    spec = model.backbone.spec
+    short = [
+        replace(one, response_ids=one.response_ids[:4], steps=None, decode_entropy=None)
+        for one in examples(3)
+    ]
+    batch = collate_supervised(short, response_length=G, spec=spec)
+    assert batch.answer_length.tolist() == [5, 5, 5]
+    for num_padding, wanted in ((0, 5), (1, 6), (None, 8)):
+        responses = responses_of(batch, spec, seed=0, num_padding=num_padding)
+        assert responses.maskable.sum(1).tolist() == [wanted] * 3
+
+
+def test_a_batch_without_targets_has_zero_loss_and_zero_gradients() -> None:
+    model = module()
+    terms = model.terms(batch_for(model, 3, never=(0, 1, 2)), seed=0)
+    terms.total.backward()
+    assert terms.total.item() == 0.0
+    gradients = [value.grad for value in model.parameters() if value.requires_grad]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_copies_that_fill_a_batch_teach_nothing() -> None:
+    model = module()
+    real, copy = examples(2)
+    spec = model.backbone.spec
+    both = collate_supervised([real, replace(copy, is_real=False)], response_length=G, spec=spec)
+    one = collate_supervised([real], response_length=G, spec=spec)
+    torch.testing.assert_close(model.terms(both, seed=0).total, model.terms(one, seed=0).total)
+
+
+def test_ranking_alone_brings_certainty_into_the_order_of_the_decode() -> None:
+    """All decodes go from left to right; a random model orders about half of the pairs so."""
+    model = module(small(lora=False), rank_window=None, window=G)
+    model.cross_entropy = lambda states, stats: stats.ce.sum() * 0.0  # type: ignore[method-assign]
+    given = [replace(one, steps=np.arange(G, dtype=np.int32)) for one in examples(8)]
+    batch = collate_supervised(given, response_length=G, spec=model.backbone.spec)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = model.terms(batch, seed=0).parts
+    for step in range(60):
+        optimizer.zero_grad()
+        model.terms(batch, seed=step).total.backward()
+        optimizer.step()
+    after = model.terms(batch, seed=0).parts
+    assert 0.3 < float(before["pair_accuracy"]) < 0.7
+    assert float(after["pair_accuracy"]) > 0.9
+    assert float(after["tds"]) > float(before["tds"])
+
+
+def test_a_resumed_run_repeats_batches_cuts_and_weights(tmp_path: Path) -> None:
+    whole, first, second = Watch(), Watch(), Watch()
+    model = module()
+    run(model, Data(examples(), batch_size=3), tmp_path / "a", steps=6, callbacks=(whole,))
+    run(module(), Data(examples(), batch_size=3), tmp_path / "b", steps=3, callbacks=(first,))
+    resumed = module()
+    for value in trained(resumed).values():
+        value.zero_()
+    run(
+        resumed,
+        Data(examples(), batch_size=3),
+        tmp_path / "c",
+        steps=6,
+        resume=tmp_path / "b" / "run.ckpt",
+        callbacks=(second,),
+    )
+    assert first.batches + second.batches == whole.batches
+    assert first.losses + second.losses == whole.losses
+    wanted = trained(model)
+    assert all(torch.equal(value, wanted[name]) for name, value in trained(resumed).items())
+    epochs = [epoch for _, epochs, _ in whole.batches for epoch in epochs]
+    assert len(set(epochs)) == 3
+    stored = torch.load(tmp_path / "a" / "run.ckpt", weights_only=True)["state_dict"]
+    assert all("lora_" in name for name in stored)
+
+
+def test_a_sample_is_cut_elsewhere_in_the_next_pass(tmp_path: Path) -> None:
+    watch = Watch()
+    data = Data(examples(4), batch_size=4)
+    run(module(), data, tmp_path, steps=6, callbacks=(watch,))
+    by_epoch = [dict(zip(uids, cuts, strict=True)) for uids, _, cuts in watch.batches]
+    assert len({tuple(sorted(cuts.items())) for cuts in by_epoch}) > 3
+
+
+def test_checkpoints_of_another_adapter_are_refused(tmp_path: Path) -> None:
+    run(module(), Data(examples(), batch_size=4), tmp_path, steps=1)
+    with pytest.raises(ValueError, match=r"lacks .* trained weights"):
+        run(
+            module(small(lora=False)),
+            Data(examples(), batch_size=4),
+            tmp_path / "other",
+            steps=2,
+            resume=tmp_path / "run.ckpt",
+        )
+
+
+def undecoded(numbers: set[int], count: int = 8) -> list[SupervisedExample]:
+    """Examples, some of them without a step."""
+    return [
+        replace(one, steps=np.full(G, -1, np.int32)) if number in numbers else one
+        for number, one in enumerate(examples(count))
+    ]
+
+
+def plans() -> list[EpochPlan]:
+    """The batches of two processes."""
+    return [
+        EpochPlan(np.zeros(8), batch_size=2, seed=0, rank=rank, world_size=2) for rank in (0, 1)
+    ]
+
+
+def given_to_both() -> list[SupervisedExample]:
+    """Within one pass of two steps, the second process has no decoded sample at all."""
+    return undecoded({ref.number for number in (0, 1) for ref in plans()[1].batch(number)})
+
+
+def _train(rank: int, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+    watch = Watch()
+    model = module(loss_norm="global")
+    strategy = DDPStrategy(process_group_backend="gloo")
+    data = Data(given_to_both(), batch_size=2)
+    run(model, data, folder, steps=2, callbacks=(watch,), devices=2, strategy=strategy)
+    return watch.losses, {name: value.numpy() for name, value in trained(model).items()}
+
+
+@pytest.mark.ddp
+def test_two_processes_of_which_one_has_no_target_train_like_one(tmp_path: Path) -> None:
+    sides = in_two_processes(_train, tmp_path)
+    model = module(loss_norm="global")
+    optimizer = torch.optim.AdamW([v for v in model.parameters() if v.requires_grad], lr=0.01)
+    given, losses = given_to_both(), []
+    for number in (0, 1):
+        both = [given[ref.number] for plan in plans() for ref in plan.batch(number)]
+        batch = collate_supervised(both, response_length=G, spec=model.backbone.spec)
+        optimizer.zero_grad()
+        loss = model.terms(batch, seed=0).total
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sides[1][0] == [0.0, 0.0]
+    # Each process divides by half of the global count, and gradients are averaged.
+    np.testing.assert_allclose(np.array(sides[0][0]) / 2, losses, rtol=1e-5)
+    for name, value in trained(model).items():
+        np.testing.assert_allclose(sides[0][1][name], value.numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(sides[0][1][name], sides[1][1][name])

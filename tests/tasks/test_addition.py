@@ -1,0 +1,83 @@
+"""Addition: fixed widths, carries, split and grading."""
+
+import random
+
+import pytest
+
+from lit_dlm.tasks.addition import Addition, longest_carry
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.generated import is_held_out
+
+EXAMPLE = PromptExample(
+    uid="addition/test/00000",
+    task="addition",
+    text="0483+0917",
+    reference={"a": "0483", "b": "0917", "answer": "01400"},
+)
+
+
+def test_it_is_a_task() -> None:
+    assert isinstance(Addition(), Task)
+
+
+def test_every_answer_is_the_sum_at_fixed_width() -> None:
+    task = Addition(num_examples=80, num_digits=5)
+    for example in task.examples():
+        first, second = example.text.split("+")
+        assert len(first) == len(second) == 5
+        assert example.reference["answer"] == f"{int(first) + int(second):06d}"
+        assert task.grade(example, task.reference_completion(example)).is_correct
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"),
+    [
+        ("0000", "0000", 0),
+        ("0005", "0005", 0),  # a carry that the next column takes in
+        ("4995", "5005", 3),  # 5+5 carries through 9+0, 9+0 and 4+5
+        ("4990", "5000", 0),  # columns of nine without a carry below
+        ("9190", "0819", 2),  # 0+9 does not carry: 9+1 does, then 1+8 and 9+0
+    ],
+)
+def test_longest_carry_by_hand(first: str, second: str, length: int) -> None:
+    assert longest_carry(first, second) == length
+
+
+def test_columns_of_nine_are_as_frequent_as_asked() -> None:
+    """0.4 by choice and a tenth of the others: 0.4 + 0.6 / 10 = 0.46."""
+    task = Addition("train", num_examples=300, nine_share=0.4)
+    columns = [
+        int(a) + int(b) == 9
+        for example in task.examples()
+        for a, b in zip(example.reference["a"], example.reference["b"], strict=True)
+    ]
+    assert sum(columns) / len(columns) == pytest.approx(0.46, abs=0.04)
+
+
+def test_training_draws_never_meet_the_test_split() -> None:
+    task, rng = Addition(), random.Random(0)
+    assert not any(is_held_out(task.draw_pair(rng)[0]) for _ in range(300))
+    assert all(is_held_out(example.text) for example in task.examples()[:50])
+
+
+@pytest.mark.parametrize(
+    ("completion", "status", "answer"),
+    [
+        ("01400", "right", "01400"),
+        (" 01400\n", "right", "01400"),
+        ("1400", "wrong", "1400"),
+        ("01500", "wrong", "01500"),
+        ("", "no_answer", None),
+    ],
+)
+def test_grades(completion: str, status: str, answer: str | None) -> None:
+    verdict = Addition().grade(EXAMPLE, completion)
+    assert (verdict.status, verdict.answer) == (status, answer)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("num_digits", 0), ("nine_share", 1.5), ("split", "validation")]
+)
+def test_bad_options_are_named(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"addition.{option}"):
+        Addition(**{option: value})
