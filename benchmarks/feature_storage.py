@@ -2,12 +2,12 @@
 
     python benchmarks/feature_storage.py [--json] [--traces 4]
 
-Traces of 128 and 256 response cells, half and half, commit one token per step (blocks of 16 in random
-order inside), behind prompts of 149 tokens. The hidden states are synthetic: three snapshots of width
-3584 with a spectrum that falls like 1/k, so that neighbouring depths resemble each other as in a real
-model. They go through a projector of 256 and 32 features, the quantiser and the shard writer. The
-baseline is the TraceLock release: one torch file per kept step, 30 % of the steps, all rows in fp16,
-written in the same process; figures are medians over traces, times interleaved.
+Traces of 128 and 256 response cells, half and half, commit one token per step (blocks of 16 in
+random order inside), behind prompts of 149 tokens. The hidden states are synthetic: three snapshots
+of width 3584 with a spectrum that falls like 1/k, so that neighbouring depths resemble each other
+as in a real model. They go through a projector of 256 and 32 features, the quantiser and the shard
+writer. The baseline is the TraceLock release: one torch file per kept step, 30 % of the steps, all
+rows in fp16, written in the same process; figures are medians over traces, times interleaved.
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in (*TIERS, "release")}
     release: list[int] = []
     empty: dict[str, str] = {}
-    run = RunRecord(
-        model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty
-    )
+    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     for number in range(options.traces):
         record = trace(number, (128, 256)[number % 2], rng)
         features, steps = synthetic_features(record, projector, settings, basis)

@@ -2,11 +2,12 @@
 
     python benchmarks/tracelock_training.py [--json] [--shape tiny|dream] [--device cpu|cuda]
 
-Synthetic traces in the shape of the embedded model (32 cells, head of 64) or of Dream-7B (256 cells,
-features of 833, head of 6.3 M parameters) are written by the real writer at the default tier. One
-process then reads batches of 64 states through the data module as training does, and takes optimiser
-steps on one such batch; both are timed in turn and the medians compared. Above 1 the ratio means
-that one loader process keeps the step compute-bound; below, ``workers_needed`` of them do.
+Synthetic traces in the shape of the embedded model (32 cells, head of 64) or of Dream-7B (256
+cells, features of 833, head of 6.3 M parameters) are written by the real writer at the default
+tier. One process then reads batches of 64 states through the data module as training does, and
+takes optimiser steps on one such batch; both are timed in turn and the medians compared. Above 1
+the ratio means that one loader process keeps the step compute-bound; below, ``workers_needed`` of
+them do.
 """
 
 from __future__ import annotations

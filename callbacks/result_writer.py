@@ -217,4 +217,7 @@ def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
         seconds=float(result.seconds[number]),
         status=result.status[number],
         seed=int(result.seeds[number]),
+        policy_seconds=0.0
+        if result.policy_seconds is None
+        else float(result.policy_seconds[number]),
     )

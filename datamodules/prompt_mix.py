@@ -13,8 +13,10 @@ from lit_dlm.tasks import PromptExample
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMix:
-    """A fixed number of prompts, shared by the tasks according to weights (TraceLock's release:
-    7,000 prompts of GSM8K 0.2, KodCode 0.2 and Alpaca 0.4)."""
+    """A fixed number of prompts, shared by the tasks according to weights.
+
+    The TraceLock release takes 7,000: GSM8K 0.2, KodCode 0.2, Alpaca 0.4 (arXiv 2605.24697).
+    """
 
     total: int
     """Prompts in all."""
@@ -33,7 +35,7 @@ class PromptMix:
     def chosen(
         self, examples: Mapping[str, Sequence[PromptExample]]
     ) -> dict[str, list[PromptExample]]:
-        """The prompts of each task: shuffled by ``seed`` plus the task's place, then the first ones.
+        """The prompts of each task, chosen by ``seed`` plus the place of the task.
 
         Args:
             examples: all examples by task, in the order of the run.

@@ -20,7 +20,8 @@ from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Proposal, Status, StepRecord
+from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
+from lit_dlm.decoding.stopwatch import Span
 from lit_dlm.decoding.windows import Window, WindowView, first_column, masks_first
 from lit_dlm.ops.scores import top_quota
 
@@ -94,6 +95,7 @@ def decode(
         tally = _Tally(canvas)
         for observer in observers:
             observer.on_start(state)
+        policy_spans: list[tuple[Tensor, Span]] = []
         clock = time.perf_counter()
         frontier = _frontier(state.masked, state.masked.any(1))
         while (kept := _open_rows(frontier)) and state.step < budget:
@@ -123,6 +125,8 @@ def decode(
             clock += time.perf_counter() - looked  # looking on is not part of a method's time
             masked = state.editable & (new_ids == state.mask_id)
             tally.add(state, new_ids, record.commit, decision.stalled, ended)
+            if decision.policy_span is not None:
+                policy_spans.append((state.rows, decision.policy_span))
             state = replace(
                 state,
                 ids=new_ids,
@@ -140,6 +144,7 @@ def decode(
             forwards_per_step=policy.forwards_per_step,
             count_stalls=settings.stall_rule == "top1",
             session=session,
+            policy_spans=policy_spans,
         )
         for observer in observers:
             observer.on_end(result)
@@ -156,6 +161,8 @@ class Decision:
     """``(b,)`` bool: the policy committed nothing, so the stall rule decided."""
     ended: Tensor
     """``(b,)`` bool: the end-of-text rule ends the row after this step."""
+    policy_span: Span | None = None
+    """Time that the policy took; ``None`` where no policy decided."""
 
 
 def decide(
@@ -207,10 +214,12 @@ def decide(
     proposal = sampler.propose(state, denoised, requires)
     candidates = view.candidates
     if settings.eos_gate:
-        candidates = _gated(state, candidates, proposal)
+        candidates = end_of_text_gate(state, candidates, proposal.ids)
     if forced is not None:
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
-    selection = policy.select(state, candidates, proposal, quota.counts(state, view.candidates))
+    counts = quota.counts(state, view.candidates)
+    with Span(state.ids.device) as policy_span:
+        selection = policy.select(state, candidates, proposal, counts)
     commit = selection.commit & candidates
     if settings.max_commits_per_step is not None:
         commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
@@ -233,7 +242,7 @@ def decide(
         scores=selection.scores,
         new_ids=new_ids,
     )
-    return Decision(record, stalled, ended)
+    return Decision(record, stalled, ended, policy_span)
 
 
 def _denoise(
@@ -336,10 +345,19 @@ def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
     )
 
 
-def _gated(state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
-    """Drops end-of-text proposals from rows that hold no end of text yet."""
+def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) -> Tensor:
+    """Drops end-of-text proposals from rows that hold no end of text yet.
+
+    Args:
+        state: the state before the step.
+        candidates: ``(b, L)`` bool.
+        proposals: ``(b, L)`` int64 proposed tokens.
+
+    Returns:
+        ``(b, L)`` bool; a row all of whose candidates propose an end of text keeps them.
+    """
     has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
-    other = candidates & ~torch.isin(proposal.ids, state.eos_ids)
+    other = candidates & ~torch.isin(proposals, state.eos_ids)
     keep_all = has_eos | ~other.any(1)
     return torch.where(keep_all[:, None], candidates, other)
 
@@ -381,9 +399,7 @@ class _Tally:
         self.ended.index_copy_(0, rows, ended)
 
     def add_seconds(self, rows: Tensor, seconds: float) -> None:
-        self.seconds.index_add_(
-            0, rows, torch.full_like(rows, seconds / len(rows), dtype=torch.float64)
-        )
+        _share(self.seconds, rows, seconds)
 
     def result(
         self,
@@ -393,7 +409,11 @@ class _Tally:
         forwards_per_step: int,
         count_stalls: bool,
         session: CacheSession | None,
+        policy_spans: Sequence[tuple[Tensor, Span]],
     ) -> DecodeResult:
+        policy_seconds = torch.zeros_like(self.seconds)
+        for rows, span in policy_spans:
+            _share(policy_seconds, rows, span.seconds())
         masked = (canvas.editable & (self.ids == mask_id)).any(1)
         status: list[Status] = [
             "complete" if not left else "eos" if ended else "step_limit"
@@ -408,9 +428,15 @@ class _Tally:
             stalled_steps=self.stalled_steps if count_stalls else torch.zeros_like(self.num_steps),
             policy_forwards=self.num_steps * forwards_per_step,
             seconds=self.seconds,
+            policy_seconds=policy_seconds,
             status=status,
             num_forwards=self.num_forwards if session is None else session.num_forwards,
             num_refreshes=None
             if session is None
             else torch.tensor(session.num_refreshes, device=canvas.ids.device),
         )
+
+
+def _share(total: Tensor, rows: Tensor, seconds: float) -> None:
+    """Adds the time of a step, shared equally by the rows in it."""
+    total.index_add_(0, rows, torch.full_like(rows, seconds / len(rows), dtype=total.dtype))

@@ -225,3 +225,5 @@ class DecodeResult:
     their cache and others do not; no row takes part in both."""
     num_refreshes: Tensor | None = None
     """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""
+    policy_seconds: Tensor | None = None
+    """``(B,)`` float64: the part of ``seconds`` that the policy took, a learned head included."""

@@ -11,10 +11,11 @@ from lit_dlm.decoding.windows import Window, WindowView
 class SteppedBlockWindow(Window):
     """Blocks of equal length and equally many steps, whatever is still masked.
 
-    Step ``t`` belongs to block ``t // (steps / blocks)``, and to the last block from there on; a step
-    may commit masks left of its block's end. Where a block is full before its steps are used up, the
-    rest of them commit nothing and count all the same: the TraceLock release (arXiv 2605.24697)
-    decodes its baselines so, with 128 steps for each block of 128. :class:`BlockWindow` moves on.
+    Step ``t`` belongs to block ``t // (steps / blocks)``, and to the last block from there on; a
+    step may commit masks left of its block's end. Where a block is full before its steps are used
+    up, the rest of them commit nothing and count all the same: the TraceLock release (arXiv
+    2605.24697) decodes its baselines so, with 128 steps for each block of 128. :class:`BlockWindow`
+    moves on.
     """
 
     def __init__(self, block_length: int = 128, *, steps: int = 256) -> None:

@@ -38,8 +38,8 @@ class AcceptanceConfig:
     """Architecture of :class:`AcceptanceHead`; the sizes default to those of arXiv 2605.24697."""
 
     kind: Literal["transformer", "mlp", "linear"] = "transformer"
-    """``transformer``: positions see each other; ``mlp`` and ``linear``: each decides alone, without
-    a dynamic threshold, and ``linear`` has neither positions nor a state embedding."""
+    """``transformer``: positions see each other; ``mlp`` and ``linear``: each decides alone,
+    without a dynamic threshold, and ``linear`` has neither positions nor a state embedding."""
     width: int = 384
     """Model width; a multiple of ``2 * num_heads``."""
     num_layers: int = 5

@@ -1,8 +1,9 @@
-"""Noise on the features of the acceptance network during training (options of the TraceLock release).
+"""Noise on the features of the acceptance network in training.
 
-Two kinds, both off in the released recipe: Gaussian noise in proportion to the spread of every
-feature, and, at some response positions, the centred features of another position of the batch at a
-fixed signal-to-noise ratio, which keeps the noise inside the space that real features fill.
+Two kinds, options of the TraceLock release and off in its recipe: Gaussian noise in proportion to
+the spread of every feature, and, at some response positions, the centred features of another
+position of the batch at a fixed signal-to-noise ratio, which keeps the noise inside the space that
+real features fill.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class ThresholdScan(Metric):
         self.sample_counts += facts[sampled.to(logits.device)].sum(0)
 
     def compute(self) -> dict[str, Tensor]:
-        """``threshold`` that was best on the sample, the lowest of equals, and its ``f1`` on all."""
+        """The ``threshold`` that was best on the sample, the lowest of equals, and its ``f1``."""
         f1 = [
             2 * counts[:, 0] / (counts[:, 1] + counts[:, 2]).clamp_min(1)
             for counts in (self.sample_counts, self.counts)

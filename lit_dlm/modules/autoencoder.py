@@ -30,7 +30,7 @@ _MONITOR = "val/loss"
 
 
 class AutoencoderModule(LightningModule):
-    """Encoders and decoders of hidden snapshots; exports the encoders with the best ``val/loss``."""
+    """Encoders and decoders of hidden snapshots; exports the encoders with the best error."""
 
     strict_loading = False
 
@@ -71,9 +71,7 @@ class AutoencoderModule(LightningModule):
         """
         super().__init__()
         if positions_per_state < 1:
-            raise ValueError(
-                f"positions_per_state: expected at least 1, got {positions_per_state}"
-            )
+            raise ValueError(f"positions_per_state: expected at least 1, got {positions_per_state}")
         self.backbone = backbone
         if isinstance(backbone, torch.nn.Module):
             backbone.requires_grad_(False)

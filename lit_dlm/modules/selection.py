@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding import Decoder, DecodeSettings, FullWindow, NoQuota, Window, prompt_canvas
-from lit_dlm.decoding.engine import _gated, initial_state
+from lit_dlm.decoding.engine import end_of_text_gate, initial_state
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
-from lit_dlm.decoding.state import Canvas, Proposal
+from lit_dlm.decoding.state import Canvas
 from lit_dlm.heads.acceptance import accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.modules.state_batch import StateBatch
@@ -45,8 +45,7 @@ class SelectionSettings:
             )
         if self.rollout_prompts < 0:
             raise ValueError(
-                "SelectionSettings.rollout_prompts: expected 0 or more, "
-                f"got {self.rollout_prompts}"
+                f"SelectionSettings.rollout_prompts: expected 0 or more, got {self.rollout_prompts}"
             )
 
     def decoder(self, scorer: AcceptanceScorer) -> Decoder:
@@ -54,9 +53,7 @@ class SelectionSettings:
         policy = TraceLockPolicy(
             scorer=scorer, threshold=self.threshold, max_accept_per_step=self.max_accept_per_step
         )
-        return Decoder(
-            policy=policy, window=self.window, quota=NoQuota(), settings=self.settings
-        )
+        return Decoder(policy=policy, window=self.window, quota=NoQuota(), settings=self.settings)
 
 
 def step_candidates(
@@ -85,7 +82,7 @@ def step_candidates(
     state = initial_state(backbone, canvas)
     candidates = (selection.window or FullWindow()).view(state).candidates
     if selection.settings.eos_gate:
-        candidates = _gated(state, candidates, Proposal(proposals, proposals.float()))
+        candidates = end_of_text_gate(state, candidates, proposals)
     return candidates, left_of_window_end(state.masked, candidates) & batch.pad_mask
 
 

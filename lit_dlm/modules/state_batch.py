@@ -52,8 +52,8 @@ class StateBatch:
     mask_id: int
     """Id of the mask token."""
     is_correct: Tensor | None = None
-    """``(B,)`` bool: the trace's answer was graded as right; ``None`` where a trace of the batch has
-    no grade."""
+    """``(B,)`` bool: the trace's answer was graded as right; ``None`` where a trace of the batch
+    has no grade."""
     features: Tensor | None = None
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None

@@ -18,13 +18,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import MeanMetric, SumMetric
-from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+from torchmetrics import SumMetric
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.policies.tracelock import backbone_facts
-from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceOutput, PositionState
+from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.augmentation import FeatureNoise, noisy_features
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -35,9 +34,8 @@ from lit_dlm.losses.acceptance import (
     hard_positions,
     prefix_crop,
 )
-from lit_dlm.metrics.acceptance import RolloutProxy, ThresholdScan
-from lit_dlm.metrics.calibration import CalibrationCurve
-from lit_dlm.metrics.replay import ReplayScore, f_beta
+from lit_dlm.metrics.replay import f_beta
+from lit_dlm.modules.acceptance_scores import AcceptanceScores
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.selection import (
     RolloutPrompts,
@@ -170,15 +168,11 @@ class TraceLockModule(DecodeModule):
         self.export_monitor = export_monitor
         self.noise = noise or FeatureNoise()
         self.selection = selection
-        self.auroc = BinaryAUROC()
-        self.average_precision = BinaryAveragePrecision()
-        self.proxy = RolloutProxy(threshold=proxy_threshold)
-        self.even = RolloutProxy(threshold=0.5)
-        self.calibration = CalibrationCurve()
-        self.tau_mean, self.tau_square = MeanMetric(), MeanMetric()
-        self.tau_prob = MeanMetric()
-        self.scan = None if self.scorer.head.config.dynamic_threshold else ThresholdScan()
-        self.replay = None if selection is None else ReplayScore()
+        self.scores = AcceptanceScores(
+            proxy_threshold=proxy_threshold,
+            with_scan=not self.scorer.head.config.dynamic_threshold,
+            with_replay=selection is not None,
+        )
         self._rollout_prompts: RolloutPrompts | None = None
         self.calibration_curve: dict[str, Tensor] | None = None
 
@@ -356,38 +350,22 @@ class TraceLockModule(DecodeModule):
         )
         count = max(label.numel(), 1)
         self.log("val/loss", loss / count, batch_size=count, sync_dist=True, on_epoch=True)
-        self._update_scores(output, logits, label, batch)
         generator = torch.Generator().manual_seed(
             self.seed + 100_000 * self.global_step + batch_idx
         )
         share = torch.rand(len(batch.ids), generator=generator).to(batch.ids.device)
-        if self.scan is not None:
-            self.scan.update(logits, label, generator)
+        self.scores.update(logits, label, output.tau[batch.is_real], generator)
         visible = self._cropped(seen, share)
         cropped = self.scorer(seen.features, seen.state, visible).decision_logits
         chosen = chosen & visible
-        self.proxy.update(cropped[chosen], seen.label[chosen])
-        if self.replay is not None:
+        self.scores.proxy.update(cropped[chosen], seen.label[chosen])
+        if self.selection is not None:
             self._update_replay(batch, seen)
-
-    def _update_scores(
-        self, output: AcceptanceOutput, logits: Tensor, label: Tensor, batch: StateBatch
-    ) -> None:
-        """Threshold-free scores of the uncropped states."""
-        prob = logits.sigmoid()
-        self.auroc.update(prob, label.long())
-        self.average_precision.update(prob, label.long())
-        self.even.update(logits, label)
-        self.calibration.update(prob, label)
-        tau = output.tau[batch.is_real]
-        self.tau_mean.update(tau)
-        self.tau_square.update(tau.square())
-        self.tau_prob.update(tau.sigmoid())
 
     def _update_replay(self, batch: StateBatch, seen: ObservedStates) -> None:
         """Applies window, gate, cap and fallback to stored states and keeps prompts to decode."""
         assert self.selection is not None
-        assert self.replay is not None
+        assert self.scores.replay is not None
         first = batch.ids.shape[1] - seen.features.shape[1]
         proposals = batch.ids.clone()
         proposals[:, first:] = torch.where(seen.state > 0, seen.proposals, proposals[:, first:])
@@ -396,7 +374,7 @@ class TraceLockModule(DecodeModule):
         decided = (~seen.in_response | seen.decidable | (seen.state != PositionState.GEN)).all(1)
         candidates = candidates[:, first:] & decided[:, None]
         output = self.scorer(seen.features, seen.state, visible[:, first:] & seen.present)
-        self.replay.update(
+        self.scores.replay.update(
             step_commits(output.decision_logits, candidates, self.selection),
             seen.label,
             seen.state == PositionState.GEN,
@@ -410,39 +388,13 @@ class TraceLockModule(DecodeModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the scores of the whole validation set."""
-        proxy, even = self.proxy.compute(), self.even.compute()
-        self.calibration_curve = self.calibration.compute()
-        tau_mean = self.tau_mean.compute()
-        tau_variance = (self.tau_square.compute() - tau_mean.square()).clamp_min(0.0)
-        scores = {
-            MONITOR: proxy.pop("f_beta"),
-            **{f"val/rollout_proxy_{name}": value for name, value in proxy.items()},
-            "val/auroc": self.auroc.compute(),
-            "val/average_precision": self.average_precision.compute(),
-            "val/accuracy": even["accuracy"],
-            "val/accept_rate": even["accept_rate"],
-            "val/positive_rate": even["positive_rate"],
-            "val/calibration_error": self.calibration_curve["ece"],
-            "val/tau_mean": tau_mean,
-            "val/tau_std": tau_variance.sqrt(),
-            "val/tau_prob": self.tau_prob.compute(),
-        }
-        metrics = [
-            self.proxy, self.even, self.auroc, self.average_precision, self.calibration,
-            self.tau_mean, self.tau_square, self.tau_prob,
-        ]  # fmt: skip
-        if self.scan is not None:
-            scores |= {f"val/scan_{name}": value for name, value in self.scan.compute().items()}
-            metrics.append(self.scan)
-        if self.replay is not None:
-            scores |= {f"val/replay_{name}": v for name, v in self.replay.compute().items()}
-            metrics.append(self.replay)
+        scores = self.scores.compute()
+        self.calibration_curve = self.scores.calibration.compute()
         if self.selection is not None and self.selection.rollout_prompts:
             scores |= self._rollout_scores(self.selection)
         # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
         self.log_dict(scores, sync_dist=True)
-        for metric in metrics:
-            metric.reset()
+        self.scores.reset()
 
     def _rollout_scores(self, selection: SelectionSettings) -> dict[str, Tensor]:
         """Decodes the prompts that this validation met; the sums of all processes are divided."""

@@ -54,6 +54,9 @@ class ResultRow:
     """How the decode ended: ``complete``, ``eos`` or ``step_limit``."""
     seed: int
     """The sample's seed."""
+    policy_seconds: float = 0.0
+    """The part of ``seconds`` that the commit policy took, a learned head included; 0 in results
+    from before it was measured."""
     trajectory: dict[str, str] | None = None
     """The record of this very decode, where one was kept: ``set`` (folder, seen from the run
     folder), ``uid`` and content ``digest``."""

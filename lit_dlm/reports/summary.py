@@ -33,6 +33,8 @@ class MethodSummary:
     """Mean decode time per sample, learned policies included, grading excluded."""
     policy_forwards: float
     """Mean forwards of a learned policy head per sample."""
+    policy_share: float
+    """Share of the decode time that the commit policy took, a learned head included."""
     idle_steps: float
     """Mean forwards per sample that committed nothing."""
     unfinished: float
@@ -66,6 +68,8 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,
         seconds=sum(row.seconds for row in rows) / n,
         policy_forwards=sum(row.policy_forwards for row in rows) / n,
+        policy_share=sum(row.policy_seconds for row in rows)
+        / max(sum(row.seconds for row in rows), 1e-12),
         idle_steps=sum(row.idle_steps for row in rows) / n,
         unfinished=sum(row.status == "step_limit" for row in rows) / n,
         timeouts=sum(row.verdict == "timeout" for row in rows) / n,

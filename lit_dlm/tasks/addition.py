@@ -1,10 +1,10 @@
 """Sums of two long numbers: where the order of decoding decides.
 
-Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. A digit of the
-sum needs the carry from its right. Where the digits of a column add up to nine the carry only passes
-through, so a run of such columns hides it from everything to the left: written from the right each
-digit is easy, written in another order some are a guess. Decoding by confidence is reported to fail
-on such carries (arXiv 2605.29123).
+Both numbers and the sum have a fixed width, so ``0483+0917`` is answered by ``01400``. A digit of
+the sum needs the carry from its right. Where the digits of a column add up to nine the carry only
+passes through, so a run of such columns hides it from everything to the left: written from the
+right each digit is easy, written in another order some are a guess. Decoding by confidence is
+reported to fail on such carries (arXiv 2605.29123).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def draw_addition(rng: random.Random, *, num_digits: int, nine_share: float) -> 
         nine_share: chance of a column to add up to nine; one in ten would by itself.
 
     Returns:
-        The problem; its reference holds ``a``, ``b`` and the ``answer`` of ``num_digits + 1`` digits.
+        The problem; its reference holds ``a``, ``b`` and ``answer`` (one digit more).
     """
     columns = []
     for _ in range(num_digits):

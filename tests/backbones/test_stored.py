@@ -61,7 +61,8 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     grown = memory("VmHWM") - before
     weights = sum(parameter.nbytes for parameter in backbone.parameters())
     assert weights > 39 * MEBIBYTE
-    assert 0.9 * weights < grown <= weights + max(shards) + 2 * MEBIBYTE  # the allocator's own
+    # Memory that the allocator still held makes it less; 2 MiB are the allocator's own.
+    assert grown <= weights + max(shards) + 2 * MEBIBYTE
 
 
 def test_gradient_checkpointing_recomputes_and_changes_nothing():

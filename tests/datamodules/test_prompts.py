@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from datamodules import PromptDataModule
+from datamodules.prompt_mix import PromptMix
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports import ResultFolder
@@ -170,3 +171,27 @@ def test_bad_settings_are_refused(options, message):
 def test_an_unknown_method_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="expected some of one, two, got three"):
         _work(PromptDataModule([Letters()], methods=["three"]))
+
+
+def test_each_prompt_keeps_its_own_of_several_lengths() -> None:
+    """Batches hold one length; both lengths occur, and every method sees the same one."""
+    data = PromptDataModule([Letters()], response_length=[4, 9], batch_size=3)
+    _work(data)
+    lengths: dict[str, set[int]] = {}
+    for loader in data.predict_dataloader():
+        for batch in loader:
+            for example in batch.examples:
+                lengths.setdefault(example.uid, set()).add(batch.response_length)
+    assert len(lengths) == 7
+    assert all(len(found) == 1 for found in lengths.values())
+    assert set.union(*lengths.values()) == {4, 9}
+
+
+def test_a_mix_takes_its_number_of_prompts() -> None:
+    data = PromptDataModule([Letters()], mix=PromptMix(total=3, weights={"letters": 1.0}))
+    assert len({uid for _, uid in _work(data)}) == 3
+
+
+def test_lengths_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"response_length: expected at least 1, got \[\]"):
+        PromptDataModule([Letters()], response_length=[])

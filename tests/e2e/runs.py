@@ -54,7 +54,7 @@ def finished(process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
 
 def timeless(rows: list[ResultRow]) -> list[ResultRow]:
     """Rows without their wall time."""
-    return [replace(row, seconds=0.0) for row in rows]
+    return [replace(row, seconds=0.0, policy_seconds=0.0) for row in rows]
 
 
 def results(run_dir: Path) -> dict[tuple[str, str], list[ResultRow]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lit_dlm.reports.command import main as report
 from tests.e2e.runs import ROOT, fails, results, run
 
 EXP = ROOT / "configs" / "exp"
@@ -38,6 +39,7 @@ def run_dir(distilled: Path, tmp_path: Path) -> Path:
 def fit(name: str, run_dir: Path, *flags: str) -> None:
     run(
         "fit", "--config", str(EXP / name), "--run_dir", str(run_dir), "--data.batch_size", "8",
+        "--data.val_fraction", "0",
         "--trainer.logger", "false", *QUIET, *flags,
     )  # fmt: skip
 
@@ -67,7 +69,7 @@ def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) ->
         (run_dir / "tuned/results/word_problems/entropy/settings.json").read_text()
     )
     assert settings["backbone"]["adapter_sha256"]
-    run("report", str(run_dir / "plain"), str(run_dir / "tuned"), "--out", str(run_dir / "table"))
+    report([str(run_dir / "plain"), str(run_dir / "tuned"), "--out", str(run_dir / "table")])
     table = (run_dir / "table" / "summary.md").read_text()
     assert "| plain |" in table
     assert "| tuned |" in table

@@ -1,4 +1,4 @@
-"""Beyond one policy: two processes, an autoencoder, a second round and a sweep, on the command line."""
+"""Two processes, an autoencoder, a second round and a sweep, on the command line."""
 
 from __future__ import annotations
 

@@ -200,9 +200,7 @@ def test_position_decay_multiplies_by_rank() -> None:
 
 
 def test_hard_positions_are_misjudged_at_raw_logit_zero() -> None:
-    hard = hard_positions(
-        torch.tensor([[1.0, -1.0, 0.0, -1.0, 5.0]]), rows("10010"), rows("11110")
-    )
+    hard = hard_positions(torch.tensor([[1.0, -1.0, 0.0, -1.0, 5.0]]), rows("10010"), rows("11110"))
     assert hard.tolist() == rows("00110").tolist()
 
 

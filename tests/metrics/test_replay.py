@@ -11,9 +11,9 @@ def rows(*values: str) -> torch.Tensor:
 def test_hand_values() -> None:
     """Responses of four in two bins (masked share up to and above a half).
 
-    Above: one state commits 2 of 4, one wrong: 1/2 step and 1/2 wrong per token. Below: one commits 1
-    right, one commits 2 right: 3/4 step, 0 wrong. Means over bins: 5/8 steps and 1/4 wrong per token:
-    4 * 5/8 = 2.5 steps, 1 wrong token, speed-up 8/5, P = 3/4, R = 3/8,
+    Above: one state commits 2 of 4, one wrong: 1/2 step and 1/2 wrong per token. Below: one commits
+    1 right, one commits 2 right: 3/4 step, 0 wrong. Means over bins: 5/8 steps and 1/4 wrong a
+    token: 4 * 5/8 = 2.5 steps, 1 wrong token, speed-up 8/5, P = 3/4, R = 3/8,
     F0.5 = 1.25 * P * R / (0.25 P + R).
     """
     metric = ReplayScore(num_bins=2)

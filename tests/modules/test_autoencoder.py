@@ -43,7 +43,7 @@ def fitted(shards: Path, folder: Path, *, steps: int = 40) -> tuple[AutoencoderM
 def test_training_lowers_the_error_and_exports_the_best_encoders(
     shards: Path, tmp_path: Path
 ) -> None:
-    """The untrained error is about 1, the variance of a normalised entry; rank 8 of 16 halves it."""
+    """The untrained error is about 1, the variance of a normalised entry."""
     model, saver = fitted(shards, tmp_path)
     assert float(saver.best_model_score) < 1.0
     projector = Projector.load(tmp_path / "projector")

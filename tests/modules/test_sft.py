@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones import HFBackbone, load_tokenizer
 from lit_dlm.losses.corruption import (
     Autoregressive,
     FixedRatio,
@@ -210,6 +210,17 @@ def test_an_adapter_loads_in_plain_peft_on_the_exported_model(tmp_path: Path) ->
     again = HFBackbone(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
     with torch.no_grad():
         torch.testing.assert_close(again(ids), wanted)
+
+
+def test_a_wholly_trained_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
+    backbone = small(lora=False)
+    model = module(backbone, RandomMasking(), export_dir=str(tmp_path / "model"))
+    run(model, Data(examples(), batch_size=4), tmp_path, steps=2)
+    again = HFBackbone(str(tmp_path / "model"))
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids), backbone(ids))
+    assert load_tokenizer(str(tmp_path / "model")).get_vocab() == model.tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize(

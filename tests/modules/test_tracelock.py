@@ -14,8 +14,8 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.augmentation import FeatureNoise
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
-from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
 from lit_dlm.modules.selection import SelectionSettings
+from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from tests.traces import (
     EOS,
@@ -294,9 +294,7 @@ def test_all_options_of_the_loss_train_together(shards: Path, tmp_path: Path) ->
     head = AcceptanceConfig(
         width=16, num_layers=1, num_heads=2, ffn_width=16, target_mask_prob=0.2, positions="learned"
     )
-    model = module(
-        head=head, loss=settings, noise=FeatureNoise(gaussian_ratio=0.1, swap_prob=0.2)
-    )
+    model = module(head=head, loss=settings, noise=FeatureNoise(gaussian_ratio=0.1, swap_prob=0.2))
     before = weights(model)
     trainer(tmp_path, max_steps=3).fit(model, datamodule=data(shards))
     assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
@@ -316,7 +314,7 @@ def test_a_network_without_dynamic_threshold_reports_its_best_fixed_one(
 
 
 def test_unknown_export_monitor_is_named() -> None:
-    with pytest.raises(ValueError, match="export_monitor: .* got 'val/loss'"):
+    with pytest.raises(ValueError, match=r"export_monitor: .* got 'val/loss'"):
         module(export_monitor="val/loss")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.heads.acceptance import PositionState
+from lit_dlm.heads.acceptance import PositionState, accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.ops.scores import top_quota
 
@@ -37,6 +37,7 @@ class TraceLockPolicy(CommitPolicy):
         *,
         threshold: float = 0.99,
         max_accept_per_step: int | None = 4,
+        release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
     ) -> None:
         """Loads the policy.
@@ -46,6 +47,11 @@ class TraceLockPolicy(CommitPolicy):
             threshold: acceptance probability from which a proposal is committed.
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
+            release_compat: decides as the release does: the end-of-text gate works behind the cap
+                and not on the fallback, so a row whose proposals all end the text commits one and
+                opens the gate; a quota takes the most probable proposals, not the best-scored.
+                With a ``ScheduleQuota``, a ``SlidingWindow`` and the loop's own gate off, steps
+                count as in arXiv 2605.24697.
             scorer: the loaded policy, instead of ``path``.
         """
         if (path is None) == (scorer is None):
@@ -62,6 +68,7 @@ class TraceLockPolicy(CommitPolicy):
         self.scorer = scorer.eval()
         self.threshold = threshold
         self.max_accept_per_step = max_accept_per_step
+        self.release_compat = release_compat
         self.hidden_layers = scorer.settings.hidden_layers
         # Every position of the response is a row of the network, so it needs a proposal even
         # outside the window's candidates.
@@ -77,13 +84,15 @@ class TraceLockPolicy(CommitPolicy):
     ) -> Selection:
         """Commits the accepted candidates; with a quota, at least the best ``quota`` ones."""
         logits = self.decision_logits(state, candidates, proposal)
-        # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
-        limit = torch.logit(torch.tensor(self.threshold, dtype=torch.float64)).item()
-        commit = candidates & (logits >= limit)
-        if self.max_accept_per_step is not None:
-            commit = top_quota(logits, commit, self.max_accept_per_step)
+        commit = accepted(
+            logits, candidates, threshold=self.threshold, max_accept=self.max_accept_per_step
+        )
+        if self.release_compat:
+            has_end = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
+            commit = commit & (has_end[:, None] | ~torch.isin(proposal.ids, state.eos_ids))
         if quota is not None:
-            commit = commit | top_quota(logits, candidates, quota)
+            order = proposal.prob if self.release_compat else logits
+            commit = commit | top_quota(order, candidates, quota)
         return Selection(commit, logits)
 
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
@@ -99,7 +108,7 @@ class TraceLockPolicy(CommitPolicy):
         """
         assert proposal.hidden is not None
         scorer = self._scorer_on(proposal.hidden.device)
-        first = state.start if scorer.settings.layout == "generation" else 0
+        first = 0 if scorer.settings.layout == "all" else state.start
         features = scorer.features(
             proposal.hidden[:, first:],
             proposal.prob[:, first:],
@@ -119,6 +128,8 @@ class TraceLockPolicy(CommitPolicy):
         return {
             "threshold": self.threshold,
             "max_accept_per_step": self.max_accept_per_step,
+            # Listed only where it is on, as in older records.
+            **({"release_compat": True} if self.release_compat else {}),
             "weights": self.scorer.digest(),
         }
 

@@ -3,27 +3,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_dlm.decoding import Decoder, DecodeSettings, prompt_canvas
+from lit_dlm.decoding import (
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    DualCache,
+    FixedQuota,
+    FullWindow,
+    PrefixCache,
+    ScheduleQuota,
+    prompt_canvas,
+)
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.decoding.quotas import NoQuota
 from lit_dlm.decoding.windows import SlidingWindow
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
-from tests.fakes import MASK, TableBackbone, fake_spec
+from tests.fakes import EOS, MASK, TableBackbone, fake_spec
+from tests.traces import small_backbone, small_projector
 
 G = 12
 
 
 def scorer(
-    *, bias: float = 0.0, spread: float = 1.0, layout: str = "generation"
+    *, bias: float = 0.0, spread: float = 1.0, layout: str = "generation", linear: bool = False
 ) -> AcceptanceScorer:
     """Random weights; logits are ``spread`` times the network's plus ``bias``."""
     torch.manual_seed(0)
     config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
+    head = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16)
+    if linear:
+        head = AcceptanceConfig(
+            kind="linear", dynamic_threshold=False, positions="none", use_state_embedding=False
+        )
     built = AcceptanceScorer(
         Projector.random_orthogonal(config),
-        head=AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16),
+        head=head,
         settings=ScorerSettings(layout=layout, hidden_layers=(-3, -2, -1)),
     )
     with torch.no_grad():
@@ -78,7 +94,7 @@ def test_release_extremes_for_256_tokens() -> None:
     """The release's bounds with its cap of 4: 256 / 4 = 64 steps and 256 steps."""
     for bias, steps in ((50.0, 64), (-50.0, 256)):
         long = prompt_canvas([[3]], response_length=256, spec=fake_spec(), seeds=[0])
-        policy = TraceLockPolicy(scorer=scorer(bias=bias))
+        policy = TraceLockPolicy(scorer=scorer(bias=bias, linear=True))
         assert decoder(policy)(hashing_backbone(), long).num_steps.tolist() == [steps]
 
 
@@ -211,3 +227,189 @@ def test_policy_of_another_backbone_is_refused() -> None:
     policy.scorer.backbone = {"hidden_size": 3584}
     with pytest.raises(ValueError, match="hidden_size=3584, got hidden_size=4"):
         policy.check_backbone(hashing_backbone())
+
+
+# -- as the release counts -------------------------------------------------------------------------
+
+
+def released(policy: TraceLockPolicy, *, steps: int = 256) -> Decoder:
+    """Its window, quota and rules; the gate is the policy's."""
+    return Decoder(policy=policy, window=SlidingWindow(128), quota=ScheduleQuota(steps))
+
+
+def long_canvas(length: int = 256):
+    return prompt_canvas([[3]], response_length=length, spec=fake_spec(), seeds=[0])
+
+
+@pytest.mark.parametrize(("bias", "steps"), [(50.0, 64), (-50.0, 256)])
+def test_release_extremes_with_its_schedule(bias: float, steps: int) -> None:
+    """256 / 4 = 64 steps where all is accepted; 256 where nothing is: the quota stays below one
+    until the last step, when a single mask is left."""
+    policy = TraceLockPolicy(scorer=scorer(bias=bias, linear=True), release_compat=True)
+    assert released(policy)(one_token_backbone(5), long_canvas()).num_steps.tolist() == [steps]
+
+
+def one_token_backbone(token: int) -> TableBackbone:
+    """Proposes one token everywhere."""
+    table = torch.zeros(257, 8)
+    table[:, token] = 9.0
+    return TableBackbone(table)
+
+
+def test_release_gate_lets_the_fallback_open_it() -> None:
+    """All proposals end the text and all are accepted: one by fallback, then 255 / 4 = 64."""
+    policy = TraceLockPolicy(scorer=scorer(bias=50.0, linear=True), release_compat=True)
+    assert released(policy)(one_token_backbone(EOS), long_canvas()).num_steps.tolist() == [65]
+
+
+def test_our_gate_keeps_a_row_whose_proposals_all_end_the_text() -> None:
+    """The loop's gate leaves such a row as it is: 256 / 4 steps and no fallback."""
+    policy = TraceLockPolicy(scorer=scorer(bias=50.0))
+    plugs = Decoder(
+        policy=policy,
+        window=SlidingWindow(128),
+        quota=NoQuota(),
+        settings=DecodeSettings(eos_gate=True),
+    )
+    result = plugs(one_token_backbone(EOS), long_canvas())
+    assert result.num_steps.tolist() == [64]
+    assert result.stalled_steps.tolist() == [0]
+
+
+def mixed_backbone() -> TableBackbone:
+    """Column 1 proposes the end of text with more confidence than the others a word."""
+    table = torch.zeros(5, 8)
+    table[:, 5] = 3.0
+    table[1, EOS] = 6.0
+    return TableBackbone(table)
+
+
+def first_commit(decoder: Decoder) -> list[int]:
+    seen: list[list[int]] = []
+
+    class Watch:
+        requires = frozenset()
+
+        def on_start(self, state):
+            del state
+
+        def on_end(self, result):
+            del result
+
+        def on_step(self, record):
+            seen.append(record.commit[0].nonzero()[:, 0].tolist())
+
+    decoder(mixed_backbone(), long_canvas(4), [Watch()])
+    return seen[0]
+
+
+def test_gate_is_closed_by_default_and_holds_the_fallback_back() -> None:
+    """Nothing is accepted. The best-scored candidate is made the end of text: the release commits
+    it, the loop's gate takes the best of the others."""
+    built = scorer(bias=-50.0)
+    score = TraceLockPolicy(scorer=built, release_compat=True)
+
+    def prefers_the_end(state, candidates, proposal):
+        return torch.where(proposal.ids == EOS, -10.0, -20.0)
+
+    score.decision_logits = prefers_the_end  # type: ignore[method-assign]
+    ours = TraceLockPolicy(scorer=built)
+    ours.decision_logits = prefers_the_end  # type: ignore[method-assign]
+    gated = Decoder(policy=ours, quota=NoQuota(), settings=DecodeSettings(eos_gate=True))
+    assert first_commit(Decoder(policy=score, quota=NoQuota())) == [1]
+    assert first_commit(gated) == [2]
+
+
+def test_release_gate_works_behind_the_cap() -> None:
+    """Cap 1 keeps the end of text, the gate then drops it, and the fallback commits it after all;
+    ours drops it first and accepts the next best."""
+    built = scorer()
+
+    def accepts_all(state, candidates, proposal):
+        return torch.where(proposal.ids == EOS, 20.0, 10.0)
+
+    policies = [
+        TraceLockPolicy(scorer=built, max_accept_per_step=1, release_compat=compat)
+        for compat in (True, False)
+    ]
+    for policy in policies:
+        policy.decision_logits = accepts_all  # type: ignore[method-assign]
+    gated = DecodeSettings(eos_gate=True)
+    assert first_commit(Decoder(policy=policies[0], quota=NoQuota())) == [1]
+    assert first_commit(Decoder(policy=policies[1], quota=NoQuota(), settings=gated)) == [2]
+
+
+def test_release_quota_takes_the_most_probable() -> None:
+    policy = TraceLockPolicy(scorer=scorer(), release_compat=True)
+    policy.decision_logits = (  # type: ignore[method-assign]
+        lambda state, candidates, proposal: -50.0 - torch.arange(5.0).expand_as(proposal.prob)
+    )
+    assert first_commit(Decoder(policy=policy, quota=FixedQuota(1))) == [1]
+
+
+def test_release_compat_is_recorded_only_where_it_is_on() -> None:
+    facts = [
+        TraceLockPolicy(scorer=scorer(), release_compat=compat).describe()
+        for compat in (False, True)
+    ]
+    assert "release_compat" not in facts[0]
+    assert facts[1]["release_compat"] is True
+
+
+# -- lengths, windows, budgets and caches ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [5, 12, 40])
+@pytest.mark.parametrize("window", [FullWindow(), BlockWindow(4), SlidingWindow(6)])
+@pytest.mark.parametrize("max_steps", [None, 3])
+def test_one_policy_decodes_any_length_window_and_budget(length, window, max_steps) -> None:
+    policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-2.0), threshold=0.5)
+    plugs = Decoder(
+        policy=policy,
+        window=window,
+        quota=NoQuota() if max_steps is None else FixedQuota(-(-length // max_steps)),
+        settings=DecodeSettings(max_steps=max_steps),
+    )
+    result = plugs(hashing_backbone(), long_canvas(length))
+    if max_steps is None or isinstance(window, FullWindow):
+        assert result.status == ["complete"]
+    assert int(result.num_steps[0]) <= (max_steps or length)
+
+
+def test_policy_time_is_part_of_the_decode_time() -> None:
+    policy = TraceLockPolicy(scorer=scorer(bias=50.0))
+    result = decoder(policy)(hashing_backbone(), canvas([[3, 4], [5, 6]]))
+    assert result.policy_seconds is not None
+    assert (result.policy_seconds > 0).all()
+    assert (result.policy_seconds < result.seconds).all()
+
+
+@pytest.mark.parametrize("scheme", [PrefixCache(), DualCache()])
+@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
+def test_batch_and_single_rows_agree_under_a_cache(scheme, layout: str) -> None:
+    """A small transformer with key-value caches, rows of different prompt lengths."""
+    backbone = small_backbone()
+    torch.manual_seed(0)
+    built = AcceptanceScorer(
+        small_projector(),
+        head=AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16),
+        settings=ScorerSettings(layout=layout),
+    )
+    with torch.no_grad():
+        built.head.logit_head.weight *= 20.0
+    plugs = Decoder(
+        policy=TraceLockPolicy(scorer=built, threshold=0.5),
+        window=BlockWindow(4),
+        quota=NoQuota(),
+        cache=scheme,
+    )
+    prompts = [[5], [6, 7, 8], [9, 10]]
+    together = plugs(
+        backbone, prompt_canvas(prompts, response_length=8, spec=backbone.spec, seeds=[0, 1, 2])
+    )
+    for row, prompt in enumerate(prompts):
+        alone = plugs(
+            backbone, prompt_canvas([prompt], response_length=8, spec=backbone.spec, seeds=[row])
+        )
+        assert torch.equal(together.ids[row, together.start :], alone.ids[0, alone.start :])
+        assert together.num_steps[row] == alone.num_steps[0]

@@ -1,0 +1,219 @@
+"""What smaller features cost the policy: rollout-proxy F0.5 by storage tier, on the embedded model.
+
+    python benchmarks/feature_tiers.py [--json] [--problems 400] [--steps 400] [--seeds 3]
+
+Training problems are decoded once, one token per step, and every step's features are kept in fp16
+for prompt and response. Each tier stores a part of them through the real writer (layout, scheme,
+share of the steps) and a policy is trained on it with equal steps, batches and seeds. All are then
+scored at all steps of the same validation traces, in fp16, with the rows that their layout shows
+them. Costs are in points of F0.5 against the first tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+
+from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import ScorerSettings
+from lit_dlm.modules.projector import fit_projector, trace_states
+from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
+from lit_dlm.tasks import WordProblems
+from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from lit_dlm.trajectories.feature_codec import only_masked
+from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.kept_steps import KeptSteps
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+
+TIERS: dict[str, tuple[str, str, float]] = {
+    "all fp16 0.3": ("all", "fp16", 0.3),
+    "all int8 0.3": ("all", "int8", 0.3),
+    "masked fp16 0.3": ("masked", "fp16", 0.3),
+    "all fp16 0.1": ("all", "fp16", 0.1),
+    "masked int8 0.1": ("masked", "int8", 0.1),
+}
+"""Layout, scheme and share of kept steps."""
+
+
+def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Projector]:
+    """Traces with the features of every step, and their projector."""
+    tokenizer = load_tokenizer("tiny")
+    examples = WordProblems("train", num_examples=problems).examples()
+    traces: list[Trajectory] = []
+    projector: Projector | None = None
+    for first in range(0, problems, 100):
+        batch = examples[first : first + 100]
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": example.text}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            for example in batch
+        ]
+        canvas = prompt_canvas(
+            prompts, response_length=32, spec=backbone.spec, seeds=range(first, first + len(batch))
+        )
+        if projector is None:
+            capture = TrajectoryCapture(vocab_size=backbone.vocab_size)
+            Decoder(policy=EntropyPolicy())(backbone, canvas, [capture])
+            config = ProjectorConfig(
+                hidden_size=backbone.hidden_size, hidden_rank=48, delta_rank=16
+            )
+            states = trace_states(capture.trajectories([e.uid for e in batch]))
+            projector = fit_projector(backbone, states, config, with_prompt=True)
+        settings = FeatureSettings()
+        features = FeatureCapture(
+            function=partial(acceptance_features, projector, settings=settings),
+            hidden_layers=(-3, -2, -1),
+            groups=feature_groups(projector.config, settings),
+            projector_digest=projector.digest(),
+            step_ratio=1.0,
+            scheme="fp16",
+            layout="all",
+        )
+        capture = TrajectoryCapture(
+            vocab_size=backbone.vocab_size, level="features", features=features
+        )
+        Decoder(policy=EntropyPolicy())(backbone, canvas, [capture])
+        traces += capture.trajectories([f"{example.uid}@entropy" for example in batch])
+    assert projector is not None
+    return traces, projector
+
+
+def stored(trace: Trajectory, layout: str, scheme: str, ratio: float) -> Trajectory:
+    """The trace with the part of its features that a tier keeps."""
+    whole = trace.features
+    assert whole is not None
+    steps = KeptSteps([trace.seed], ratio=ratio).steps(0, trace.num_steps)
+    first = 0 if layout == "all" else trace.num_prompt
+    part = StepFeatures.quantize(
+        whole.dequantized()[steps, first:],
+        kept_steps=np.array(steps),
+        proposals=whole.proposals[steps, first:],
+        groups=whole.groups,
+        scheme=scheme,  # type: ignore[arg-type]
+        layout="all" if layout == "all" else "generation",
+        projector_digest=whole.projector_digest,
+    )
+    return replace(trace, features=only_masked(trace, part) if layout == "masked" else part)
+
+
+def write(folder: Path, traces: list[Trajectory]) -> Path:
+    """Shards of these traces."""
+    empty: dict[str, str] = {}
+    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    with TrajectoryShardWriter(
+        folder, name="tier", split="train", rank=0, run=run, sync_blocks=False
+    ) as writer:
+        for trace in traces:
+            writer.put(trace)
+    return folder
+
+
+def score(
+    backbone: HFBackbone, projector: Projector, folders: tuple[Path, Path], layout: str,
+    *, seed: int, steps: int,
+) -> float:  # fmt: skip
+    """F0.5 on the common validation states of a policy trained on one tier."""
+    torch.manual_seed(seed)
+    module = TraceLockModule(
+        backbone,
+        tokenizer="tiny",
+        projector=projector,
+        head=AcceptanceConfig(width=64, num_layers=2, num_heads=4, ffn_width=128, dropout=0.0),
+        settings=ScorerSettings(layout=layout),  # type: ignore[arg-type]
+        min_crop_ratio=1.0,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3, weight_decay=0.01),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1
+        ),
+        seed=seed,
+    )
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as root:
+        trainer = Trainer(
+            max_steps=steps, limit_val_batches=0, gradient_clip_val=1.0, default_root_dir=root,
+            **quiet,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=TrajectoryDataModule(folders[0], val_fraction=0.2))
+        common = TrajectoryDataModule(folders[1], val_fraction=0.2, max_val_examples=2048)
+        (scores,) = Trainer(default_root_dir=root, **quiet).validate(
+            module, datamodule=common, verbose=False
+        )
+    return float(scores[MONITOR])
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--problems", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    backbone = HFBackbone(path="tiny").eval()
+    traces, projector = decoded(backbone, options.problems)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as root:
+        common = {
+            layout: write(Path(root) / f"common-{layout}", [
+                stored(trace, layout, "fp16", 1.0) for trace in traces
+            ])
+            for layout in ("all", "masked")
+        }  # fmt: skip
+        for name, (layout, scheme, ratio) in TIERS.items():
+            folder = write(
+                Path(root) / name.replace(" ", "-"),
+                [stored(trace, layout, scheme, ratio) for trace in traces],
+            )
+            size = sum(path.stat().st_size for path in folder.glob("*.tar"))
+            scores = [
+                score(
+                    backbone, projector, (folder, common[layout]), layout,
+                    seed=seed, steps=options.steps,
+                )
+                for seed in range(options.seeds)
+            ]  # fmt: skip
+            figures[name] = {
+                "f0.5": round(statistics.mean(scores), 4),
+                "stdev": round(statistics.stdev(scores), 4) if len(scores) > 1 else None,
+                "kb_per_trace": round(size / len(traces) / 1e3, 1),
+            }
+            base = figures[next(iter(TIERS))]["f0.5"]
+            figures[name]["cost_points"] = round(100 * (base - figures[name]["f0.5"]), 2)
+            if not options.json:
+                print(name, figures[name], flush=True)
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A second opinion on answers from a language model behind an HTTP endpoint.
+
+Results are graded by exact match; that stays the accuracy of every table. This callback asks a
+judge about the same completions and keeps its verdicts beside them, for comparison with published
+numbers that were judged. The endpoint speaks the chat-completions protocol, as vLLM, SGLang and
+llama.cpp servers do; nothing is sent anywhere unless the callback is in the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_dlm.reports import ResultFolder, ResultRow
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.tasks import PromptExample
+
+logger = logging.getLogger(__name__)
+
+_INSTRUCTION = (
+    "You compare a candidate's final answer with a reference solution. Judge the final "
+    "result only, not the way there, and do not solve the problem yourself. Reply with one JSON "
+    'object and nothing else: {"verdict": "correct"} or {"verdict": "incorrect"}.'
+)
+
+
+class HttpJudge(Callback):
+    """Asks a judge about every result of some tasks, once the run's results are complete.
+
+    Verdicts are appended to ``{run_dir}/judge/{task}/{method}.jsonl`` and not asked for again by a
+    resumed run; ``{run_dir}/judge/summary.json`` holds the share that is judged correct. A reply
+    that is no verdict counts as a failure and leaves the denominator, as in the TraceLock release.
+    Put the callback behind ``ResultWriter``.
+
+    Args:
+        run_dir: folder of the run, which holds ``results``.
+        url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
+        model: name of the model to ask.
+        tasks: names of the tasks to judge; their references need a ``solution`` or ``answer``.
+        max_tokens: longest reply.
+        timeout_s: seconds to wait for one reply.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        *,
+        url: str,
+        model: str,
+        tasks: list[str],
+        max_tokens: int = 64,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url: expected http:// or https://, got {url!r}")
+        if not tasks:
+            raise ValueError("tasks: expected at least one task to judge, got none")
+        self.run_dir = Path(run_dir)
+        self.url = url
+        self.model = model
+        self.tasks = tasks
+        self.max_tokens = max_tokens
+        self.timeout_s = timeout_s
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the tasks before any work.
+
+        Raises:
+            ValueError: a task is not in the run.
+        """
+        known = [task.name for task in trainer.datamodule.tasks]  # type: ignore[attr-defined]
+        for name in self.tasks:
+            if name not in known:
+                raise ValueError(f"tasks: '{name}' is not in the run; it has {', '.join(known)}")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks about every result that has no verdict yet (rank 0) and writes the summary."""
+        if not trainer.is_global_zero:
+            return
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        results = ResultFolder(self.run_dir / "results")
+        summary = []
+        for task, method in results.pairs():
+            if task not in self.tasks:
+                continue
+            examples = {example.uid: example for example in datamodule.task(task).examples()}
+            path = self.run_dir / "judge" / task / f"{method}.jsonl"
+            verdicts = self._judged(path, results.rows(task, method), examples)
+            judged = [verdict for verdict in verdicts.values() if verdict is not None]
+            summary.append(
+                {
+                    "task": task,
+                    "method": method,
+                    "judged": len(judged),
+                    "failures": len(verdicts) - len(judged),
+                    "accuracy": sum(judged) / len(judged) if judged else None,
+                }
+            )
+        write_atomically(
+            self.run_dir / "judge" / "summary.json", json.dumps(summary, indent=2) + "\n"
+        )
+        logger.info("judge: %s", self.run_dir / "judge" / "summary.json")
+
+    def _judged(
+        self, path: Path, rows: list[ResultRow], examples: dict[str, PromptExample]
+    ) -> dict[str, bool | None]:
+        """Verdict of every row by uid, from the file or from the judge."""
+        verdicts: dict[str, bool | None] = {}
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            verdicts = {r["uid"]: r["correct"] for r in map(json.loads, lines)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for row in rows:
+                if row.uid not in verdicts and row.uid in examples:
+                    verdict = self.verdict(examples[row.uid], row.completion)
+                    verdicts[row.uid] = verdict
+                    file.write(json.dumps({"uid": row.uid, "correct": verdict}) + "\n")
+        return verdicts
+
+    def verdict(self, example: PromptExample, completion: str) -> bool | None:
+        """Asks about one completion.
+
+        Args:
+            example: the problem and its reference.
+            completion: what was decoded.
+
+        Returns:
+            Whether it is judged correct; ``None`` when the reply is no verdict.
+
+        Raises:
+            ValueError: the endpoint cannot be reached or refuses.
+        """
+        reference = example.reference.get("solution", example.reference.get("answer", ""))
+        question = (
+            f"Question:\n{example.text}\n\nReference solution:\n{reference}\n\n"
+            f"Candidate:\n{completion}"
+        )
+        body = {
+            "model": self.model,
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            "messages": [
+                {"role": "system", "content": _INSTRUCTION},
+                {"role": "user", "content": question},
+            ],
+        }
+        request = urllib.request.Request(
+            self.url,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+                reply = json.loads(response.read())
+            text = str(reply["choices"][0]["message"]["content"])
+        except (urllib.error.URLError, TimeoutError) as error:
+            raise ValueError(f"judge: {self.url} did not answer: {error}") from error
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"judge: {self.url} did not reply as chat completions do") from error
+        return parse_verdict(text)
+
+
+def parse_verdict(text: str) -> bool | None:
+    """Reads ``{"verdict": "correct"}`` or ``"incorrect"``; anything else is ``None``."""
+    try:
+        reply = json.loads(text.strip())
+    except json.JSONDecodeError:
+        return None
+    verdict = reply.get("verdict") if isinstance(reply, dict) else None
+    return {"correct": True, "incorrect": False}.get(verdict) if isinstance(verdict, str) else None
