@@ -26,9 +26,9 @@ from lit_dlm.modules.state_batch import (
     StateBatch,
     StateExample,
     collate_states,
+    collate_trace_states,
     remasked_state,
     trace_state,
-    trace_states,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories.feature_codec import KeptSteps
@@ -108,13 +108,12 @@ class StateDataset(Dataset[StateBatch]):
                 index.blocks[traces].tolist(), index.rows[traces].tolist(), strict=True
             )
         ]
-        if REMASKED in steps or len({record.mask_id for record in records}) > 1:
-            examples = [
-                self._state(ref, record, step)
-                for ref, record, step in zip(batch, records, steps, strict=True)
-            ]
-        else:
-            examples = trace_states(records, steps)
+        if not self.reader.features and REMASKED not in steps:
+            return collate_trace_states(records, steps, [ref.is_real for ref in batch])
+        examples = [
+            self._state(ref, record, step)
+            for ref, record, step in zip(batch, records, steps, strict=True)
+        ]
         if self.reader.features:
             kept = index.kept[numbers].tolist()
             examples = [

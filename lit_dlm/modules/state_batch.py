@@ -79,8 +79,10 @@ def trace_state(trace: Trajectory, step: int) -> StateExample:
     return StateExample(trace=trace, response=trace.state_at(step))
 
 
-def trace_states(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[StateExample]:
-    """The states before one step of each of many traces, as :func:`trace_state` gives them.
+def collate_trace_states(
+    traces: Sequence[Trajectory], steps: Sequence[int], is_real: Sequence[bool]
+) -> StateBatch:
+    """The states before one step of each of many traces: :func:`trace_state`, then collation.
 
     Traces without overwritten writes, which are most, are replayed together: a call per trace costs
     more than the work.
@@ -88,21 +90,26 @@ def trace_states(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[Sta
     Args:
         traces: at least one trace; all of one mask id.
         steps: one step per trace, each ``0 .. num_steps - 1``.
+        is_real: whether the trace is more than a filler of the batch.
+
+    Returns:
+        The batch, on the CPU, without features.
     """
-    if any(
-        trace.superseded is not None or not 0 <= step <= trace.num_steps
+    simple = all(
+        trace.superseded is None and 0 <= step <= trace.num_steps
         for trace, step in zip(traces, steps, strict=True)
-    ):
-        return [trace_state(trace, step) for trace, step in zip(traces, steps, strict=True)]
-    lengths = [len(trace.tokens) for trace in traces]
-    states = np.concatenate([trace.tokens for trace in traces])
-    commit_step = np.concatenate([trace.commit_step for trace in traces])
-    np.putmask(states, commit_step >= np.repeat(steps, lengths), traces[0].mask_id)
-    examples, start = [], 0
-    for trace, length in zip(traces, lengths, strict=True):
-        examples.append(StateExample(trace=trace, response=states[start : start + length]))
-        start += length
-    return examples
+    )
+    tokens = np.concatenate([trace.tokens for trace in traces])
+    if simple:
+        commit_step = np.concatenate([trace.commit_step for trace in traces])
+        shown = np.asarray(steps, dtype=commit_step.dtype)
+        states = tokens.copy()
+        lengths = [len(trace.tokens) for trace in traces]
+        np.putmask(states, commit_step >= np.repeat(shown, lengths), traces[0].mask_id)
+    else:
+        replayed = zip(traces, steps, strict=True)
+        states = np.concatenate([trace.state_at(step) for trace, step in replayed])
+    return _canvas(traces, tokens, states, is_real)
 
 
 def remasked_state(trace: Trajectory, rng: np.random.Generator) -> StateExample:
@@ -139,12 +146,28 @@ def collate_states(examples: Sequence[StateExample]) -> StateBatch:
     """
     if not examples:
         raise ValueError("collate_states: expected at least one example, got none")
-    mask_ids = {example.trace.mask_id for example in examples}
+    traces = [example.trace for example in examples]
+    batch = _canvas(
+        traces,
+        np.concatenate([trace.tokens for trace in traces]),
+        np.concatenate([example.response for example in examples]),
+        [example.is_real for example in examples],
+    )
+    features, proposals = _collate_features(examples, batch.start, batch.ids.shape[1])
+    return replace(batch, features=features, proposals=proposals)
+
+
+def _canvas(
+    traces: Sequence[Trajectory],
+    tokens: NDArray[np.int32],
+    states: NDArray[np.int32],
+    is_real: Sequence[bool],
+) -> StateBatch:
+    """The batch of responses ``states`` that end as ``tokens``, both one after the other."""
+    mask_ids = {trace.mask_id for trace in traces}
     if len(mask_ids) > 1:
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
-    B = len(examples)
-    traces = [example.trace for example in examples]
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
     num_generated = np.array([len(trace.tokens) for trace in traces])
     start = int(num_prompt.max())
@@ -153,25 +176,22 @@ def collate_states(examples: Sequence[StateExample]) -> StateBatch:
     is_prompt = (columns < start) & (columns >= start - num_prompt[:, None])
     is_response = (columns >= start) & (columns < start + num_generated[:, None])
     pad_mask = is_prompt | is_response
-    ids = np.zeros((B, L), dtype=np.int64)
+    ids = np.zeros((len(traces), L), dtype=np.int64)
     # A mask selects row by row, which is the order of the concatenated rows.
     ids[is_prompt] = np.concatenate([trace.prompt_ids for trace in traces])
     target = ids.copy()
-    ids[is_response] = np.concatenate([example.response for example in examples])
-    target[is_response] = np.concatenate([trace.tokens for trace in traces])
+    ids[is_response] = states
+    target[is_response] = tokens
     masked = (ids == mask_id) & is_response
-    features, proposals = _collate_features(examples, start, L)
     return StateBatch(
         ids=torch.from_numpy(ids),
         target=torch.from_numpy(target),
         masked=torch.from_numpy(masked),
         pad_mask=torch.from_numpy(pad_mask),
-        is_real=torch.tensor([example.is_real for example in examples]),
+        is_real=torch.tensor(is_real),
         start=start,
         mask_id=mask_id,
         is_correct=_grades(traces),
-        features=features,
-        proposals=proposals,
     )
 
 

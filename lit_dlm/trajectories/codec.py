@@ -204,7 +204,8 @@ def decode_block(
     records: list[Trajectory] = []
     if has_prompts:
         for fields, own in zip(values, signals, strict=True):
-            records.append(trusted(**fields, signals=own))
+            fields["signals"] = own
+            records.append(trusted(fields))
         return records
     assert prompt_digests is not None
     for i, (fields, own) in enumerate(zip(values, signals, strict=True)):

@@ -2,7 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.modules.state_batch import collate_states, remasked_state, trace_state
+from lit_dlm.modules.state_batch import (
+    collate_states,
+    collate_trace_states,
+    remasked_state,
+    trace_state,
+)
 from lit_dlm.trajectories.record import Trajectory
 from tests.traces import MASK, VOCAB
 
@@ -32,6 +37,17 @@ def test_states_are_padded_around_the_response() -> None:
     assert batch.pad_mask.tolist() == [[False] * 2 + [True] * 4 + [False], [True] * 7]
     assert batch.masked.nonzero().tolist() == [[0, 3], [0, 5], [1, 5]]
     assert batch.is_real.all()
+
+
+def test_states_made_together_equal_states_made_one_by_one() -> None:
+    for steps in ([1, 3], [0, 0], [2, 4]):
+        records = [SHORT, LONG]
+        together = collate_trace_states(records, steps, [True, False])
+        examples = [trace_state(*pair) for pair in zip(records, steps, strict=True)]
+        one_by_one = collate_states(examples)
+        for name in ("ids", "target", "masked", "pad_mask"):
+            assert torch.equal(getattr(together, name), getattr(one_by_one, name)), name
+        assert together.is_real.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("with_prompt", [False, True])
