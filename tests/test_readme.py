@@ -51,6 +51,7 @@ def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"--run_dir={run_dir}",
             "--trainer.accelerator=cpu",
             "--trainer.enable_progress_bar=false",
+            "--model.init_args.sweep=null",
             f"--model.init_args.decoders={{confidence: {ROOT}/configs/decode/confidence.yaml}}",
             "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: test, "
             "num_examples: 3}}]",

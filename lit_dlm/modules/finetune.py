@@ -213,7 +213,9 @@ class FinetuneModule(DecodeModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Drops frozen weights from the file."""
-        frozen = {name for name, value in self.named_parameters() if not value.requires_grad}
+        # A tied head is the embedding under a second name.
+        named = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, value in named if not value.requires_grad}
         state = checkpoint["state_dict"]
         for key in [key for key in state if key in frozen]:
             del state[key]
@@ -224,6 +226,8 @@ class FinetuneModule(DecodeModule):
         Raises:
             ValueError: the checkpoint holds other weights than the model trains.
         """
+        if "state_dict" not in checkpoint:
+            return  # FSDP2 has loaded the weights by now, and refuses missing ones itself
         wanted = {name for name, value in self.named_parameters() if value.requires_grad}
         found = set(checkpoint["state_dict"])
         if wanted and not wanted <= found:
