@@ -182,5 +182,6 @@ def test_a_bad_prompt_file_is_one_clear_error(tmp_path: Path, capsys, content, m
     error = fails(
         capsys, *BENCHMARK, task, f"--run_dir={tmp_path}", "--data.init_args.methods=[entropy]",
         "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
+        "--model.init_args.sweep=null",
     )  # fmt: skip
     assert message in error
