@@ -1,6 +1,8 @@
 """Per-token cross-entropy and entropy from hidden rows and the head weight, without all logits.
 
-The logits of a chunk of rows live only while the chunk is worked on. The backward pass keeps a few
+The vocabulary is walked in slices: the logits of some rows and one slice live only while they are
+worked on, and the sums behind softmax and entropy are carried from slice to slice (as
+FlashAttention, arXiv 2205.14135, carries its softmax along keys). The backward pass keeps a few
 numbers per row, computes the logits again and forms the gradient analytically. With
 ``z = h W^T``, ``p = softmax(z)`` and target ``y``, ``CE = lse(z) - z_y`` and
 ``H = lse(z) - sum p z``::
@@ -19,11 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 15_000_000
-"""Logits held at a time by default (60 MB in float32, and as much again for probabilities)."""
+CHUNK_ROWS = 4096
+"""Rows worked on together by default: each set of them reads the whole weight once per pass."""
 
-_ROW_MULTIPLE = 32
-_VOCAB_SLICE = 8192
+CHUNK_ELEMENTS = {"cpu": 1_000_000}
+"""Logits held at a time, by type of device: on a CPU few enough to stay in its cache."""
+
+_CHUNK_ELEMENTS = 32_000_000
+_SMALLEST_SLICE = 256
 
 
 class TokenStats(NamedTuple):
@@ -66,8 +71,8 @@ def token_stats(
         logit_scale: factor on the logits; an inverse temperature goes here, too.
         forbidden_ids: ``(M,)`` int64 or integers: ids that have no probability. A target among
             them has infinite cross-entropy.
-        chunk_rows: rows whose logits are held at a time; by default as many as have
-            :data:`CHUNK_ELEMENTS` logits. It changes memory and speed, not results.
+        chunk_rows: rows worked on together; :data:`CHUNK_ROWS` by default. It changes memory and
+            speed, and results by rounding alone.
 
     Returns:
         Per-row values; ``ce`` and ``entropy`` are differentiable once with respect to ``rows``,
@@ -89,7 +94,7 @@ def token_stats(
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"token_stats: expected bias ({V},), got {tuple(bias.shape)}")
     if chunk_rows is None:
-        chunk_rows = max(CHUNK_ELEMENTS // V // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
+        chunk_rows = CHUNK_ROWS
     elif chunk_rows < 1:
         raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
     forbidden = torch.as_tensor(forbidden_ids, dtype=torch.long, device=rows.device)
@@ -117,23 +122,34 @@ class _FusedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         N = len(rows)
         dtype = _compute_dtype(rows)
-        ce, entropy, top, log_total = (rows.new_empty(N, dtype=dtype) for _ in range(4))
-        is_top = targets.new_empty(N, dtype=torch.bool)
-        for chunk, logits, probs in _chunked_logits(
+        lowest = torch.finfo(dtype).min
+        top, target = (rows.new_full((N,), lowest, dtype=dtype) for _ in range(2))
+        # Sums over the slices so far of e = exp(z - top) and of e (z - top).
+        total, moment = (rows.new_zeros(N, dtype=dtype) for _ in range(2))
+        for chunk, part, logits, probs in _logit_slices(
             rows, weight, bias, scale, forbidden, chunk_rows
         ):
-            top[chunk] = logits.amax(dim=1)
-            target = logits.gather(1, targets[chunk, None]).squeeze(1) - top[chunk]
-            torch.exp(logits.sub_(top[chunk, None]), out=probs)  # times their sum
-            total = probs.sum(1)
+            wanted = targets[chunk, None] - part.start
+            is_here = (wanted >= 0) & (wanted < part.stop - part.start)
+            found = logits.gather(1, wanted.clamp(0, part.stop - part.start - 1))
+            target[chunk] = torch.where(is_here, found, target[chunk, None]).squeeze(1)
+            before = top[chunk].clone()
+            highest = torch.maximum(before, logits.amax(dim=1))
+            top[chunk] = highest
+            logits.sub_(highest[:, None])
+            torch.exp(logits, out=probs)
             # exp(-inf) is 0, but 0 * -inf is not.
-            logits.index_fill_(1, forbidden, 0.0)
-            mean = probs.mul_(logits).sum(1) / total  # of the logits, less the largest
-            log_total[chunk] = total.log()
-            ce[chunk] = log_total[chunk] - target
-            # Rounding can leave a certain prediction a hair below zero.
-            entropy[chunk] = (log_total[chunk] - mean).clamp_min_(0.0)
-            is_top[chunk] = target == 0
+            logits.clamp_min_(lowest)
+            # What came before was counted from a lower top; exp(-1e4) is 0 in every dtype.
+            fall = (before - highest).clamp_min_(-1e4)
+            kept = fall.exp()
+            moment[chunk] = kept * (moment[chunk] + fall * total[chunk]) + _row_dots(probs, logits)
+            total[chunk] = kept * total[chunk] + probs.sum(1)
+        log_total = total.log()
+        ce = log_total - (target - top)
+        # Rounding can leave a certain prediction a hair below zero.
+        entropy = (log_total - moment / total).clamp_min_(0.0)
+        is_top = target == top
         ctx.save_for_backward(rows, weight, bias, targets, forbidden, top, log_total, entropy)
         ctx.scale, ctx.chunk_rows = scale, chunk_rows
         ctx.mark_non_differentiable(is_top)
@@ -148,34 +164,36 @@ class _FusedHead(torch.autograd.Function):
         rows, weight, bias, targets, forbidden, top, log_total, entropy = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dtype = _compute_dtype(rows)
-        grad_rows = torch.empty_like(rows) if wants_rows else None
+        grad_rows = torch.zeros_like(rows, dtype=dtype) if wants_rows else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
         with _full_precision(rows):
-            for chunk, logits, probs in _chunked_logits(
+            for chunk, part, logits, probs in _logit_slices(
                 rows, weight, bias, ctx.scale, forbidden, ctx.chunk_rows
             ):
+                # One after the other: their sum would be rounded.
                 log_probs = logits.sub_(top[chunk, None]).sub_(log_total[chunk, None])
                 torch.exp(log_probs, out=probs)
                 grad = _logit_gradient(
                     probs,
                     log_probs,
-                    targets[chunk, None],
+                    targets[chunk, None] - part.start,
                     entropy[chunk, None],
-                    forbidden,
                     grad_ce=None if grad_ce is None else grad_ce[chunk, None],
                     grad_entropy=None if grad_entropy is None else grad_entropy[chunk, None],
                 )
-                if ctx.scale != 1.0:
-                    grad.mul_(ctx.scale)
+                inside = _within(forbidden, part)
+                if inside is not None:
+                    # A forbidden target has an infinite loss but no logit to blame.
+                    grad.index_fill_(1, inside, 0.0)
                 if grad_rows is not None:
-                    grad_rows[chunk] = _times_weight(grad, weight)
+                    grad_rows[chunk].addmm_(grad, weight[part].to(dtype), alpha=ctx.scale)
                 if grad_weight is not None:
-                    grad_weight.addmm_(grad.T, rows[chunk].to(dtype))
+                    grad_weight[part].addmm_(grad.T, rows[chunk].to(dtype), alpha=ctx.scale)
                 if grad_bias is not None:
-                    grad_bias += grad.sum(0)
+                    grad_bias[part] += ctx.scale * grad.sum(0)
         return (
-            grad_rows,
+            None if grad_rows is None else grad_rows.to(rows.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 4,
@@ -187,24 +205,27 @@ def _logit_gradient(
     log_probs: Tensor,
     targets: Tensor,
     entropy: Tensor,
-    forbidden: Tensor,
     *,
     grad_ce: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """``dL/dz`` of one chunk, in the memory of ``probs`` or ``log_probs``; columns ``(n, 1)``."""
+    """``dL/dz`` of one slice ``(n, S)``, in the memory of an argument; other tensors ``(n, 1)``.
+
+    Targets count from the slice's first id; those outside of it have their share elsewhere.
+    """
     if grad_entropy is None:
         grad = probs.zero_() if grad_ce is None else probs.mul_(grad_ce)
     else:
-        # p (g_ce - g_H (log p + H))
+        # p (g_ce - g_H (log p + H)); a forbidden id has p = 0 and log p = -inf.
         offset = -grad_entropy * entropy
         if grad_ce is not None:
             offset = offset + grad_ce
-        grad = log_probs.mul_(-grad_entropy).add_(offset).index_fill_(1, forbidden, 0.0).mul_(probs)
+        lowest = torch.finfo(log_probs.dtype).min
+        grad = log_probs.clamp_min_(lowest).mul_(-grad_entropy).add_(offset).mul_(probs)
     if grad_ce is not None:
-        grad.scatter_add_(1, targets, -grad_ce)
-        # A forbidden target has an infinite loss but no logit to blame.
-        grad.index_fill_(1, forbidden, 0.0)
+        is_here = (targets >= 0) & (targets < probs.shape[1])
+        share = torch.where(is_here, -grad_ce, 0.0).to(grad.dtype)
+        grad.scatter_add_(1, targets.clamp(0, probs.shape[1] - 1), share)
     return grad
 
 
@@ -217,43 +238,48 @@ def _compute_dtype(rows: Tensor) -> torch.dtype:
     return torch.float64 if rows.dtype == torch.float64 else torch.float32
 
 
-def _chunked_logits(
+def _logit_slices(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     scale: float,
     forbidden: Tensor,
     chunk_rows: int,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields row slices, their logits, and a spare buffer as large; the next chunk reuses both."""
+) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Yields rows, ids, their logits, and a spare buffer as large; the next slice reuses both."""
     dtype = _compute_dtype(rows)
-    buffers = rows.new_empty(2, min(chunk_rows, len(rows)), len(weight), dtype=dtype)
+    height = min(chunk_rows, len(rows))
+    if not height:
+        return
+    elements = CHUNK_ELEMENTS.get(rows.device.type, _CHUNK_ELEMENTS)
+    width = min(max(elements // height, _SMALLEST_SLICE), len(weight))
+    logits_buffer, spare_buffer = rows.new_empty(2, height * width, dtype=dtype)
     for first in range(0, len(rows), chunk_rows):
         chunk = slice(first, min(first + chunk_rows, len(rows)))
-        logits, spare = buffers[:, : chunk.stop - first]
         picked = rows[chunk].to(dtype)
-        for part in _vocabulary_slices(weight, dtype):
-            torch.mm(picked, weight[part].to(dtype).T, out=logits[:, part])
-        if bias is not None:
-            logits += bias.to(dtype)
-        if scale != 1.0:
-            logits *= scale
-        yield chunk, logits.index_fill_(1, forbidden, float("-inf")), spare
+        for begin in range(0, len(weight), width):
+            part = slice(begin, min(begin + width, len(weight)))
+            size = (chunk.stop - first, part.stop - begin)
+            # Narrower views of one buffer, contiguous whatever their size.
+            logits = logits_buffer[: size[0] * size[1]].view(size)
+            torch.mm(picked, weight[part].to(dtype).T, out=logits)
+            if bias is not None:
+                logits += bias[part].to(dtype)
+            if scale != 1.0:
+                logits *= scale
+            inside = _within(forbidden, part)
+            if inside is not None:
+                logits.index_fill_(1, inside, float("-inf"))
+            yield chunk, part, logits, spare_buffer[: size[0] * size[1]].view(size)
 
 
-def _times_weight(grad: Tensor, weight: Tensor) -> Tensor:
-    """``grad @ weight`` in the dtype of ``grad``, widening a slice of the weight at a time."""
-    if weight.dtype == grad.dtype:
-        return grad @ weight
-    result = grad.new_zeros(len(grad), weight.shape[1])
-    for part in _vocabulary_slices(weight, grad.dtype):
-        result.addmm_(grad[:, part], weight[part].to(grad.dtype))
-    return result
+def _within(ids: Tensor, part: slice) -> Tensor | None:
+    """The ids of a slice of the vocabulary, counted from its first; ``None`` if none is named."""
+    if not len(ids):
+        return None
+    return ids[(ids >= part.start) & (ids < part.stop)] - part.start
 
 
-def _vocabulary_slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
-    """The whole vocabulary, or slices of it where the weight must be converted."""
-    V = len(weight)
-    if weight.dtype == dtype:
-        return [slice(0, V)]
-    return [slice(at, min(at + _VOCAB_SLICE, V)) for at in range(0, V, _VOCAB_SLICE)]
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """``(n,)``: the inner product of each row of ``a`` and ``b``, whose memory is used up."""
+    return b.mul_(a).sum(1)

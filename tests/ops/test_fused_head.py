@@ -1,7 +1,7 @@
 """The chunked head: hand values, the naive head, numerical gradients and the corners."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lit_dlm.ops import fused_head
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 
 
@@ -54,6 +55,16 @@ def gradients(
     share = torch.linspace(0.5, 2.0, len(targets), dtype=ce.dtype)
     ((ce * share).sum() - 0.7 * (entropy * share.flip(0)).sum()).backward()
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.fixture(autouse=True, scope="module", params=[(12, 3), (1_000_000, 256)])
+def slices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything holds with slices of a few ids, the last one narrower, and with a single one."""
+    elements, smallest = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fused_head.CHUNK_ELEMENTS, "cpu", elements)
+        patch.setattr(fused_head, "_SMALLEST_SLICE", smallest)
+        yield
 
 
 def test_values_by_hand() -> None:
@@ -102,8 +113,9 @@ def test_equals_the_naive_head(chunk_rows: int, forbidden_ids: tuple[int, ...]) 
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_float32_gradients_are_within_1e_6_of_exact_ones() -> None:
-    """Relative to the norm, against float64; a vocabulary that no chunk divides."""
+def test_float32_gradients_are_within_1e_6_of_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to the norm, against float64; a vocabulary that no slice divides."""
+    monkeypatch.setattr(fused_head, "_SMALLEST_SLICE", 1000)
     tensors = inputs(37, 48, 5003)
     exact = gradients(naive, *(t.double() if t.is_floating_point() else t for t in tensors))
     for ours, theirs in zip(gradients(token_stats, *tensors, chunk_rows=8), exact, strict=True):
