@@ -177,6 +177,11 @@ def verify(
     if level >= 3:
         assert execution is not None
         batches = list(_batches(paths, execution.batch_size, sample))
+        # A method that cannot be rebuilt is found before hours of work, not after.
+        for run, method in {
+            (b.run.digest(), b.method): (b.run, b.method) for b in batches
+        }.values():
+            rebuilt_decoder(run, method, policy_folders=execution.policy_folders)
         if progress is not None:
             total = sum(_num_forwards(batch, level, execution.num_steps) for batch in batches)
             progress.start("Re-execution", total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,16 @@ def _print_steps(record: Trajectory, tokenizer: Any, step: int | None, console: 
         if step is not None and replayed.step != step:
             continue
         line = Text(f"{replayed.step:>{width}}  ", style="dim")
-        for position, token in enumerate(replayed.canvas.tolist()):
-            style = "bold green" if position in replayed.positions else ""
-            line.append(_piece(token, record.mask_id, tokenizer), style=style)
-        console.print(line)
+        cells = [
+            (position in replayed.positions, _piece(token, record.mask_id, tokenizer))
+            for position, token in enumerate(replayed.canvas.tolist())
+        ]
+        for (is_new, piece), run in groupby(cells):
+            count = len(list(run))
+            # A response usually ends in a long fill of end-of-text tokens.
+            fold = tokenizer is not None and piece.startswith("<|") and count > 1
+            line.append(f"{piece}*{count} " if fold else piece * count, "bold green" * is_new)
+        console.print(line, soft_wrap=True)
 
 
 def _piece(token: int, mask_id: int, tokenizer: Any) -> str:

@@ -111,11 +111,17 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         tokenizer=load_tokenizer(options.tokenizer or options.backbone),
         seed=options.seed,
         temperature=options.temperature,
-        policy_folders=options.policy,
+        policy_folders=[*options.policy, *_policies_beside(shards)],
         batch_size=options.batch_size,
         num_steps=options.steps,
         device=options.device,
     )
+
+
+def _policies_beside(shards: Sequence[Path]) -> list[Path]:
+    """The folders where training leaves the policy of the same run; they count by their digest."""
+    beside = {shard.resolve().parent.parent / "policy" for shard in shards}
+    return sorted(folder for folder in beside if (folder / "config.json").is_file())
 
 
 def _first_run(shards: Sequence[Path]) -> RunRecord | None:
