@@ -31,6 +31,7 @@ def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_generic_package_names_resolve_inside_this_repository():
     code = (
         "import cli, callbacks, datamodules; "

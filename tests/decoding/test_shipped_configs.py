@@ -9,6 +9,8 @@ import yaml
 
 import cli
 
+pytestmark = pytest.mark.slow  # builds the whole command line
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs" / "decode").glob("*.yaml"))
 

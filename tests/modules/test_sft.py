@@ -160,6 +160,7 @@ def test_noise_is_redrawn_in_every_pass() -> None:
     assert not torch.equal(*drawn)
 
 
+@pytest.mark.slow
 def test_block_training_lowers_the_loss_to_its_floor(tmp_path: Path) -> None:
     """Responses count up from the prompt's last token, so every cell is certain: the floor is 0.
 

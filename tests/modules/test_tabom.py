@@ -26,6 +26,8 @@ from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained
 from tests.losses.test_ranking import entropy_of, slow_ranking
 from tests.processes import in_two_processes
 
+pytestmark = pytest.mark.slow  # training runs
+
 
 def module(backbone: HFBackbone | None = None, **options: Any) -> TABOMModule:
     values: dict[str, Any] = {

@@ -26,6 +26,8 @@ from tests.traces import (
     write_shards,
 )
 
+pytestmark = pytest.mark.slow  # training runs
+
 HEAD = AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16, dropout=0.1)
 
 
@@ -132,6 +134,7 @@ def test_training_and_decoding_see_the_same_logits(layout: str) -> None:
         torch.testing.assert_close(output.decision_logits[:, -8:], logits)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(shards: Path, tmp_path: Path) -> None:
     losses: list[float] = []
 
@@ -145,6 +148,7 @@ def test_training_lowers_the_loss(shards: Path, tmp_path: Path) -> None:
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["features", "tokens"])
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     shards: Path, tmp_path: Path, source: str

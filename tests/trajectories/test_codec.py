@@ -156,10 +156,12 @@ def _flip_bits(count: int, seed: int) -> None:
             decode_block(bytes(damaged))
 
 
+@pytest.mark.slow
 def test_bit_flips_are_detected():
     _flip_bits(12_000, seed=0)
 
 
+@pytest.mark.slow
 def test_bit_flips_under_fresh_checksums_raise_only_format_errors():
     """A hostile block has right checksums: then lengths, ranges and rules must still hold, or the
     content digest must fail. Flips in uids, seeds, statuses, meta and signals can pass."""

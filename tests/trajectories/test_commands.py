@@ -18,6 +18,8 @@ from lit_dlm.trajectories.shards import RunRecord
 from tests.trajectories.decoded_sets import LENGTH, NUM_TEXTS, decoded_set, write_set
 from tests.trajectories.samples import assert_same, random_record
 
+pytestmark = pytest.mark.slow  # whole commands on real shards
+
 METHODS = ("confidence", "drawn")
 
 

@@ -29,6 +29,8 @@ from lit_dlm.trajectories.peer_import import read_dtrace
 from lit_dlm.trajectories.record import Trajectory
 from tests.trajectories.samples import MASK, VOCAB, assert_same, random_record
 
+pytestmark = pytest.mark.slow  # whole commands on real shards
+
 
 class Letters:
     """A tokenizer of one letter per id."""

@@ -70,6 +70,7 @@ def _crashed_writer(folder: Path, records, **options) -> Path:
     return orphan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "features"), [(1000, False), (200, True)])
 def test_killed_at_twenty_random_points_each_record_is_there_once(tmp_path, count, features):
     """An uninterrupted run pauses ``count`` x 1 ms at least, so every kill is in the middle of the

@@ -42,6 +42,8 @@ from tests.trajectories.decoded_sets import (
     write_set,
 )
 
+pytestmark = pytest.mark.slow  # decodes are made and executed again
+
 
 @pytest.fixture(scope="module")
 def backbone() -> HFBackbone:
