@@ -17,6 +17,7 @@ SOURCES = [
 ] + [ROOT / "cli.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "package", ["ops", "losses", "backbones", "heads", "decoding", "trajectories"]
 )

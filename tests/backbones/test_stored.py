@@ -87,6 +87,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch):
     """The eager backend traces as any other does, without a C++ compiler."""
     compiled: list[str] = []

@@ -67,6 +67,7 @@ def tuned(**sampler: object) -> SFTModule:
     )
 
 
+@pytest.mark.slow
 def test_the_callback_measures_before_training_and_after_every_epoch(tmp_path: Path) -> None:
     callback = DiscriminationScore(str(tmp_path / "tds"), num_prompts=4, batch_size=3)
     run(tuned(), Data(examples(), batch_size=4), tmp_path, steps=4, callbacks=(callback,))

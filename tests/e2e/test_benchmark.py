@@ -137,6 +137,54 @@ def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
     assert_every_row_has_its_trajectory(tmp_path / "killed")
 
 
+FULL = ("sequential", "entropy_bounded", "confidence_prefix", "confidence_dual",
+        "confidence_horizon_128", "threshold_0.9_prefix", "threshold_0.9_dual")  # fmt: skip
+BLOCK = ("block_static", "block_dynamic")
+BLOCK_MODEL = """
+      class_path: HFBackbone
+      init_args:
+        architecture:
+          decoder: qwen3
+          vocab_size: 462
+          hidden_size: 16
+          intermediate_size: 32
+          num_layers: 2
+          num_heads: 2
+          family: sdar
+          mask_id: 2          # ids of the embedded tokenizer
+          pad_id: 0
+          eos_ids: [1]
+          attention: block
+          block_size: 4
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "block"])
+def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, kind: str):
+    """A block-attention model decodes with its exact cache, a full one with the approximate ones.
+
+    Every decode is captured, and running it again gives the same steps: the cache is part of the
+    decoder that the set describes.
+    """
+    names = FULL if kind == "full" else BLOCK
+    text = Path(config(tmp_path, "cached", num_examples=3)).read_text()
+    head, tail = text.split("    decoders:\n")
+    decoders = "".join(f"      {n}: {ROOT}/configs/decode/{n}.yaml\n" for n in names)
+    text = head + "    decoders:\n" + decoders + "data:" + tail.split("data:")[1]
+    if kind == "block":
+        text = text.replace(f" {ROOT}/configs/backbone/tiny.yaml\n", BLOCK_MODEL)
+    run("predict", "--config", write_config(tmp_path / "cached.yaml", text))
+    rows = results(tmp_path / "cached")
+    assert {method for _, method in rows} == set(names)
+    assert all(len(group) == 3 for group in rows.values())
+    assert all(row.nfe > 0 for group in rows.values() for row in group)
+    if kind == "full":
+        with pytest.raises(SystemExit) as done:
+            run("traj", "verify", str(tmp_path / "cached" / "trajectories"),
+                "--level", "3", "--backbone", "tiny")  # fmt: skip
+        assert done.value.code == 0
+
+
 def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
     error = fails(
         capsys, "predict", "--config", str(whole / "predict.yaml"), "--model.init_args.seed=5"

@@ -10,6 +10,9 @@ import pytest
 from lit_dlm.grading.answers import grade_math
 from lit_dlm.grading.math_equality import MathEquality
 
+# Comparisons run in processes of their own.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def equality():

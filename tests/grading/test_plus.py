@@ -11,6 +11,9 @@ import pytest
 from lit_dlm.grading import SandboxLimits, plus
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 
+# Graded code runs in processes of its own.
+pytestmark = pytest.mark.slow
+
 HALVES = PlusProblem(
     name="Test/0",
     entry_point="f",

@@ -20,6 +20,9 @@ from lit_dlm.grading.sandbox import (
     run_python_program,
 )
 
+# Graded code runs in processes of its own.
+pytestmark = pytest.mark.slow
+
 SQUARE_TESTS = "assert f(2) == 4\nassert f(3) == 9\nassert f(-1) == 1"
 CHECK_FUNCTION = """
 NONCE = "the tests' own secret"

@@ -40,6 +40,7 @@ def fitted(shards: Path, folder: Path, *, steps: int = 40) -> tuple[AutoencoderM
     return model, saver
 
 
+@pytest.mark.slow
 def test_training_lowers_the_error_and_exports_the_best_encoders(
     shards: Path, tmp_path: Path
 ) -> None:

@@ -66,6 +66,7 @@ def fit(module: PretrainModule, folder: Path, steps: int, **options: object) -> 
     return trainer
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
     module = PretrainModule(
         micro(), tokenizer=TINY, warmup_steps=2, export_dir=str(tmp_path / "model")
@@ -93,6 +94,7 @@ def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
         assert (tmp_path / "model" / name).read_bytes() == (Path(TINY) / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = PretrainModule(micro(), tokenizer=TINY, warmup_steps=2)
     fit(whole, tmp_path, 12)

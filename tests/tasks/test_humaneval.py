@@ -11,7 +11,10 @@ from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "humaneval"
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="no HumanEval files here")
+pytestmark = [
+    pytest.mark.skipif(not FOLDER.exists(), reason="no HumanEval files here"),
+    pytest.mark.slow,  # graded code runs in processes of its own
+]
 
 PLAIN = str(FOLDER / "HumanEval.jsonl.gz")
 MINI = str(FOLDER / "HumanEvalPlus-Mini.jsonl.gz")

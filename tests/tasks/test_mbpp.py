@@ -14,6 +14,7 @@ from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
 FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "mbpp"
 pytestmark = [
     pytest.mark.skipif(not FOLDER.exists(), reason="no MBPP files here"),
+    pytest.mark.slow,  # graded code runs in processes of its own
     # Some solutions write regular expressions as plain strings.
     pytest.mark.filterwarnings("ignore:invalid escape sequence"),
 ]

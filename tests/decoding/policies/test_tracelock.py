@@ -90,6 +90,7 @@ def test_policy_that_accepts_nothing_takes_one_step_per_mask() -> None:
     assert result.stalled_steps.tolist() == [G]
 
 
+@pytest.mark.slow
 def test_release_extremes_for_256_tokens() -> None:
     """The release's bounds with its cap of 4: 256 / 4 = 64 steps and 256 steps."""
     for bias, steps in ((50.0, 64), (-50.0, 256)):
@@ -142,7 +143,7 @@ def test_cap_keeps_the_surest_acceptances() -> None:
     assert commits == [2] * (G // 2)
 
 
-@pytest.mark.parametrize("layout", ["generation", "all"])
+@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
 def test_padded_row_decodes_as_alone(layout: str) -> None:
     """Scores around the threshold, so that rows take different numbers of steps."""
     policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-5.0, layout=layout), threshold=0.5)
@@ -241,6 +242,7 @@ def long_canvas(length: int = 256):
     return prompt_canvas([[3]], response_length=length, spec=fake_spec(), seeds=[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bias", "steps"), [(50.0, 64), (-50.0, 256)])
 def test_release_extremes_with_its_schedule(bias: float, steps: int) -> None:
     """256 / 4 = 64 steps where all is accepted; 256 where nothing is: the quota stays below one
