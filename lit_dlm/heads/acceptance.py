@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lit_dlm.heads.encoder import EncoderLayer, Packing
 from lit_dlm.ops.scores import top_quota
 
 
@@ -154,7 +155,8 @@ class AcceptanceHead(nn.Module):
             self.logit_head = nn.Linear(config.mlp_width or config.width, 1)
             return
         self.threshold_token = nn.Parameter(torch.randn(config.width) * 0.02)
-        self.layers = nn.ModuleList(_EncoderLayer(config) for _ in range(config.num_layers))
+        sizes = (config.width, config.num_heads, config.ffn_width, config.dropout)
+        self.layers = nn.ModuleList(EncoderLayer(*sizes) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.width)
         self.logit_head = nn.Linear(config.width, 1)
         self.tau_head = nn.Linear(config.width, 1)
@@ -164,26 +166,36 @@ class AcceptanceHead(nn.Module):
     def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """Scores every position of a batch of states.
 
+        In evaluation the features may be packed: those of the visible positions alone, which is all
+        that is computed then. It saves most of the work where few are visible, and needs their
+        number on the host, so it is for the CPU.
+
         Args:
-            features: ``(B, R, F)`` of any floating type; computed in float32.
+            features: ``(B, R, F)`` of any floating type; computed in float32. Packed: ``(N, F)``,
+                one row per ``True`` of ``visible``, state by state.
             state: ``(B, R)`` int64 :class:`PositionState` of each position.
             visible: ``(B, R)`` bool; the others (padding, right of the window) are not attended
-                to and their outputs mean nothing.
+                to and their outputs mean nothing (0 where the features are packed).
 
         Returns:
             Logits, threshold and the positions whose features were kept.
+
+        Raises:
+            ValueError: the features do not fit, or are packed in training.
         """
         if features.shape[-1] != self.num_features:
             raise ValueError(
                 f"features: expected {self.num_features} per position, got {features.shape[-1]}"
             )
         config = self.config
+        if features.ndim == 2:
+            return self._packed(features.float(), state, visible)
         # What is not visible may be anything, even not finite: it must not reach a product.
         features = features.float().masked_fill(~visible[..., None], 0.0)
         tau = features.new_zeros(len(features))
         if config.kind == "linear":
             return AcceptanceOutput(logits=self.logit_head(features).squeeze(-1), tau=tau)
-        x, kept = self._embed(features, state, visible)
+        x, kept = self._embed(features, state, self._positions(state, visible))
         if config.kind == "mlp":
             logits = self.logit_head(self.mlp(x)).squeeze(-1)
             return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
@@ -197,21 +209,64 @@ class AcceptanceHead(nn.Module):
             tau = self.tau_head(x[:, 0]).squeeze(-1)
         return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
 
+    def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
+        """:meth:`forward` on ``(N, F)`` features of the visible positions."""
+        config = self.config
+        index = visible.flatten().nonzero().squeeze(1)
+        if self.training or len(features) != len(index):
+            raise ValueError(
+                f"packed features: expected evaluation mode and {len(index)} rows, one per visible "
+                f"position, got {'training' if self.training else 'evaluation'} mode and "
+                f"{len(features)} rows"
+            )
+        tau = features.new_zeros(len(visible))
+        logits = features.new_zeros(visible.shape)
+        if config.kind == "linear":
+            logits.view(-1)[index] = self.logit_head(features).squeeze(-1)
+            return AcceptanceOutput(logits=logits, tau=tau)
+        positions = self._positions(state, visible)
+        x, _ = self._embed(
+            features,
+            state.flatten()[index],
+            None if positions is None else positions.flatten()[index],
+        )
+        if config.kind == "mlp":
+            logits.view(-1)[index] = self.logit_head(self.mlp(x)).squeeze(-1)
+            return AcceptanceOutput(logits=logits, tau=tau)
+        packing = Packing.of(visible)
+        x = torch.cat([self.threshold_token.expand(len(visible), -1), x])
+        for layer in self.layers:
+            x = layer(x, packing.attend, packing)
+        x = self.final_norm(x)
+        logits.view(-1)[index] = self.logit_head(x[len(visible) :]).squeeze(-1)
+        if config.dynamic_threshold:
+            tau = self.tau_head(x[: len(visible)]).squeeze(-1)
+        return AcceptanceOutput(logits=logits, tau=tau)
+
+    def _positions(self, state: Tensor, visible: Tensor) -> Tensor | None:
+        """``(B, R)`` int64 table indices or distances, as the configuration has it."""
+        if self.config.positions == "learned":
+            return response_offsets(state, self.config.max_length)
+        if self.config.positions == "frontier":
+            return frontier_distance((state == PositionState.GEN) & visible)
+        return None
+
     def _embed(
-        self, features: Tensor, state: Tensor, visible: Tensor
+        self, features: Tensor, state: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Input embedding ``(B, R, width)`` and the positions that target masking kept."""
+        """Input embedding ``(..., width)`` and the positions that target masking kept."""
         config = self.config
         x = self.in_proj(features)
-        is_gen = state == PositionState.GEN
         kept = None
         if self.training and config.target_mask_prob > 0.0:
             kept = torch.rand(state.shape, device=state.device) >= config.target_mask_prob
-            x = torch.where((is_gen & ~kept)[..., None], self.hidden_vector, x)
+            hidden = (state == PositionState.GEN) & ~kept
+            x = torch.where(hidden[..., None], self.hidden_vector, x)
         if config.positions == "learned":
-            x = x + self.position_table(response_offsets(state, config.max_length))
+            x = x + self.position_table(positions)
         elif config.positions == "frontier":
-            x = x + sinusoids(frontier_distance(is_gen & visible), config.width)
+            assert positions is not None
+            x = x + sinusoids(positions, config.width)
         if config.use_state_embedding:
             x = x + self.state_table(state)
         return x, kept
@@ -228,44 +283,6 @@ def _mlp(config: AcceptanceConfig) -> nn.Sequential:
             nn.Dropout(config.dropout),
         ]
     return nn.Sequential(*layers)
-
-
-class _EncoderLayer(nn.Module):
-    """Pre-norm self-attention and feed-forward with GELU.
-
-    Written out because the fused inference path of ``nn.TransformerEncoderLayer`` gives other
-    numbers in evaluation than in training mode and compacts padded batches.
-    """
-
-    def __init__(self, config: AcceptanceConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.dropout = config.dropout
-        self.norm_attention = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-        self.norm_ffn = nn.LayerNorm(config.width)
-        self.ffn = nn.Sequential(
-            nn.Linear(config.width, config.ffn_width),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-            nn.Linear(config.ffn_width, config.width),
-        )
-        self.drop = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, attend: Tensor) -> Tensor:
-        B, N, width = x.shape
-        heads = self.qkv(self.norm_attention(x)).view(B, N, 3, self.num_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, N, width / heads)
-        mixed = nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attend,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(B, N, width)))
-        return x + self.drop(self.ffn(self.norm_ffn(x)))
 
 
 def accepted(

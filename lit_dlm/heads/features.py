@@ -75,14 +75,14 @@ def acceptance_features(
 
     Args:
         projector: frozen projection of the snapshots.
-        hidden: ``(B, L, H, D)`` aligned snapshots: entry ``i`` speaks of token ``i``.
-        prob: ``(B, L)`` probability of the proposed token at temperature 1, unfiltered.
+        hidden: ``(..., H, D)`` aligned snapshots: entry ``i`` speaks of token ``i``.
+        prob: ``(...)`` probability of the proposed token at temperature 1, unfiltered.
         settings: which extras to append.
-        entropy: ``(B, L)`` nats; needed when ``settings.entropy``.
-        margin: ``(B, L)`` best minus second-best probability; needed when ``settings.margin``.
+        entropy: ``(...)`` nats; needed when ``settings.entropy``.
+        margin: ``(...)`` best minus second-best probability; needed when ``settings.margin``.
 
     Returns:
-        ``(B, L, F)`` float32: projected snapshots, projected deltas, log-odds of ``prob``, then
+        ``(..., F)`` float32: projected snapshots, projected deltas, log-odds of ``prob``, then
         the extras. Scalars that are not finite (positions without a proposal) become 0.
     """
     scalars = [log_odds(prob)]

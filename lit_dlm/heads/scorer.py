@@ -39,9 +39,10 @@ _WEIGHTS_FILE = "model.safetensors"
 class ScorerSettings:
     """What the network is shown, beyond its architecture."""
 
-    layout: Layout = "generation"
-    """Rows that the network sees: the response (``generation``), prompt and response (``all``), or
-    only the response's masked positions (``masked``), half as many on average."""
+    layout: Layout = "masked"
+    """Rows that the network sees: the response's masked positions alone (``masked``), a third to a
+    half of the rows in storage and in time and no less accurate where it was measured; the whole
+    response (``generation``); or prompt and response (``all``)."""
     hidden_layers: tuple[int, ...] = (-3, -2, -1)
     """Snapshots, as indices into the backbone's tuple of hidden states."""
     features: FeatureSettings = field(default_factory=FeatureSettings)
@@ -90,7 +91,7 @@ class AcceptanceScorer(nn.Module):
         entropy: Tensor | None = None,
         margin: Tensor | None = None,
     ) -> Tensor:
-        """Features ``(B, L, F)``; see :func:`lit_dlm.heads.features.acceptance_features`."""
+        """Features ``(..., F)``; see :func:`lit_dlm.heads.features.acceptance_features`."""
         return acceptance_features(
             self.projector,
             hidden,
@@ -103,12 +104,26 @@ class AcceptanceScorer(nn.Module):
     def forward(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """Scores states; see :meth:`lit_dlm.heads.acceptance.AcceptanceHead.forward`.
 
-        Under layout ``masked`` everything but masked positions is invisible as well.
+        What :meth:`seen` leaves out is invisible as well; packed features are of what it leaves.
         """
-        if self.settings.layout == "masked":
-            visible = visible & (state == PositionState.GEN)
-        output: AcceptanceOutput = self.head(features, state, visible)
+        output: AcceptanceOutput = self.head(features, state, self.seen(state, visible))
         return output
+
+    def seen(self, state: Tensor, visible: Tensor) -> Tensor:
+        """Positions that the network sees under the layout of the settings.
+
+        Args:
+            state: ``(B, R)`` int64 :class:`~lit_dlm.heads.acceptance.PositionState`.
+            visible: ``(B, R)`` bool, what it may see.
+
+        Returns:
+            ``(B, R)`` bool, a subset of ``visible``.
+        """
+        if self.settings.layout == "all":
+            return visible
+        if self.settings.layout == "masked":
+            return visible & (state == PositionState.GEN)
+        return visible & (state != PositionState.PROMPT)
 
     def check_backbone(self, facts: Mapping[str, Any]) -> None:
         """Compares a backbone with the one that the policy was trained for.

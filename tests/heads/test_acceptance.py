@@ -101,36 +101,45 @@ def test_frontier_distance_counts_from_the_leftmost_masked_position() -> None:
     assert frontier_distance(is_gen).tolist() == [[-2, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-def test_response_offsets_start_behind_the_prompt() -> None:
+def test_response_offsets_start_behind_the_prompt_and_stop_at_the_table_end() -> None:
     state = torch.tensor([[0, 0, 1, 2, 2, 2]])
-    assert response_offsets(state).tolist() == [[-1, -1, 0, 1, 2, 3]]
+    assert response_offsets(state, 3).tolist() == [[0, 0, 1, 2, 3, 3]]
 
 
-def test_learned_positions_share_the_last_row_of_their_table() -> None:
-    """Table rows 0 (prompt) to 3: offsets 2 and 3 both read row 3, so their logits are equal."""
-    head = small_head(positions="learned", max_length=3).eval()
-    features = torch.ones(1, 6, 5)
-    state = torch.tensor([[0, 0, 2, 2, 2, 2]])
-    logits = head(features, state, torch.ones(1, 6, dtype=torch.bool)).logits[0]
-    assert logits[4] == logits[5]
-    assert logits[3] != logits[4]
-
-
-@pytest.mark.parametrize("positions", ["frontier", "learned", "none"])
-def test_leaving_out_invisible_rows_changes_nothing(positions: str) -> None:
-    """Rows 1 and 4 of six are not visible; the others keep their columns as offsets."""
-    torch.manual_seed(1)
-    head = small_head(positions=positions, max_length=8).eval()
-    features = torch.randn(2, 6, 5)
-    state = torch.tensor([[0, 1, 2, 2, 2, 2], [0, 1, 1, 1, 2, 2]])
-    visible = torch.tensor([[1, 0, 1, 1, 0, 1]] * 2).bool()
-    kept = torch.tensor([[0, 2, 3, 5]] * 2)
-    whole = head(features, state, visible)
-    part = head(
-        features[:, kept[0]], state.gather(1, kept), visible.gather(1, kept), offsets=kept - 1
+@pytest.mark.parametrize(
+    ("kind", "positions"),
+    [
+        ("transformer", "frontier"),
+        ("transformer", "learned"),
+        ("transformer", "none"),
+        ("mlp", "frontier"),
+        ("linear", "none"),
+    ],
+)
+def test_packed_features_score_alike(kind: str, positions: str) -> None:
+    """States with two, none and all of six positions visible; the first has a gap."""
+    alone = {} if kind == "transformer" else {"dynamic_threshold": False}
+    head = small_head(
+        kind=kind, positions=positions, use_state_embedding=kind != "linear", max_length=3, **alone
     )
-    torch.testing.assert_close(part.logits, whole.logits[:, kept[0]])
-    torch.testing.assert_close(part.tau, whole.tau)
+    if kind == "transformer":
+        torch.nn.init.normal_(head.tau_head.weight)
+    features, state, _ = inputs(B=3)
+    visible = torch.tensor([[0, 1, 0, 1, 0, 0], [0] * 6, [1] * 6]).bool()
+    whole = head(features, state, visible)
+    packed = head(features[visible], state, visible)
+    torch.testing.assert_close(packed.logits[visible], whole.logits[visible])
+    torch.testing.assert_close(packed.tau, whole.tau)
+    assert not packed.logits[~visible].any()
+
+
+def test_packed_features_are_checked() -> None:
+    head = small_head()
+    features, state, visible = inputs()
+    with pytest.raises(ValueError, match="expected evaluation mode and 12 rows"):
+        head(features.flatten(0, 1)[1:], state, visible)
+    with pytest.raises(ValueError, match="got training mode"):
+        head.train()(features.flatten(0, 1), state, visible)
 
 
 def test_sinusoids_at_zero_and_quarter_period() -> None:

@@ -7,6 +7,7 @@ every method can be compared with the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ class TraceLockPolicy(CommitPolicy):
         self.max_accept_per_step = max_accept_per_step
         self.release_compat = release_compat
         self.hidden_layers = scorer.settings.hidden_layers
-        # Every position of the response is a row of the network, so it needs a proposal even
-        # outside the window's candidates.
-        requires = {"hidden", "region"}
+        requires = {"hidden"}
+        if scorer.settings.layout != "masked":
+            # Written positions are rows of the network too, so they need a proposal. Masked ones
+            # that it sees are the window's, which has one anyway.
+            requires.add("region")
         if scorer.settings.features.entropy:
             requires.add("entropy")
         if scorer.settings.features.margin:
@@ -108,20 +111,30 @@ class TraceLockPolicy(CommitPolicy):
         """
         assert proposal.hidden is not None
         scorer = self._scorer_on(proposal.hidden.device)
-        first = 0 if scorer.settings.layout == "all" else state.start
-        features = scorer.features(
-            proposal.hidden[:, first:],
-            proposal.prob[:, first:],
-            entropy=None if proposal.entropy is None else proposal.entropy[:, first:],
-            margin=None if proposal.margin is None else proposal.margin[:, first:],
-        )
         visible = left_of_window_end(state.masked, candidates)
         if state.pad_mask is not None:
             visible = visible & state.pad_mask
-        output = scorer(features, position_states(state)[:, first:], visible[:, first:])
-        logits = output.decision_logits.new_zeros(state.ids.shape)
-        logits[:, first:] = output.decision_logits
-        return torch.where(visible, logits, 0.0)
+        states = position_states(state)
+        if visible.device.type == "cpu":
+            seen = scorer.seen(states, visible).flatten().nonzero().squeeze(1)
+            features = self._features(proposal, lambda values: values.flatten(0, 1)[seen])
+        else:  # a GPU would have to be waited for
+            first = 0 if scorer.settings.layout == "all" else state.start
+            states, visible = states[:, first:], visible[:, first:]
+            features = self._features(proposal, lambda values: values[:, first:])
+        output = scorer(features, states, visible)
+        logits = torch.where(visible, output.decision_logits, 0.0)
+        return torch.nn.functional.pad(logits, (state.ids.shape[1] - logits.shape[1], 0))
+
+    def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Features of the rows that a function takes from ``(b, L, ...)`` tensors."""
+        assert proposal.hidden is not None
+        return self.scorer.features(
+            rows(proposal.hidden),
+            rows(proposal.prob),
+            entropy=None if proposal.entropy is None else rows(proposal.entropy),
+            margin=None if proposal.margin is None else rows(proposal.margin),
+        )
 
     def describe(self) -> dict[str, Any]:
         """Settings and the digest of the weights, for result files."""

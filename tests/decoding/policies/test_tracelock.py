@@ -156,6 +156,36 @@ def test_padded_row_decodes_as_alone(layout: str) -> None:
     assert len(set(together.num_steps.tolist())) > 1
 
 
+@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
+def test_decisions_are_those_of_the_network_on_whole_canvases(layout: str) -> None:
+    """On the CPU only what a layout shows is computed; the slow way computes every column."""
+    built = scorer(spread=8.0, layout=layout)
+    policy = TraceLockPolicy(scorer=built, threshold=0.7)
+    seen = []
+
+    def compare(state, candidates, proposal):
+        features = built.features(
+            proposal.hidden, proposal.prob, entropy=proposal.entropy, margin=proposal.margin
+        )
+        columns = torch.arange(state.ids.shape[1])
+        visible = left_of_window_end(state.masked, candidates)
+        visible &= columns >= (0 if layout == "all" else state.start)
+        if state.pad_mask is not None:
+            visible &= state.pad_mask
+        states = torch.where(columns >= state.start, 1, 0) + state.masked.long()
+        slow = built(features, states, visible).decision_logits
+        fast = original(state, candidates, proposal)
+        torch.testing.assert_close(fast[candidates], slow[candidates])
+        seen.append(int(candidates.sum()))
+        return fast
+
+    original = policy.decision_logits
+    policy.decision_logits = compare  # type: ignore[method-assign]
+    plugs = Decoder(policy=policy, window=SlidingWindow(6), quota=NoQuota())
+    plugs(hashing_backbone(), canvas([[3], [4, 5, 6], [7, 3, 4, 5, 6]]))
+    assert len(seen) > 3
+
+
 def test_decisions_ignore_what_lies_right_of_the_window() -> None:
     """Proposals and hidden states right of the window are replaced by garbage."""
     policy = TraceLockPolicy(scorer=scorer(spread=8.0), threshold=0.5)

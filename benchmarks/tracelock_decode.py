@@ -1,0 +1,198 @@
+"""What TraceLock's policy costs a decode: steps, time and share beside threshold and entropy order.
+
+    python benchmarks/tracelock_decode.py [--json] [--policy runs/tiny/policy] [--problems 100]
+
+All methods decode the same held-out word problems with the embedded model, in one process and in
+turn; medians over the repetitions count. Next to the wall time stands the process's own CPU time,
+which other work on the machine disturbs less. Two shares are given: ``policy_percent`` is the time
+inside the policy (features, network, decision), ``step_percent`` by how much a step that also
+computes what the policy reads (hidden states, entropy and margin) costs more CPU time than a step
+of the threshold policy does.
+
+The arithmetic for a backbone of seven billion parameters is printed with it (``--cells``,
+``--prompt``): operations and bytes of policy and backbone, from the shapes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import Decoder, EntropyPolicy, NoQuota, ThresholdPolicy, prompt_canvas
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.state import Canvas, DecodeResult
+from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead
+from lit_dlm.heads.features import FeatureSettings, num_features
+from lit_dlm.heads.projection import ProjectorConfig
+from lit_dlm.tasks import PromptExample, WordProblems
+
+DREAM = {
+    "width": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "inner": 18944, "vocab": 152064
+}  # fmt: skip
+"""Shape of Dream-v0-Instruct-7B."""
+
+
+def projection(*, prompt: int, cells: int) -> dict[str, float]:
+    """Work of one step at Dream's shape: the whole canvas forward, the head on the response.
+
+    Args:
+        prompt: prompt tokens.
+        cells: response cells, all of them rows of the policy.
+
+    Returns:
+        Multiply-adds and bytes read (bfloat16 backbone, float32 policy), per step of one row.
+    """
+    D, L = DREAM["width"], prompt + cells
+    head_width = D // DREAM["heads"]
+    per_layer = D * (2 * D + 2 * DREAM["kv_heads"] * head_width) + 3 * D * DREAM["inner"]
+    layers = DREAM["layers"] * per_layer
+    vocabulary = DREAM["vocab"] * D
+    backbone = layers * L + vocabulary * cells + DREAM["layers"] * 2 * L * L * D
+
+    projector = ProjectorConfig(hidden_size=D)
+    config = AcceptanceConfig()
+    with torch.device("meta"):
+        network = AcceptanceHead(num_features(projector, FeatureSettings()), config)
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    maps = sum(projector.groups) * D
+    attention = config.num_layers * 2 * (cells + 1) ** 2 * config.width
+    policy = maps * cells + weights * (cells + 1) + attention
+    # Normalised snapshots and differences are written and read once in float32.
+    normalised = 2 * 4 * (2 * projector.num_snapshots - 1) * cells * D
+    snapshots = 2 * projector.num_snapshots * cells * D
+    parameters = 4 * (weights + (projector.hidden_rank + projector.delta_rank) * D)
+    return {
+        "backbone_gmacs": backbone / 1e9,
+        "policy_gmacs": policy / 1e9,
+        "macs_percent": 100.0 * policy / (policy + backbone),
+        "backbone_gbytes": 2 * (layers + vocabulary) / 1e9,
+        "policy_gbytes": (parameters + normalised + snapshots) / 1e9,
+        "bytes_percent": 100.0
+        * (parameters + normalised + snapshots)
+        / (parameters + normalised + snapshots + 2 * (layers + vocabulary)),
+    }
+
+
+def batches(
+    backbone: HFBackbone, options: argparse.Namespace
+) -> list[tuple[Sequence[PromptExample], Canvas]]:
+    """Problems and canvases."""
+    tokenizer = load_tokenizer("tiny")
+    examples = WordProblems("test", num_examples=options.problems, seed=options.seed).examples()
+    found = []
+    for first in range(0, len(examples), options.batch):
+        part = examples[first : first + options.batch]
+        prompts = [
+            torch.tensor(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": example.text}],
+                    add_generation_prompt=True,
+                    return_dict=False,
+                )
+            )
+            for example in part
+        ]
+        canvas = prompt_canvas(
+            prompts, response_length=32, spec=backbone.spec, seeds=range(len(part))
+        )
+        found.append((part, canvas))
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of every method."""
+    backbone = HFBackbone(path="tiny").eval()
+    work = batches(backbone, options)
+    decoders = {"entropy": Decoder(policy=EntropyPolicy())}
+    for value in options.threshold:
+        policy = ThresholdPolicy(value)
+        decoders[f"threshold-{value}"] = Decoder(policy=policy, quota=NoQuota())
+    for folder in options.policy:
+        name = "tracelock" if len(options.policy) == 1 else folder
+        for value in options.acceptance:
+            learned = TraceLockPolicy(folder, threshold=value, max_accept_per_step=None)
+            learned.check_backbone(backbone)
+            decoders[f"{name}-{value}"] = Decoder(policy=learned, quota=NoQuota())
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in decoders}
+    results: dict[str, list[DecodeResult]] = {}
+    for repetition in range(options.repetitions + 1):
+        for name, decoder in decoders.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            results[name] = [decoder(backbone, canvas) for _, canvas in work]
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            inside = sum(_policy_seconds(result) for result in results[name])
+            if repetition:  # the first one warms up
+                times[name].append((cpu, wall, inside / wall))
+    return {name: _figures(work, results[name], times[name], options.problems) for name in decoders}
+
+
+def _policy_seconds(result: DecodeResult) -> float:
+    assert result.policy_seconds is not None
+    return float(result.policy_seconds.sum())
+
+
+def _figures(
+    work: Sequence[tuple[Sequence[PromptExample], Canvas]],
+    results: Sequence[DecodeResult],
+    times: Sequence[tuple[float, float, float]],
+    problems: int,
+) -> dict[str, Any]:
+    task, tokenizer = WordProblems("test", num_examples=1), load_tokenizer("tiny")
+    right = 0
+    for (examples, canvas), result in zip(work, results, strict=True):
+        for example, ids in zip(examples, result.ids[:, canvas.start :].tolist(), strict=True):
+            text = str(tokenizer.decode(ids)).partition(tokenizer.eos_token)[0]
+            right += task.grade(example, text).status == "right"
+    cpu, wall, share = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "accuracy": right / problems,
+        "steps": sum(float(r.num_steps.sum()) for r in results) / problems,
+        "cpu_ms": 1e3 * cpu / problems,
+        "wall_ms": 1e3 * wall / problems,
+        "policy_percent": 100.0 * share,
+        "row_steps": sum(int(r.num_steps.sum()) for r in results),
+    }
+
+
+def main() -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--policy", nargs="*", default=["runs/tiny/policy"], help="policy folders")
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--threshold", type=float, nargs="+", default=[0.9, 0.99])
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.95, 0.99])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=149, help="prompt tokens of the projection")
+    parser.add_argument("--cells", type=int, default=256, help="response cells of the projection")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    figures = measure(options)
+    reference = figures[f"threshold-{options.threshold[0]}"]
+    per_step = reference["cpu_ms"] / reference["row_steps"]
+    for row in figures.values():
+        row["step_percent"] = 100.0 * (row["cpu_ms"] / row.pop("row_steps") / per_step - 1.0)
+    shape = projection(prompt=options.prompt, cells=options.cells)
+    if options.json:
+        print(json.dumps({"methods": figures, "projection_7b": shape}))
+        return
+    for name, row in figures.items():
+        print(name, {key: round(value, 3) for key, value in row.items()})
+    print("projection_7b", {key: round(value, 4) for key, value in shape.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The value head: what a masked cell's hidden row says about the reward to come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ValueHead(nn.Module):
+    """A linear map without bias from hidden rows to values, zero at the start.
+
+    So the first advantages are the returns themselves (TraceRL, arXiv:2509.06949). Weights are
+    float32 whatever the backbone's dtype: small updates would be rounded away.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        """Sets the head up.
+
+        Args:
+            hidden_size: width D of the rows.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Values of hidden rows.
+
+        Args:
+            rows: ``(N, D)`` floating point, after the final norm.
+
+        Returns:
+            ``(N,)`` float32 (float64 from float64 rows).
+        """
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        with torch.autocast(rows.device.type, enabled=False):
+            return rows.to(dtype) @ self.weight.to(dtype)
