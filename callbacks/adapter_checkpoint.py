@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.reports.results import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class AdapterCheckpoint(Callback):
 
     ``epoch-00`` and so on, ``last`` and, with a monitor, ``best`` are folders that
     ``backbone.adapter`` (or ``backbone.path``) loads; ``scores.json`` lists the monitored values.
+    A run that stops over a loss that is not finite leaves the weights from before it in ``last``.
     To resume training use Lightning's ``ModelCheckpoint``, which holds the optimiser as well.
 
     Args:
@@ -79,6 +81,18 @@ class AdapterCheckpoint(Callback):
                 text = json.dumps({"monitor": self.monitor, "scores": self.scores}, indent=2)
                 write_atomically(self.folder / "scores.json", text + "\n")
         trainer.strategy.barrier("adapters")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Keeps the weights from before a loss that was not finite.
+
+        After other errors not every process may be here, and sharded weights need all of them.
+        """
+        if isinstance(exception, NonFiniteError):
+            assert isinstance(pl_module, FinetuneModule)
+            pl_module.export(self.folder / "last")
+            logger.warning("weights before the error: %s", self.folder / "last")
 
     def _score(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value; whether it is the best so far."""

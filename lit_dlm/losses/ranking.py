@@ -11,6 +11,7 @@ state just before its position was written, at the price of one forward per posi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +39,7 @@ def entropy_ranking(
     entropy: Tensor,
     steps: Tensor,
     supervised: Tensor,
-    cut: int | Sequence[int] | Tensor,
+    cut: int | Sequence[int | None] | Tensor | None,
     *,
     window: int | None,
     margin: float = 0.0,
@@ -58,7 +59,8 @@ def entropy_ranking(
             outside the pairs may hold anything, NaN included, and get no gradient.
         steps: integer of the same shape, the step that wrote each position, or -1.
         supervised: bool of the same shape.
-        cut: the step at which the decode was cut, a number or ``(B,)`` integers.
+        cut: the step at which the decode was cut, a number or ``(B,)`` integers; -1 or ``None`` for
+            a row without one, in which nothing is supervised.
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.
         margin: by how much a later entropy should be larger, in nats.
         ties: what becomes of two positions of the same step. ``strict``: no pair. ``position``: the
@@ -78,8 +80,10 @@ def entropy_ranking(
         raise ValueError(f"ties: expected 'strict', 'position' or 'rank', got {ties!r}")
     if (ties == "rank") and decode_entropy is None:
         raise ValueError("decode_entropy: expected the recorded entropies with ties 'rank'")
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected at least 1 or None, got {window}")
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(f"window: expected an integer of at least 1 or None, got {window}")
+    if not math.isfinite(margin):
+        raise ValueError(f"margin: expected a finite number, got {margin}")
     given = [entropy, steps, supervised, *([] if decode_entropy is None else [decode_entropy])]
     if entropy.ndim not in (1, 2) or any(tensor.shape != entropy.shape for tensor in given):
         raise ValueError(
@@ -89,7 +93,7 @@ def entropy_ranking(
     if entropy.ndim == 1:
         entropy, steps, supervised = entropy[None], steps[None], supervised[None]
         decode_entropy = None if decode_entropy is None else decode_entropy[None]
-    at = per_row(cut, steps, name="cut")
+    at = per_row(cut, steps, name="cut", missing=-1)
     usable = supervised.bool() & (steps >= 0) & (steps >= at)
     if window is not None:
         usable = usable & (steps < at + window)

@@ -167,8 +167,11 @@ def test_equal_entropies_without_margin_have_no_gradient() -> None:
         ({"ties": "first"}, "ties: expected"),
         ({"ties": "rank"}, "decode_entropy: expected"),
         ({"window": 0}, "window: expected"),
+        ({"window": 2.5}, "window: expected an integer"),
+        ({"margin": float("nan")}, "margin: expected a finite"),
         ({"steps": torch.zeros(1, 4)}, "one shape"),
         ({"cut": [0, 1, 2]}, "cut: expected one value or 1"),
+        ({"cut": torch.tensor([0.0])}, "cut: expected integers"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from datamodules.epoch_plan import EpochPlan
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.losses.states import NoisyStates
+from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
@@ -22,7 +22,7 @@ from lit_dlm.modules.supervised_batch import (
     responses_of,
 )
 from lit_dlm.modules.tabom import TABOMModule
-from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained
+from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained, two_processes
 from tests.losses.test_ranking import entropy_of, slow_ranking
 from tests.processes import in_two_processes
 
@@ -231,17 +231,25 @@ def given_to_both() -> list[SupervisedExample]:
     return undecoded({ref.number for number in (0, 1) for ref in plans()[1].batch(number)})
 
 
-def _train(rank: int, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
-    watch = Watch()
-    model = module(loss_norm="global")
-    strategy = DDPStrategy(process_group_backend="gloo")
-    data = Data(given_to_both(), batch_size=2)
-    run(model, data, folder, steps=2, callbacks=(watch,), devices=2, strategy=strategy)
-    return watch.losses, {name: value.numpy() for name, value in trained(model).items()}
+def _train(rank: int, folder: Path) -> dict[str, tuple[list[float], dict[str, np.ndarray]]]:
+    """Losses and weights under both strategies, one run after the other."""
+    results = {}
+    for kind in ("ddp", "fsdp"):
+        watch, model = Watch(), module(loss_norm="global")
+        data = Data(given_to_both(), batch_size=2)
+        run(
+            model, data, folder / kind, steps=2, callbacks=(watch,), devices=2,
+            strategy=two_processes(kind),
+        )  # fmt: skip
+        with whole_weights(model):
+            weights = {name: value.numpy() for name, value in trained(model).items()}
+        results[kind] = (watch.losses, weights)
+    return results
 
 
 @pytest.mark.ddp
 def test_two_processes_of_which_one_has_no_target_train_like_one(tmp_path: Path) -> None:
+    """With whole weights on both (DDP), and with split ones (FSDP2)."""
     sides = in_two_processes(_train, tmp_path)
     model = module(loss_norm="global")
     optimizer = torch.optim.AdamW([v for v in model.parameters() if v.requires_grad], lr=0.01)
@@ -254,9 +262,11 @@ def test_two_processes_of_which_one_has_no_target_train_like_one(tmp_path: Path)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert sides[1][0] == [0.0, 0.0]
-    # Each process divides by half of the global count, and gradients are averaged.
-    np.testing.assert_allclose(np.array(sides[0][0]) / 2, losses, rtol=1e-5)
-    for name, value in trained(model).items():
-        np.testing.assert_allclose(sides[0][1][name], value.numpy(), rtol=1e-4, atol=1e-6)
-        np.testing.assert_array_equal(sides[0][1][name], sides[1][1][name])
+    for kind in ("ddp", "fsdp"):
+        (first, weights), (second, others) = (side[kind] for side in sides)
+        assert second == [0.0, 0.0]
+        # Each process divides by half of the global count, and gradients are averaged.
+        np.testing.assert_allclose(np.array(first) / 2, losses, rtol=1e-5)
+        for name, value in trained(model).items():
+            np.testing.assert_allclose(weights[name], value.numpy(), rtol=1e-4, atol=1e-6)
+            np.testing.assert_array_equal(weights[name], others[name])

@@ -59,11 +59,15 @@ def test_rows_with_cuts_of_their_own_equal_single_rows() -> None:
             assert torch.equal(batch.supervised[row], single.supervised)
 
 
-def test_a_row_without_a_cut_is_hidden_and_teaches_nothing() -> None:
+@pytest.mark.parametrize("cut", [-1, None])
+def test_a_row_without_a_cut_is_hidden_and_teaches_nothing(cut: int | None) -> None:
     steps = torch.tensor([0, 1, -1, 0])
-    mask = time_delay_mask(steps, torch.ones(4, dtype=torch.bool), -1, window=2)
+    mask = time_delay_mask(steps, torch.ones(4, dtype=torch.bool), cut, window=2)
     assert mask.hidden.all()
     assert not mask.supervised.any()
+    both = time_delay_mask(steps.expand(2, 4), steps.expand(2, 4) > -2, [cut, 1], window=2)
+    assert both.hidden.tolist() == [[True] * 4, [False, True, True, False]]
+    assert both.supervised.sum(1).tolist() == [0, 1]
 
 
 def test_a_window_of_tokens_counts_in_the_order_of_steps_then_from_the_left() -> None:
@@ -79,6 +83,7 @@ def test_a_window_of_tokens_counts_in_the_order_of_steps_then_from_the_left() ->
         ({"window": 0}, "window: expected"),
         ({"unit": "words"}, "unit: expected"),
         ({"cut": [1, 2]}, "cut: expected one value or 1"),
+        ({"cut": 0.5}, "cut: expected integers"),
         ({"maskable": torch.ones(3, dtype=torch.bool)}, "one shape"),
     ],
 )
