@@ -3,19 +3,39 @@
 from lit_dlm.decoding.caches import BlockCache, CacheScheme, DualCache, NoCache, PrefixCache
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings, decode
+from lit_dlm.decoding.layout import (
+    FixedLayout,
+    FractionLayout,
+    Layout,
+    MarkerLayout,
+    TemplateLayout,
+)
 from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies import (
+    BonusPolicy,
     CommitPolicy,
     ConfidencePolicy,
     DynamicPolicy,
     EntropyBoundedPolicy,
     EntropyPolicy,
+    GaussSeidelPolicy,
+    JacobiPolicy,
+    LaggedPolicy,
     MarginPolicy,
     RandomPolicy,
     SequentialPolicy,
     ThresholdPolicy,
 )
-from lit_dlm.decoding.quotas import EvenQuota, FixedQuota, NoQuota, Quota, ScheduleQuota
+from lit_dlm.decoding.quotas import (
+    BudgetQuota,
+    EvenQuota,
+    FixedQuota,
+    NoQuota,
+    Quota,
+    ScheduleQuota,
+)
+from lit_dlm.decoding.region_fill import FillCurves, RegionFill, lockstep_score
+from lit_dlm.decoding.regions import Block, BlockLayout, Region
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
     Canvas,
@@ -29,8 +49,12 @@ from lit_dlm.decoding.state import (
 from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow, Window
 
 __all__ = [
+    "Block",
     "BlockCache",
+    "BlockLayout",
     "BlockWindow",
+    "BonusPolicy",
+    "BudgetQuota",
     "CacheScheme",
     "Canvas",
     "CommitPolicy",
@@ -44,9 +68,17 @@ __all__ = [
     "EntropyBoundedPolicy",
     "EntropyPolicy",
     "EvenQuota",
+    "FillCurves",
+    "FixedLayout",
     "FixedQuota",
+    "FractionLayout",
     "FullWindow",
+    "GaussSeidelPolicy",
+    "JacobiPolicy",
+    "LaggedPolicy",
+    "Layout",
     "MarginPolicy",
+    "MarkerLayout",
     "NoCache",
     "NoQuota",
     "Observer",
@@ -54,14 +86,18 @@ __all__ = [
     "Proposal",
     "Quota",
     "RandomPolicy",
+    "Region",
+    "RegionFill",
     "Sampler",
     "ScheduleQuota",
     "Selection",
     "SequentialPolicy",
     "SlidingWindow",
     "StepRecord",
+    "TemplateLayout",
     "ThresholdPolicy",
     "Window",
     "decode",
+    "lockstep_score",
     "prompt_canvas",
 ]

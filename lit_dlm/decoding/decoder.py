@@ -11,6 +11,7 @@ from typing import Any
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, decode
+from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
@@ -31,6 +32,7 @@ class Decoder:
         sampler: Sampler | None = None,
         cache: CacheScheme | None = None,
         settings: DecodeSettings | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """Puts the plugs together.
 
@@ -41,6 +43,12 @@ class Decoder:
             sampler: which tokens are proposed; the most probable ones by default.
             cache: what steps take from earlier forwards; nothing by default.
             settings: rules of the loop.
+            layout: named regions of the response and the template that it starts from; lockstep
+                policies need one, any other policy may have one.
+
+        Raises:
+            ValueError: the policy needs a layout, or the end-of-text rule would fill the regions
+                behind a marker.
         """
         self.policy = policy
         self.window = window or FullWindow()
@@ -48,6 +56,14 @@ class Decoder:
         self.sampler = sampler or Sampler()
         self.cache = cache or NoCache()
         self.settings = settings or DecodeSettings()
+        self.layout = layout
+        if layout is None and getattr(policy, "needs_layout", False):
+            raise ValueError(f"layout: {type(policy).__name__} {LAYOUT_WANTED}")
+        if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
+            raise ValueError(
+                f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
+                f"text ends a region and not the response, got {self.settings.eos_rule!r}"
+            )
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
@@ -55,14 +71,15 @@ class Decoder:
         """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`.
 
         Raises:
-            ValueError: the policy was trained for another backbone.
+            ValueError: the policy was trained for another backbone, or the layout does not fit the
+                canvas.
         """
         check = getattr(self.policy, "check_backbone", None)
         if callable(check):
             check(backbone)
         return decode(
             backbone,
-            canvas,
+            self.prepared(canvas, backbone),
             window=self.window,
             quota=self.quota,
             sampler=self.sampler,
@@ -72,14 +89,22 @@ class Decoder:
             observers=observers,
         )
 
+    def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
+        """The canvas with the layout's template and regions; doing it twice changes nothing."""
+        if self.layout is None:
+            return canvas
+        return self.layout.on(canvas, mask_id=backbone.spec.mask_id)
+
     def describe(self) -> dict[str, Any]:
         """All settings as JSON types, for result files and run records.
 
-        The cache is listed only where there is one, so that records from before caches stay valid.
+        Cache and layout are listed only where there is one, so that older records stay valid.
         """
         names = ["policy", "window", "quota", "sampler"]
         if not isinstance(self.cache, NoCache):
             names.append("cache")
+        if self.layout is not None:
+            names.append("layout")
         plugs = {name: getattr(self, name) for name in names}
         return {
             **{name: _describe(plug) for name, plug in plugs.items()},

@@ -16,7 +16,20 @@ from lit_dlm.backbones.location import ASSETS
 from lit_dlm.decoding.caches import BlockCache, DualCache, NoCache, PrefixCache
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
+from lit_dlm.decoding.layout import (
+    FixedLayout,
+    FractionLayout,
+    Layout,
+    MarkerLayout,
+    TemplateLayout,
+)
 from lit_dlm.decoding.policies.entropy_bound import EntropyBoundedPolicy
+from lit_dlm.decoding.policies.lockstep import (
+    BonusPolicy,
+    GaussSeidelPolicy,
+    JacobiPolicy,
+    LaggedPolicy,
+)
 from lit_dlm.decoding.policies.threshold import DynamicPolicy, ThresholdPolicy
 from lit_dlm.decoding.policies.topk import (
     ConfidencePolicy,
@@ -26,7 +39,7 @@ from lit_dlm.decoding.policies.topk import (
     SequentialPolicy,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.quotas import EvenQuota, FixedQuota, NoQuota, ScheduleQuota
+from lit_dlm.decoding.quotas import BudgetQuota, EvenQuota, FixedQuota, NoQuota, ScheduleQuota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.stepped_window import SteppedBlockWindow
 from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow
@@ -34,10 +47,14 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 
 PLUGS: dict[str, tuple[type, ...]] = {
     "policy": (
+        BonusPolicy,
         ConfidencePolicy,
         DynamicPolicy,
         EntropyBoundedPolicy,
         EntropyPolicy,
+        GaussSeidelPolicy,
+        JacobiPolicy,
+        LaggedPolicy,
         MarginPolicy,
         RandomPolicy,
         SequentialPolicy,
@@ -45,12 +62,13 @@ PLUGS: dict[str, tuple[type, ...]] = {
         TraceLockPolicy,
     ),
     "window": (FullWindow, BlockWindow, SlidingWindow, SteppedBlockWindow),
-    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota),
+    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota, BudgetQuota),
     "sampler": (Sampler,),
     "cache": (NoCache, PrefixCache, DualCache, BlockCache),
+    "layout": (FixedLayout, FractionLayout, TemplateLayout, MarkerLayout),
 }
 """The classes that a description may name, by plug."""
-_OPTIONAL = {"cache"}
+_OPTIONAL = {"cache", "layout"}
 
 
 def decoder_from_description(
@@ -92,6 +110,24 @@ def decoder_from_description(
                 f"decoder description: {part} cannot be rebuilt: {entry} gives {rebuilt.get(part)}"
             )
     return decoder
+
+
+def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
+    """The layout of a decoder alone, which needs no policy's weights.
+
+    Args:
+        description: what ``Decoder.describe`` returned.
+
+    Returns:
+        The layout, ``None`` where the decoder has none.
+
+    Raises:
+        ValueError: the layout is unknown, or a setting is not one of it.
+    """
+    if "layout" not in description:
+        return None
+    layout: Layout = _plug("layout", description["layout"], ())
+    return layout
 
 
 def _plug(part: str, entry: Mapping[str, Any], policy_folders: Sequence[str | Path]) -> Any:

@@ -133,6 +133,7 @@ def decode(
                 masked=masked,
                 step=state.step + 1,
                 block_step=state.block_step + 1,
+                written=new_ids != state.ids,
             )
             frontier = _frontier(masked, masked.any(1) & ~ended)
             now = time.perf_counter()
@@ -318,6 +319,7 @@ def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
         block=zeros - 1,
         block_step=zeros,
         block_masks=zeros,
+        regions=canvas.regions,
     )
 
 
@@ -415,6 +417,7 @@ class _Tally:
         for rows, span in policy_spans:
             _share(policy_seconds, rows, span.seconds())
         masked = (canvas.editable & (self.ids == mask_id)).any(1)
+        given = ~canvas.editable
         status: list[Status] = [
             "complete" if not left else "eos" if ended else "step_limit"
             for left, ended in zip(masked.tolist(), self.ended.tolist(), strict=True)
@@ -434,6 +437,7 @@ class _Tally:
             num_refreshes=None
             if session is None
             else torch.tensor(session.num_refreshes, device=canvas.ids.device),
+            given=given if bool(given[:, canvas.start :].any()) else None,
         )
 
 

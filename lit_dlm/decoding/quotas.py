@@ -127,6 +127,38 @@ class ScheduleQuota(Quota):
         return {"steps": self.steps, "eps": self.eps}
 
 
+class BudgetQuota(Quota):
+    """A number of steps that the decode never exceeds: what is left is shared by the steps left.
+
+    A step commits at least ``ceil(masks / steps left)``. Policies that commit exactly their quota
+    thus take even shares; those that may commit more, such as thresholds, need fewer later. With
+    blocks every one of them gets at least a step.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """Sets the number of steps."""
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}")
+        self.steps = steps
+
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
+        """The share of the row's masks; all candidates when only a step per block is left.
+
+        Raises:
+            ValueError: there are fewer steps than blocks.
+        """
+        if self.steps < state.num_blocks:
+            raise ValueError(
+                f"steps: expected at least one for each of the {state.num_blocks} blocks, "
+                f"got {self.steps}"
+            )
+        left = max(self.steps - state.step, 1)
+        masks = state.masked.sum(1)
+        share = (masks + left - 1) // left
+        must_end = left <= state.num_blocks - state.block
+        return torch.where(must_end, masks, share)
+
+
 def _one_of(owner: str, **options: int | None) -> int:
     """The value of the only option that is given.
 

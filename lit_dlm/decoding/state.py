@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.decoding.regions import RegionMap
 
 Status = Literal["complete", "eos", "step_limit"]
 
@@ -28,6 +29,8 @@ class Canvas:
     """First column of the response region, the same in every row."""
     pad_mask: Tensor | None = None
     """``(B, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded."""
+    regions: RegionMap | None = None
+    """The regions of a layout; ``None`` without one."""
 
 
 def prompt_canvas(
@@ -122,6 +125,10 @@ class DecodeState:
     """Blocks of the response under the current window."""
     frontier: tuple[int, ...] = ()
     """Leftmost masked column of every row, on the host; what a cache plans its forwards by."""
+    written: Tensor | None = None
+    """``(b, L)`` bool: cells that the step before this one wrote; ``None`` counts as none."""
+    regions: RegionMap | None = None
+    """The regions of the decoder's layout; ``None`` without one."""
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of some rows only.
@@ -153,6 +160,8 @@ _ROW_FIELDS = (
     "block",
     "block_step",
     "block_masks",
+    "written",
+    "regions",
 )
 
 
@@ -227,3 +236,5 @@ class DecodeResult:
     """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""
     policy_seconds: Tensor | None = None
     """``(B,)`` float64: the part of ``seconds`` that the policy took, a learned head included."""
+    given: Tensor | None = None
+    """``(B, L)`` bool: cells that could not be written, where the response has some."""

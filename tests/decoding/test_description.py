@@ -12,6 +12,8 @@ import torch
 import lit_dlm.decoding as decoding
 from lit_dlm.decoding import (
     BlockWindow,
+    BonusPolicy,
+    BudgetQuota,
     CommitPolicy,
     ConfidencePolicy,
     Decoder,
@@ -19,12 +21,15 @@ from lit_dlm.decoding import (
     DualCache,
     EntropyPolicy,
     EvenQuota,
+    FixedLayout,
     FixedQuota,
+    Layout,
     MarginPolicy,
     NoQuota,
     PrefixCache,
     Quota,
     RandomPolicy,
+    Region,
     Sampler,
     ScheduleQuota,
     SlidingWindow,
@@ -57,6 +62,12 @@ DECODERS = [
     ),
     Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=PrefixCache(horizon=16)),
     Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=DualCache()),
+    Decoder(
+        policy=BonusPolicy(coupling=0.2, batch_wide=True, min_commit=2, tau=0.5),
+        quota=BudgetQuota(7),
+        cache=DualCache(),
+        layout=FixedLayout([Region(name="R", length=8), Region(name="A", tau=0.95)]),
+    ),
 ]
 
 
@@ -77,7 +88,13 @@ def test_a_description_gives_a_decoder_of_the_same_description(decoder: Decoder)
 
 def test_every_plug_of_the_package_can_be_named() -> None:
     """A new policy, window, quota or cache that is exported but not listed would be forgotten."""
-    protocols = {"policy": CommitPolicy, "window": Window, "quota": Quota, "cache": CacheScheme}
+    protocols = {
+        "policy": CommitPolicy,
+        "window": Window,
+        "quota": Quota,
+        "cache": CacheScheme,
+        "layout": Layout,
+    }
     for part, protocol in protocols.items():
         exported = {
             value
@@ -91,7 +108,7 @@ def test_only_listed_names_are_looked_up() -> None:
     description = Decoder(policy=ConfidencePolicy()).describe()
     for name in ("os.system", "Decoder", "ConfidencePolicy.__init__", None):
         changed = {**description, "policy": {"name": name}}
-        with pytest.raises(ValueError, match=r"policy .* is unknown; known: ConfidencePolicy, "):
+        with pytest.raises(ValueError, match=r"policy .* is unknown; known: BonusPolicy, "):
             decoder_from_description(changed)
 
 

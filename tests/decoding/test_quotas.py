@@ -1,8 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lit_dlm.decoding import EvenQuota, FixedQuota, NoQuota, ScheduleQuota
+from lit_dlm.decoding import (
+    BlockWindow,
+    BudgetQuota,
+    ConfidencePolicy,
+    Decoder,
+    EvenQuota,
+    FixedQuota,
+    NoQuota,
+    ScheduleQuota,
+    prompt_canvas,
+)
 from tests.decoding.states import in_block, state_with_masks
+from tests.fakes import TableBackbone, logits_for
 
 
 def _candidates(count: int) -> torch.Tensor:
@@ -98,3 +111,43 @@ def test_schedule_quota_per_block_runs_through_the_times_in_each_block():
 def test_bad_settings_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_budget_quota_shares_what_is_left_by_the_steps_left():
+    """32 masks in 5 steps: ceil(32/5) = 7, ceil(25/4) = 7, then 6, 6, 6. With 5 masks after two
+    steps (more were committed) ceil(5/3) = 2; behind the budget everything goes."""
+    quota, left, counts = BudgetQuota(5), 32, []
+    for step in range(5):
+        state = state_with_masks([[1] * left], step=step)
+        counts.append(int(quota.counts(state, state.masked)))
+        left -= counts[-1]
+    assert counts == [7, 7, 6, 6, 6]
+    state = state_with_masks([[1] * 5, [1] * 4 + [0]], step=2)
+    assert quota.counts(state, state.masked).tolist() == [2, 2]
+    late = state_with_masks([[1] * 3], step=9)
+    assert quota.counts(late, late.masked).tolist() == [3]
+
+
+def test_budget_quota_keeps_a_step_for_every_block():
+    """Step 2 of 4, in block 1 of 3: two steps for two blocks, so this block must end now."""
+    state = in_block(state_with_masks([[1] * 6], step=2), step=0, masks=3, num_blocks=3)
+    state = replace(state, block=torch.tensor([1]))
+    assert BudgetQuota(4).counts(state, state.masked).tolist() == [6]
+    assert BudgetQuota(5).counts(state, state.masked).tolist() == [2]
+    with pytest.raises(ValueError, match="at least one for each of the 3 blocks, got 2"):
+        BudgetQuota(2).counts(state, state.masked)
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
+        BudgetQuota(0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("extra", [0, 1, 3, 20])
+def test_a_decode_under_a_budget_ends_within_it(blocks: int, extra: int):
+    backbone = TableBackbone(logits_for([4] + [5] * 30, [0.5] * 31))
+    canvas = prompt_canvas([[4]], response_length=30, spec=backbone.spec, seeds=[0])
+    steps = blocks + extra
+    window = BlockWindow(30 // blocks)
+    decoder = Decoder(policy=ConfidencePolicy(), quota=BudgetQuota(steps), window=window)
+    result = decoder(backbone, canvas)
+    assert result.status == ["complete"]
+    assert int(result.num_steps[0]) <= steps

@@ -2,6 +2,12 @@
 
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.entropy_bound import EntropyBoundedPolicy
+from lit_dlm.decoding.policies.lockstep import (
+    BonusPolicy,
+    GaussSeidelPolicy,
+    JacobiPolicy,
+    LaggedPolicy,
+)
 from lit_dlm.decoding.policies.threshold import DynamicPolicy, ThresholdPolicy
 from lit_dlm.decoding.policies.topk import (
     ConfidencePolicy,
@@ -12,11 +18,15 @@ from lit_dlm.decoding.policies.topk import (
 )
 
 __all__ = [
+    "BonusPolicy",
     "CommitPolicy",
     "ConfidencePolicy",
     "DynamicPolicy",
     "EntropyBoundedPolicy",
     "EntropyPolicy",
+    "GaussSeidelPolicy",
+    "JacobiPolicy",
+    "LaggedPolicy",
     "MarginPolicy",
     "RandomPolicy",
     "SequentialPolicy",

@@ -1,0 +1,309 @@
+"""Layouts: where the named regions of a response lie, and which marker tokens stand in it.
+
+A layout is a plug of a decoder like any other. It works on the canvas before the first step: it
+writes its template, if it has one, and numbers the regions. So every policy can decode the same
+template, and reports can draw the borders whatever the policy was. Markers are token ids and never
+text: encoding a decoded text again need not give the same ids.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding.regions import Block, BlockLayout, Region, RegionMap, as_regions
+from lit_dlm.decoding.state import Canvas
+
+LAYOUT_WANTED = "needs one (FixedLayout, FractionLayout, TemplateLayout or MarkerLayout), got none"
+"""What a policy that needs a layout says without one."""
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """Decides where regions lie."""
+
+    regions: list[Region]
+    """In the order of their places."""
+    rest: Region
+    """The rules of cells outside all regions."""
+
+    def blocks(self, response: Tensor) -> BlockLayout:
+        """The blocks of one response.
+
+        Args:
+            response: ``(G,)`` int64 cells before the first step.
+
+        Raises:
+            ValueError: the layout does not fit the response.
+        """
+        ...
+
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """The canvas with its template written and its regions numbered.
+
+        Args:
+            canvas: stays as it is.
+            mask_id: what cells to fill hold.
+
+        Raises:
+            ValueError: the layout does not fit the canvas; names the row where rows differ.
+        """
+        ...
+
+
+class _RegionLayout(Layout):
+    """What all layouts share: the regions, and numbering the columns of a canvas."""
+
+    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+        self.regions = as_regions(regions)
+        rests = as_regions([rest or Region(name="rest")])
+        as_regions([*self.regions, *rests])  # one name each
+        self.rest = rests[0]
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as JSON types."""
+        return {
+            "regions": [region.describe() for region in self.regions],
+            "rest": self.rest.describe(),
+        }
+
+    def _allow(self, region: Region, *places: str) -> None:
+        """Refuses places that this kind of layout does not read: they would have no effect."""
+        for name in ("length", "start", "fraction", "marker"):
+            if getattr(region, name) is not None and name not in places:
+                raise ValueError(
+                    f"layout: region {region.name!r}: {type(self).__name__} takes "
+                    f"{' and '.join(places)}, got {name}"
+                )
+
+    def _canvas(self, canvas: Canvas, ids: Tensor) -> Canvas:
+        """The canvas with region numbers for its response columns, ``(B, G)`` or ``(G,)``."""
+        regions = torch.full_like(canvas.ids, len(self.regions))
+        regions[:, canvas.start :] = ids.to(regions.device)
+        return replace(canvas, regions=RegionMap(regions, (*self.regions, self.rest)))
+
+
+class _PlacedLayout(_RegionLayout):
+    """A layout whose places follow from the length of the response alone."""
+
+    @abstractmethod
+    def place(self, length: int) -> BlockLayout:
+        """The blocks of a response of ``length`` cells."""
+
+    def blocks(self, response: Tensor) -> BlockLayout:
+        """The blocks; what stands in the response does not matter."""
+        return self.place(len(response))
+
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """Numbers the regions."""
+        del mask_id
+        return self._canvas(canvas, self.place(canvas.ids.shape[1] - canvas.start).region_ids())
+
+
+class FixedLayout(_PlacedLayout):
+    """Regions of given lengths, one behind the other."""
+
+    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+        """Sets the regions.
+
+        Args:
+            regions: each with a ``length``; the last one may leave it out and takes what is left.
+                A region may have a ``start`` of its own, which leaves a gap.
+            rest: rules of the cells outside all regions.
+        """
+        super().__init__(regions, rest=rest)
+        for number, region in enumerate(self.regions):
+            self._allow(region, "length", "start")
+            if region.length is None and number < len(self.regions) - 1:
+                raise ValueError(
+                    f"layout: region {region.name!r}: expected a length; only the last region may "
+                    "take what is left"
+                )
+
+    def place(self, length: int) -> BlockLayout:
+        """The blocks of a response of ``length`` cells."""
+        spans = []
+        at = 0
+        for region in self.regions:
+            begin = at if region.start is None else region.start
+            at = length if region.length is None else begin + region.length
+            spans.append((begin, at))
+        return _layout(self.regions, spans, length)
+
+
+class FractionLayout(_PlacedLayout):
+    """Regions that take a share of the response each."""
+
+    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+        """Sets the regions.
+
+        Args:
+            regions: each with a ``fraction``; together at most 1. What they leave is the rest.
+            rest: rules of the cells outside all regions.
+        """
+        super().__init__(regions, rest=rest)
+        for region in self.regions:
+            self._allow(region, "fraction")
+            if region.fraction is None:
+                raise ValueError(f"layout: region {region.name!r}: expected a fraction, got none")
+        total = sum(region.fraction or 0.0 for region in self.regions)
+        if total > 1.0 + 1e-9:
+            raise ValueError(f"layout: fractions: expected a sum of at most 1, got {total:g}")
+
+    def place(self, length: int) -> BlockLayout:
+        """The blocks of a response of ``length`` cells; borders are rounded to whole cells."""
+        borders = [0]
+        total = 0.0
+        for region in self.regions:
+            assert region.fraction is not None
+            total += region.fraction
+            borders.append(min(length, int(total * length + 0.5)))
+        return _layout(self.regions, list(pairwise(borders)), length)
+
+
+class TemplateLayout(_PlacedLayout):
+    """Markers that are written on the canvas before each region and never change.
+
+    The model reads them like a prompt, which is what gives the regions their meaning.
+    """
+
+    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+        """Sets the regions.
+
+        Args:
+            regions: each with a ``length`` (the last one may take what is left), and with the
+                ``marker`` that goes before it; the first region may do without.
+            rest: rules of the cells outside all regions.
+        """
+        super().__init__(regions, rest=rest)
+        for number, region in enumerate(self.regions):
+            self._allow(region, "length", "marker")
+            if region.length is None and number < len(self.regions) - 1:
+                raise ValueError(
+                    f"layout: region {region.name!r}: expected a length; only the last region may "
+                    "take what is left"
+                )
+            if region.marker is None and number > 0:
+                raise ValueError(f"layout: region {region.name!r}: expected a marker, got none")
+
+    def place(self, length: int) -> BlockLayout:
+        """The blocks of a response of ``length`` cells."""
+        return _layout(self.regions, [(a, b) for _, a, b in self._places(length)], length)
+
+    def _places(self, length: int) -> list[tuple[int, int, int]]:
+        """Of each region where its marker begins, where it begins itself, and where it ends."""
+        places = []
+        at = 0
+        for region in self.regions:
+            begin = at + len(region.marker or [])
+            end = length if region.length is None else begin + region.length
+            places.append((at, begin, end))
+            at = end
+        return places
+
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """Writes the markers and numbers the regions.
+
+        Raises:
+            ValueError: the layout does not fit the response, or other tokens stand where a marker
+                belongs.
+        """
+        canvas = super().on(canvas, mask_id=mask_id)
+        length = canvas.ids.shape[1] - canvas.start
+        ids, editable = canvas.ids.clone(), canvas.editable.clone()
+        for region, (at, begin, _) in zip(self.regions, self._places(length), strict=True):
+            cells = slice(canvas.start + at, canvas.start + begin)
+            marker = torch.tensor(region.marker or [], dtype=ids.dtype, device=ids.device)
+            taken = (ids[:, cells] != mask_id) & (ids[:, cells] != marker)
+            if bool(taken.any()):
+                row = int(taken.any(1).nonzero()[0])
+                raise ValueError(
+                    f"layout: row {row}: other tokens stand in the cells {at} to {begin - 1}, "
+                    f"where the marker of region {region.name!r} belongs"
+                )
+            ids[:, cells], editable[:, cells] = marker, False
+        return replace(canvas, ids=ids, editable=editable)
+
+
+class MarkerLayout(_RegionLayout):
+    """Regions that begin behind markers which stand on the canvas already, row by row.
+
+    Only the response is searched, and only what stands there before the first step: a marker in
+    the prompt, where nothing is decoded, begins no region.
+    """
+
+    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+        """Sets the regions.
+
+        Args:
+            regions: each with its ``marker``. A region ends where the next marker begins; cells
+                before the first marker are the rest.
+            rest: rules of the cells outside all regions.
+        """
+        super().__init__(regions, rest=rest)
+        for region in self.regions:
+            self._allow(region, "marker")
+            if region.marker is None:
+                raise ValueError(f"layout: region {region.name!r}: expected a marker, got none")
+        markers = [tuple(region.marker or ()) for region in self.regions]
+        if len(set(markers)) < len(markers):
+            raise ValueError(f"layout: expected different markers, got {[*map(list, markers)]}")
+
+    def blocks(self, response: Tensor) -> BlockLayout:
+        """The blocks of one response, by its markers."""
+        found = []
+        for region in self.regions:
+            marker = torch.tensor(region.marker, device=response.device)
+            size, name = len(marker), f"marker {region.marker} of region {region.name!r}"
+            places = []
+            if size <= len(response):
+                windows = response.unfold(0, size, 1)  # (G - size + 1, size)
+                places = (windows == marker).all(1).nonzero()[:, 0].tolist()
+            if len(places) != 1:
+                count = f"{len(places)} times" if places else "nowhere"
+                raise ValueError(f"layout: the {name} must stand in the response once, got {count}")
+            found.append((places[0], places[0] + size))
+        ends = [begin for begin, _ in found[1:]] + [len(response)]
+        spans = [(behind, end) for (_, behind), end in zip(found, ends, strict=True)]
+        return _layout(self.regions, spans, len(response))
+
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """Numbers the regions of every row.
+
+        Raises:
+            ValueError: a row lacks a marker or has it twice, its markers are out of order, or a
+                region is empty.
+        """
+        del mask_id
+        response = canvas.ids[:, canvas.start :].cpu()
+        rows = []
+        for row, cells in enumerate(response):  # once per decode: the rows have their own places
+            try:
+                rows.append(self.blocks(cells).region_ids())
+            except ValueError as error:
+                told = str(error).removeprefix("layout: ")
+                raise ValueError(f"layout: row {row}: {told}") from error
+        return self._canvas(canvas, torch.stack(rows))
+
+
+def _layout(
+    regions: Sequence[Region], spans: Sequence[tuple[int, int]], length: int
+) -> BlockLayout:
+    blocks = tuple(
+        Block(
+            name=region.name,
+            start=start,
+            end=end,
+            tau=region.tau,
+            max_fill_frac=region.max_fill_frac,
+            weight=region.weight,
+        )
+        for region, (start, end) in zip(regions, spans, strict=True)
+    )
+    return BlockLayout(blocks=blocks, length=length)

@@ -1,0 +1,254 @@
+"""Lockstep decoding: the regions of a response are filled together, each by its own rules.
+
+The idea is that of the Dream-7B Lockstep R/A release (a reasoning and an answer region), defined
+anew: there the cap counts over the batch, nothing guarantees progress, and "Gauss-Seidel" reads one
+set of logits twice. Here every row counts for itself, a row without a commit is left to the stall
+rule, and a region that goes second has read what the first one wrote.
+
+All policies share one pass. In a row, a region with ``m`` masks commits those of its candidates
+that reach its threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))`` of them, the most
+probable ones first and the leftmost of equals. They differ in which regions a forward commits.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding.layout import LAYOUT_WANTED
+from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.regions import RegionMap
+from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.scores import rank_descending, top_quota
+
+
+@dataclass(frozen=True)
+class RegionPass:
+    """What a pass over all regions with the same forward would commit."""
+
+    regions: RegionMap
+    candidates: Tensor
+    """``(b, L)`` bool."""
+    prob: Tensor
+    """``(b, L)`` floating point."""
+    tau: Tensor
+    """``(b, L)`` in the dtype of ``prob``: threshold of each column's region."""
+    in_cap: Tensor
+    """``(b, L)`` bool: candidates that the cap of their region leaves."""
+
+    def commit(self, bonus: Tensor | float = 0.0) -> Tensor:
+        """``(b, L)`` bool: the pass, with a bonus on every probability."""
+        return self.in_cap & (self.prob + bonus >= self.tau)
+
+
+class LockstepPolicy(CommitPolicy):
+    """What lockstep policies share; subclasses say which regions a forward commits."""
+
+    requires: frozenset[str] = frozenset()
+    forwards_per_step = 0
+    needs_layout = True
+
+    def __init__(self, *, min_commit: int = 1, tau: float | None = None) -> None:
+        """Sets the rules that are not the layout's.
+
+        Args:
+            min_commit: fewest commits of a row in one forward, where it has as many masks. The
+                first one is left to the stall rule of the loop, which counts it.
+            tau: threshold of all regions instead of the layout's, to sweep over.
+        """
+        if min_commit < 1:
+            raise ValueError(f"min_commit: expected at least 1, got {min_commit}")
+        if tau is not None and not 0.0 <= tau <= 1.0:
+            raise ValueError(f"tau: expected a probability in 0..1 or null, got {tau}")
+        self.min_commit = min_commit
+        self.tau = tau
+
+    @abstractmethod
+    def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
+        """Which cells a forward commits.
+
+        Args:
+            state: the state before the step.
+            one_pass: the pass over all regions.
+
+        Returns:
+            ``(b, L)`` bool.
+        """
+
+    def select(
+        self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
+    ) -> Selection:
+        """Commits by region; with a quota (a budget of steps), at least so many.
+
+        Raises:
+            ValueError: the decoder has no layout.
+        """
+        if state.regions is None:
+            raise ValueError(f"layout: {type(self).__name__} {LAYOUT_WANTED}")
+        one_pass = self._pass(state, state.regions, candidates, proposal.prob)
+        commit = self.choose(state, one_pass)
+        least: Tensor | int | None = self.min_commit if self.min_commit > 1 else None
+        if quota is not None:
+            least = quota.clamp_min(self.min_commit) if least else quota
+        if least is not None:
+            # What is committed anyway counts first, then the row's most probable cells, whatever
+            # their region; float64 keeps the order of the probabilities.
+            order = proposal.prob.double() + 2.0 * commit
+            commit = commit | top_quota(order, candidates, least)
+        return Selection(commit, proposal.prob)
+
+    def thresholds(self, state: DecodeState) -> Tensor:
+        """``(b, L)`` float64: the threshold of every column's region, without any bonus."""
+        assert state.regions is not None
+        tau = state.regions.tau
+        if self.tau is not None:
+            tau = torch.full_like(tau, self.tau)
+        return tau[state.regions.ids]
+
+    def _pass(
+        self, state: DecodeState, regions: RegionMap, candidates: Tensor, prob: Tensor
+    ) -> RegionPass:
+        masks = regions.counts(state.masked)
+        # float64, so that the product is the one that Python computes.
+        caps = (regions.max_fill_frac * masks).floor().long().clamp_min(1)  # (b, R)
+        rank = rank_in_region(prob, candidates, regions)
+        return RegionPass(
+            regions=regions,
+            candidates=candidates,
+            prob=prob,
+            tau=self.thresholds(state).to(prob.dtype),
+            # The cells of a region share one threshold, so the best candidates are the best of
+            # those that reach it.
+            in_cap=candidates & (rank < caps.gather(1, regions.ids)),
+        )
+
+
+class JacobiPolicy(LockstepPolicy):
+    """All regions from one forward."""
+
+    def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
+        """The whole pass."""
+        return one_pass.commit()
+
+
+class GaussSeidelPolicy(LockstepPolicy):
+    """Region by region, each from a forward that has read the commits of the one before it.
+
+    With a reasoning and an answer region this is the two-forward step: R is committed, the model
+    runs again, A is committed. A step of the loop is one forward, so a sweep over the regions takes
+    as many steps as regions commit, and forwards count as what they are. A region that commits
+    nothing takes none: the canvas has not changed, so the next region in the sweep reads the same
+    forward. Where a whole sweep would commit nothing, the stall rule commits the row's most
+    probable candidate, and the sweep goes on behind its region.
+
+    A policy keeps no memory, so a row's place in the sweep is read from the state: it follows the
+    region that the last step wrote, the last one where a budget made it write several.
+    """
+
+    def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
+        """The next region of the sweep that commits something."""
+        regions, commit = one_pass.regions, one_pass.commit()
+        begin = torch.zeros_like(state.rows)
+        if state.written is not None:
+            written = torch.where(state.written, regions.ids + 1, 0).amax(1)
+            begin = written.remainder(len(regions))
+        chosen = _first_from(begin, regions.counts(commit) > 0)
+        return commit & (regions.ids == chosen[:, None])
+
+
+class LaggedPolicy(LockstepPolicy):
+    """The regions take turns, one forward each, whether the region's pass commits or not.
+
+    The turn goes by the step number among the regions of the row that still have masks. A region
+    thus reads what the other wrote one forward ago. Where the pass commits nothing, the stall rule
+    commits the row's most probable candidate.
+    """
+
+    def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
+        """The pass over the region whose turn it is."""
+        regions = one_pass.regions
+        is_open = regions.counts(one_pass.candidates) > 0  # (b, R)
+        turn = state.step % is_open.sum(1).clamp_min(1)
+        place = is_open.long().cumsum(1) - 1
+        active = (is_open & (place == turn[:, None])).to(torch.uint8).argmax(1)
+        return one_pass.commit() & (regions.ids == active[:, None])
+
+
+class BonusPolicy(LockstepPolicy):
+    """All regions from one forward; the commits of a region lower the thresholds of later ones.
+
+    The release's "Gauss-Seidel": every probability of a later region gains ``coupling * f``, with
+    ``f`` the share of cells that the earlier regions commit in this step.
+    """
+
+    def __init__(
+        self,
+        *,
+        coupling: float = 0.1,
+        batch_wide: bool = False,
+        min_commit: int = 1,
+        tau: float | None = None,
+    ) -> None:
+        """Sets the coupling.
+
+        Args:
+            coupling: 0.1 in the release.
+            batch_wide: take the share over all cells of the batch, prompts and padding included,
+                as the release does; a row then depends on the batch that it is in. By default it
+                is the share of the row's own response.
+            min_commit: see :class:`LockstepPolicy`.
+            tau: see :class:`LockstepPolicy`.
+        """
+        super().__init__(min_commit=min_commit, tau=tau)
+        if not coupling >= 0.0:
+            raise ValueError(f"coupling: expected 0 or more, got {coupling}")
+        self.coupling = coupling
+        self.batch_wide = batch_wide
+
+    def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
+        """One region after the other: the bonus of each needs the commits of those before it."""
+        commit = torch.zeros_like(one_pass.candidates)
+        for number in range(len(one_pass.regions)):
+            if self.batch_wide:
+                share = commit.to(one_pass.prob.dtype).mean()
+            else:
+                share = commit[:, state.start :].to(one_pass.prob.dtype).mean(1, keepdim=True)
+            here = one_pass.regions.ids == number
+            commit = commit | (one_pass.commit(self.coupling * share) & here)
+        return commit
+
+
+def rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> Tensor:
+    """Rank of each candidate among those of its region, best first; ties go to the lower column.
+
+    Args:
+        scores: ``(b, L)`` floating point.
+        candidates: ``(b, L)`` bool.
+        regions: of the ``b`` rows.
+
+    Returns:
+        ``(b, L)`` int64; columns that are no candidates come behind those of their region.
+    """
+    ranks = rank_descending(scores, candidates)
+    # Regions in the order of the ranks, and how often each has come up so far.
+    ordered = torch.empty_like(regions.ids).scatter_(1, ranks, regions.ids)
+    seen = torch.nn.functional.one_hot(ordered, len(regions)).cumsum(1) - 1  # (b, L, R)
+    return seen.gather(2, ordered[..., None])[..., 0].gather(1, ranks)
+
+
+def _first_from(begin: Tensor, open_regions: Tensor) -> Tensor:
+    """The first open region in the cyclic order that begins at ``begin``.
+
+    Args:
+        begin: ``(b,)`` int64.
+        open_regions: ``(b, R)`` bool.
+
+    Returns:
+        ``(b,)`` int64; any region where none is open.
+    """
+    count = open_regions.shape[1]
+    away = (torch.arange(count, device=begin.device) - begin[:, None]).remainder(count)
+    return away.masked_fill(~open_regions, count).argmin(1)

@@ -1,0 +1,190 @@
+"""Named regions of a response: the rules of each, where it lies, and the same as tensors.
+
+Coordinates are those of the response: 0 is its first cell, whatever the length of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """What a layout says about one region: its rules, and how long it is where that is known."""
+
+    name: str
+    """Unique in a layout."""
+    length: int | None = None
+    """Cells; ``None`` for a fraction, a marker, or the rest of the response."""
+    start: int | None = None
+    """First cell; ``None``: behind the region before it."""
+    fraction: float | None = None
+    """Share of the response, above 0."""
+    marker: list[int] | None = None
+    """Token ids that stand before the region and do not belong to it."""
+    tau: float = 0.9
+    """Probability from which a proposal is committed."""
+    max_fill_frac: float = 0.4
+    """Most of the region's masks that one pass commits; a pass may always commit one."""
+    weight: float = 1.0
+    """Weight of the region's tokens where a loss uses it; 0 leaves them out."""
+
+    def __post_init__(self) -> None:
+        where = f"layout: region {self.name!r}"
+        if not self.name:
+            raise ValueError("layout: expected a name for every region, got an empty one")
+        if not 0.0 <= self.tau <= 1.0:
+            raise ValueError(f"{where}: tau: expected a probability in 0..1, got {self.tau}")
+        if not 0.0 < self.max_fill_frac <= 1.0:
+            raise ValueError(
+                f"{where}: max_fill_frac: expected a number above 0 and up to 1, "
+                f"got {self.max_fill_frac}"
+            )
+        if not self.weight >= 0.0:
+            raise ValueError(f"{where}: weight: expected 0 or more, got {self.weight}")
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"{where}: length: expected at least 1 or null, got {self.length}")
+        if self.start is not None and self.start < 0:
+            raise ValueError(f"{where}: start: expected 0 or more, got {self.start}")
+        if self.fraction is not None and not 0.0 < self.fraction <= 1.0:
+            raise ValueError(
+                f"{where}: fraction: expected a number above 0 and up to 1, got {self.fraction}"
+            )
+        if self.marker is not None and not self.marker:
+            raise ValueError(f"{where}: marker: expected at least one token id, got none")
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as JSON types; the places only where they are given."""
+        rules = {name: getattr(self, name) for name in ("name", "tau", "max_fill_frac", "weight")}
+        places = {name: getattr(self, name) for name in ("length", "start", "fraction", "marker")}
+        return rules | {name: value for name, value in places.items() if value is not None}
+
+
+def as_regions(regions: Sequence[Region | Mapping[str, Any]]) -> list[Region]:
+    """Regions from a configuration or from a description.
+
+    Raises:
+        ValueError: there is none, a setting is unknown, or two have one name.
+    """
+    if not regions:
+        raise ValueError("layout: expected at least one region, got none")
+    known = {each.name for each in fields(Region)}
+    for region in regions:
+        unknown = sorted(set(region) - known) if isinstance(region, Mapping) else []
+        if unknown:
+            raise ValueError(
+                f"layout: a region has no setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
+            )
+    made = [one if isinstance(one, Region) else Region(**one) for one in regions]
+    for name, count in Counter(region.name for region in made).items():
+        if count > 1:
+            raise ValueError(f"layout: expected unique names, got {count} regions named {name!r}")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One region in its place: response cells ``start`` to ``end - 1``."""
+
+    name: str
+    start: int
+    end: int
+    tau: float = 0.9
+    max_fill_frac: float = 0.4
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayout:
+    """The blocks of one response: ordered, disjoint, covering all of it or a part."""
+
+    blocks: tuple[Block, ...]
+    """In the order of their places."""
+    length: int
+    """Cells of the response."""
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ValueError("layout: expected at least one block, got none")
+        for block in self.blocks:
+            if block.start >= block.end:
+                raise ValueError(
+                    f"layout: block {block.name!r} is empty: it begins at {block.start} and ends "
+                    f"before {block.end}"
+                )
+            if block.start < 0 or block.end > self.length:
+                raise ValueError(
+                    f"layout: block {block.name!r} takes the cells {block.start} to "
+                    f"{block.end - 1}, but the response has the cells 0 to {self.length - 1}"
+                )
+        for one, two in pairwise(self.blocks):
+            if two.start < one.end:
+                raise ValueError(
+                    f"layout: blocks {one.name!r} ({one.start} to {one.end - 1}) and {two.name!r} "
+                    f"({two.start} to {two.end - 1}) overlap or are out of order"
+                )
+
+    def region_ids(self) -> Tensor:
+        """``(G,)`` int64: the number of each cell's block, ``len(blocks)`` outside all of them."""
+        ids = torch.full((self.length,), len(self.blocks))
+        for number, block in enumerate(self.blocks):
+            ids[block.start : block.end] = number
+        return ids
+
+    def weights(self, rest: float = 1.0) -> Tensor:
+        """``(G,)`` float32 weights of the cells; ``rest`` outside all blocks."""
+        return torch.tensor([*(block.weight for block in self.blocks), rest])[self.region_ids()]
+
+
+@dataclass(frozen=True, eq=False)
+class RegionMap:
+    """The regions of a batch on the device. The last one is the rest of the response."""
+
+    ids: Tensor
+    """``(B, L)`` int64 region of every column; the rest's number on prompt columns too."""
+    rules: tuple[Region, ...]
+    """The rules of every region, the rest's last."""
+    tau: Tensor = field(init=False)
+    """``(R,)`` float64."""
+    max_fill_frac: Tensor = field(init=False)
+    """``(R,)`` float64."""
+
+    def __post_init__(self) -> None:
+        for name in ("tau", "max_fill_frac"):
+            values = [getattr(rule, name) for rule in self.rules]
+            tensor = torch.tensor(values, dtype=torch.float64, device=self.ids.device)
+            object.__setattr__(self, name, tensor)
+
+    def __len__(self) -> int:
+        """R, the number of regions, the rest included."""
+        return len(self.rules)
+
+    def __getitem__(self, rows: Tensor) -> RegionMap:
+        """The map of some rows.
+
+        Args:
+            rows: ``(n,)`` int64.
+        """
+        # The rules' tensors are shared: making them again would wait for the device.
+        taken = object.__new__(RegionMap)
+        taken.__dict__.update(self.__dict__, ids=self.ids[rows])
+        return taken
+
+    def counts(self, cells: Tensor) -> Tensor:
+        """How many of some cells lie in each region.
+
+        Args:
+            cells: ``(B, L)`` bool.
+
+        Returns:
+            ``(B, R)`` int64.
+        """
+        zeros = torch.zeros(len(cells), len(self), dtype=torch.long, device=cells.device)
+        return zeros.scatter_add_(1, self.ids, cells.long())

@@ -1,0 +1,190 @@
+"""The points of a profile: numbers, table, file and picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from lit_dlm.reports.plots import COLOURS, family
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.summary import MethodSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilePoint:
+    """Speed and quality of one method on one task."""
+
+    task: str
+    method: str
+    curve: str
+    """The method without its number of steps."""
+    n: int
+    """Samples."""
+    accuracy: float | None
+    """Fraction of right samples; ``None`` where nothing was graded."""
+    stderr: float | None
+    """Standard error of the accuracy."""
+    nfe: float
+    """Mean forwards of the backbone per sample."""
+    tokens_per_forward: float
+    """Response cells filled per forward."""
+    tokens_per_second: float
+    """Response cells filled per second of decoding in one process, all rows of a batch together."""
+    useful_tokens_per_second: float
+    """The same, counting only tokens before the first end of text."""
+    ms_per_sample: float
+    """Decode time per sample, grading excluded."""
+    policy_share: float
+    """Share of the decode time that the commit policy took."""
+    lockstep: float | None
+    """Mean lockstep score; ``None`` for a method without a layout."""
+
+
+def profile_points(summaries: Sequence[MethodSummary]) -> list[ProfilePoint]:
+    """Points from the summaries of a result folder, in their order."""
+    return [
+        ProfilePoint(
+            task=one.task,
+            method=one.method,
+            curve=family(one.method),
+            n=one.n,
+            accuracy=one.accuracy,
+            stderr=one.stderr,
+            nfe=one.nfe,
+            tokens_per_forward=one.tokens_per_step,
+            tokens_per_second=one.tokens_per_step * one.nfe / max(one.seconds, 1e-12),
+            useful_tokens_per_second=one.useful_tokens_per_step * one.nfe / max(one.seconds, 1e-12),
+            ms_per_sample=1000.0 * one.seconds,
+            policy_share=one.policy_share,
+            lockstep=one.lockstep,
+        )
+        for one in summaries
+    ]
+
+
+def write_profile(points: Sequence[ProfilePoint], folder: Path) -> None:
+    """Writes ``profile.csv``, ``profile.md`` and ``profile.png``.
+
+    Args:
+        points: at least one.
+        folder: where the files go.
+    """
+    write_atomically(folder / "profile.csv", csv_text(points))
+    write_atomically(folder / "profile.md", markdown_table(points))
+    plot_profile(points, folder / "profile.png")
+
+
+def csv_text(points: Sequence[ProfilePoint]) -> str:
+    """One line per point under the names of :class:`ProfilePoint`; empty where nothing is known."""
+    file = io.StringIO()
+    names = [field.name for field in fields(ProfilePoint)]
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    for point in points:
+        writer.writerow(asdict(point))
+    return file.getvalue()
+
+
+def markdown_table(points: Sequence[ProfilePoint]) -> str:
+    """One table per task."""
+    parts = []
+    for task in dict.fromkeys(point.task for point in points):
+        lines = [
+            f"### {task}",
+            "",
+            "| method | quality | forwards | tokens/forward | tokens/s | useful tokens/s "
+            "| ms/sample | lockstep | n |",
+            "|---|" + "---:|" * 8,
+        ]
+        lines += [_line(point) for point in points if point.task == task]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _line(point: ProfilePoint) -> str:
+    quality = "-"
+    if point.accuracy is not None and point.stderr is not None:
+        quality = f"{100 * point.accuracy:.1f} ± {100 * point.stderr:.1f} %"
+    cells = (
+        point.method,
+        quality,
+        f"{point.nfe:.1f}",
+        f"{point.tokens_per_forward:.2f}",
+        f"{point.tokens_per_second:.0f}",
+        f"{point.useful_tokens_per_second:.0f}",
+        f"{point.ms_per_sample:.1f}",
+        "-" if point.lockstep is None else f"{point.lockstep:.2f}",
+        str(point.n),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
+    """Quality against forwards and against tokens per second, one row of panels per task.
+
+    Methods that differ only in their number of steps are one curve. Bars are one standard error.
+    Where nothing was graded the panels show speed against forwards instead.
+
+    Args:
+        points: what to draw.
+        path: file to write; the suffix gives the format.
+    """
+    tasks = list(dict.fromkeys(point.task for point in points))
+    curves = list(dict.fromkeys(point.curve for point in points))
+    figure, axes = plt.subplots(
+        len(tasks), 2, figsize=(9.2, 3.6 * len(tasks)), squeeze=False, layout="constrained"
+    )
+    for row, task in enumerate(tasks):
+        group = [point for point in points if point.task == task]
+        graded = all(point.accuracy is not None for point in group)
+        for number, curve in enumerate(curves):
+            line = sorted((p for p in group if p.curve == curve), key=lambda point: point.nfe)
+            style = {
+                "color": COLOURS[number % len(COLOURS)],
+                "marker": "os^Dv"[number // len(COLOURS) % 5],
+                "label": curve,
+                "linewidth": 1.3,
+                "markersize": 5,
+            }
+            speed = [point.tokens_per_second for point in line]
+            forwards = [point.nfe for point in line]
+            if graded:
+                quality = [100 * (point.accuracy or 0.0) for point in line]
+                error = [100 * (point.stderr or 0.0) for point in line]
+                axes[row][0].errorbar(forwards, quality, yerr=error, capsize=2, **style)
+                axes[row][1].errorbar(speed, quality, yerr=error, capsize=2, **style)
+            else:
+                tokens = [point.tokens_per_forward for point in line]
+                axes[row][0].plot(forwards, speed, **style)
+                axes[row][1].plot(tokens, speed, **style)
+        left, right = ("quality, %",) * 2 if graded else ("tokens per second",) * 2
+        axes[row][0].set(title=task, xlabel="forwards per sample", ylabel=left, xlim=(0, None))
+        axes[row][1].set(
+            xlabel="tokens per second" if graded else "tokens per forward",
+            ylabel=right,
+            xlim=(0, None),
+        )
+        for axis in axes[row]:
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    # About a hundred characters fit below the panels, and a line's mark takes the width of eight.
+    columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 8)))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    figure.savefig(draft, dpi=150)
+    plt.close(figure)
+    draft.replace(path)

@@ -1,0 +1,61 @@
+"""The regions of a recorded decode: where its layout put them, and how they were filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lit_dlm.decoding.description import layout_from_description
+from lit_dlm.decoding.layout import Layout
+from lit_dlm.decoding.region_fill import FillCurves, fill_curves
+from lit_dlm.decoding.regions import BlockLayout
+from lit_dlm.trajectories.record import Trajectory
+
+
+def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> BlockLayout | None:
+    """The blocks of a record's response, by the description of the decoder that made it.
+
+    Args:
+        record: the record; markers are searched in the response as it stood before step 0.
+        decoder: what ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or
+            ``decoder`` in the settings of a result folder. A layout does as well.
+
+    Returns:
+        Names and response cells, or ``None`` for a decoder without a layout.
+
+    Raises:
+        ValueError: the layout is unknown, or does not fit the record.
+    """
+    layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
+    if layout is None:
+        return None
+    try:
+        return layout.blocks(torch.from_numpy(record.initial()).long())
+    except ValueError as error:
+        raise ValueError(f"trajectory {record.uid!r}: {error}") from error
+
+
+def fill_curves_of(record: Trajectory, blocks: BlockLayout, *, rest: str = "rest") -> FillCurves:
+    """How far each region was filled after every step.
+
+    Args:
+        record: the record.
+        blocks: its regions, see :func:`regions_of`.
+        rest: name for cells outside all regions.
+
+    Returns:
+        The curves; their ``lockstep_score`` tells how evenly the regions were filled.
+
+    Raises:
+        ValueError: the regions are those of a response of another length.
+    """
+    if blocks.length != record.num_generated:
+        raise ValueError(
+            f"trajectory {record.uid!r}: expected regions of {record.num_generated} cells, "
+            f"got regions of {blocks.length}"
+        )
+    masked = torch.from_numpy(record.all_states() == record.mask_id)
+    names = (*(block.name for block in blocks.blocks), rest)
+    return fill_curves(masked, blocks.region_ids(), names)

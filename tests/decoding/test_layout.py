@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lit_dlm.decoding import (
+    Block,
+    BlockLayout,
+    BlockWindow,
+    Canvas,
+    ConfidencePolicy,
+    Decoder,
+    FixedLayout,
+    FractionLayout,
+    GaussSeidelPolicy,
+    Layout,
+    MarkerLayout,
+    NoQuota,
+    Region,
+    TemplateLayout,
+    prompt_canvas,
+)
+from lit_dlm.decoding.description import decoder_from_description, layout_from_description
+from tests.fakes import MASK, TableBackbone, fake_spec, logits_for
+
+OPEN, CLOSE = 7, 8
+"""Marker tokens of the tests."""
+
+
+def canvas(*responses: list[int], prompt: tuple[int, ...] = (4, 4)) -> Canvas:
+    """Rows with given responses: 0 is a mask, everything else stands there and may not change."""
+    length = len(responses[0])
+    made = prompt_canvas(
+        [list(prompt)] * len(responses),
+        response_length=length,
+        spec=fake_spec(),
+        seeds=range(len(responses)),
+    )
+    ids, editable = made.ids.clone(), made.editable.clone()
+    ids[:, made.start :] = torch.tensor(responses)
+    editable[:, made.start :] = ids[:, made.start :] == MASK
+    return replace(made, ids=ids, editable=editable)
+
+
+def spans(layout: BlockLayout) -> list[tuple[str, int, int]]:
+    return [(block.name, block.start, block.end) for block in layout.blocks]
+
+
+def regions_on(layout: Layout, on: Canvas) -> list[list[int]]:
+    """Region numbers of the response cells."""
+    found = layout.on(on, mask_id=MASK).regions
+    assert found is not None
+    return found.ids[:, on.start :].tolist()
+
+
+def test_token_counts_are_taken_in_order_and_leave_gaps_where_asked():
+    layout = FixedLayout(
+        [Region(name="R", length=3), Region(name="A", start=4, length=2), Region(name="tail")]
+    )
+    assert spans(layout.place(8)) == [("R", 0, 3), ("A", 4, 6), ("tail", 6, 8)]
+    # Cell 3 is in no region: it has the number behind the last one.
+    assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 3, 1, 1, 2, 2]]
+
+
+def test_prompt_columns_are_in_no_region():
+    layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
+    regions = layout.on(canvas([0] * 3), mask_id=MASK).regions
+    assert regions is not None
+    assert regions.ids.tolist() == [[2, 2, 0, 0, 1]]
+    assert len(regions) == 3
+    assert regions.counts(torch.ones(1, 5, dtype=torch.bool)).tolist() == [[2, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("length", "borders"), [(256, (192, 256)), (8, (6, 8)), (10, (8, 10)), (5, (4, 5))]
+)
+def test_fractions_are_rounded_to_cells_and_fill_the_response(length, borders):
+    """0.75 of 10 is 7.5, rounded up to 8; 0.75 of 5 is 3.75."""
+    layout = FractionLayout([Region(name="R", fraction=0.75), Region(name="A", fraction=0.25)])
+    assert spans(layout.place(length)) == [("R", 0, borders[0]), ("A", borders[0], borders[1])]
+
+
+def test_fractions_below_one_leave_a_rest():
+    layout = FractionLayout([Region(name="R", fraction=0.5)])
+    assert regions_on(layout, canvas([0] * 4)) == [[0, 0, 1, 1]]
+
+
+def test_a_template_stands_on_the_canvas_and_is_never_changed():
+    """The model is surest of 5 everywhere, also where the markers stand."""
+    layout = TemplateLayout(
+        [Region(name="R", length=2, marker=[OPEN]), Region(name="A", marker=[CLOSE, OPEN])]
+    )
+    backbone = TableBackbone(logits_for([5] * 9, [0.99] * 9, 9))
+    start = prompt_canvas([[4, 4]], response_length=7, spec=backbone.spec, seeds=[0])
+    prepared = layout.on(start, mask_id=MASK)
+    assert prepared.ids[0, 2:].tolist() == [OPEN, MASK, MASK, CLOSE, OPEN, MASK, MASK]
+    assert prepared.editable[0, 2:].tolist() == [False, True, True, False, False, True, True]
+    assert regions_on(layout, start) == [[2, 0, 0, 2, 2, 1, 1]]
+    assert start.ids[0, 2:].tolist() == [MASK] * 7  # the canvas that was given stays as it is
+    again = layout.on(prepared, mask_id=MASK)
+    assert torch.equal(again.ids, prepared.ids)
+    for policy, quota in ((GaussSeidelPolicy(), NoQuota()), (ConfidencePolicy(), None)):
+        result = Decoder(policy=policy, quota=quota, layout=layout)(backbone, start)
+        assert result.ids[0, 2:].tolist() == [OPEN, 5, 5, CLOSE, OPEN, 5, 5]
+        assert result.status == ["complete"]
+
+
+def test_a_template_does_not_overwrite_other_tokens():
+    layout = TemplateLayout([Region(name="R", length=1), Region(name="A", marker=[CLOSE])])
+    with pytest.raises(ValueError, match="row 1: other tokens stand in the cells 1 to 1"):
+        layout.on(canvas([0, CLOSE, 0], [0, 5, 0]), mask_id=MASK)
+
+
+MARKED = MarkerLayout([Region(name="R", marker=[OPEN, OPEN]), Region(name="A", marker=[CLOSE])])
+
+
+def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
+    rows = canvas([OPEN, OPEN, 0, 0, CLOSE, 0, 0, 0], [0, OPEN, OPEN, 0, 0, 0, CLOSE, 0])
+    assert regions_on(MARKED, rows) == [[2, 2, 0, 0, 2, 1, 1, 1], [2, 2, 2, 0, 0, 0, 2, 1]]
+    assert spans(MARKED.blocks(rows.ids[0, 2:])) == [("R", 2, 4), ("A", 5, 8)]
+
+
+def test_markers_of_the_prompt_begin_no_region():
+    """In the release they did: both spans were empty, and the generated text was in neither."""
+    rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
+    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got nowhere"):
+        MARKED.on(rows, mask_id=MASK)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ([0, OPEN, 0, CLOSE, 0, 0], r"marker \[7, 7\] of region 'R' must .* got nowhere"),
+        ([OPEN, OPEN, 0, 0, 0, 0], r"marker \[8\] of region 'A' must .* got nowhere"),
+        ([OPEN, OPEN, 0, CLOSE, 0, CLOSE], r"region 'A' must .* once, got 2 times"),
+        ([0, CLOSE, 0, OPEN, OPEN, 0], "block 'R' is empty"),
+        ([OPEN, OPEN, CLOSE, 0, 0, 0], "block 'R' is empty: it begins at 2"),
+        ([OPEN, OPEN, 0, 0, 0, CLOSE], "block 'A' is empty"),
+        ([OPEN], "got nowhere"),
+    ],
+)
+def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, message):
+    good = [OPEN, OPEN, 0, CLOSE, 0, 0][: len(response)]
+    rows = [good, response] if len(response) > 1 else [response]
+    with pytest.raises(ValueError, match=f"layout: row {len(rows) - 1}: .*{message}"):
+        MARKED.on(canvas(*rows), mask_id=MASK)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FixedLayout([]), "expected at least one region, got none"),
+        (lambda: FixedLayout([Region(name="R"), Region(name="A")]), "'R': expected a length"),
+        (
+            lambda: FixedLayout([Region(name="R", length=1), Region(name="R")]),
+            "expected unique names, got 2 regions named 'R'",
+        ),
+        (lambda: FixedLayout([Region(name="rest")]), "got 2 regions named 'rest'"),
+        (lambda: FixedLayout([Region(name="R", fraction=0.5)]), "takes length and start, got frac"),
+        (lambda: FixedLayout([Region(name="R", length=9)]).place(8), "cells 0 to 8, but the resp"),
+        (
+            lambda: FixedLayout([Region(name="R", length=8), Region(name="A")]).place(8),
+            "block 'A' is empty: it begins at 8",
+        ),
+        (
+            lambda: FixedLayout(
+                [Region(name="R", length=4), Region(name="A", start=3, length=2)]
+            ).place(8),
+            r"blocks 'R' \(0 to 3\) and 'A' \(3 to 4\) overlap or are out of order",
+        ),
+        (
+            lambda: FractionLayout(
+                [Region(name="R", fraction=0.8), Region(name="A", fraction=0.3)]
+            ),
+            r"fractions: expected a sum of at most 1, got 1\.1",
+        ),
+        (lambda: FractionLayout([Region(name="R")]), "'R': expected a fraction, got none"),
+        (lambda: FractionLayout([Region(name="R", fraction=0.01)]).place(8), "'R' is empty"),
+        (
+            lambda: TemplateLayout([Region(name="R", length=2), Region(name="A")]),
+            "'A': expected a marker, got none",
+        ),
+        (lambda: MarkerLayout([Region(name="R")]), "'R': expected a marker, got none"),
+        (
+            lambda: MarkerLayout([Region(name="R", marker=[5]), Region(name="A", marker=[5])]),
+            "expected different markers",
+        ),
+        (lambda: Region(name=""), "expected a name for every region"),
+        (lambda: Region(name="R", tau=1.5), "'R': tau: expected a probability in 0..1, got 1.5"),
+        (lambda: Region(name="R", max_fill_frac=0.0), "max_fill_frac: expected a number above 0"),
+        (lambda: Region(name="R", length=0), "length: expected at least 1 or null, got 0"),
+        (lambda: Region(name="R", start=-1), "start: expected 0 or more, got -1"),
+        (lambda: Region(name="R", fraction=0.0), "fraction: expected a number above 0"),
+        (lambda: Region(name="R", weight=-1.0), "weight: expected 0 or more"),
+        (lambda: Region(name="R", marker=[]), "marker: expected at least one token id"),
+        (lambda: BlockLayout(blocks=(), length=4), "expected at least one block"),
+        (lambda: BlockLayout(blocks=(Block(name="R", start=-1, end=2),), length=4), "-1 to 1"),
+    ],
+)
+def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message: str):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert str(error.value).startswith("layout: ")
+    assert "\n" not in str(error.value)
+
+
+LAYOUTS: list[Layout] = [
+    FixedLayout([Region(name="R", length=3, tau=0.8), Region(name="A", start=4)]),
+    FractionLayout([Region(name="R", fraction=0.5, weight=0.0), Region(name="A", fraction=0.5)]),
+    TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[OPEN])]),
+    MarkerLayout(
+        [Region(name="A", marker=[OPEN, CLOSE])], rest=Region(name="else", max_fill_frac=0.5)
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
+def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: Layout):
+    decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=layout)
+    stored = json.loads(json.dumps(decoder.describe()))
+    assert decoder_from_description(stored).describe() == decoder.describe()
+    rebuilt = layout_from_description(stored)
+    assert rebuilt is not None
+    assert rebuilt.regions == layout.regions
+    assert rebuilt.rest == layout.rest
+    unknown = {**stored["layout"], "regions": [{"name": "R", "size": 3}]}
+    with pytest.raises(ValueError, match="a region has no setting 'size'; known: fraction, "):
+        layout_from_description({**stored, "layout": unknown})
+    assert layout_from_description(Decoder(policy=ConfidencePolicy()).describe()) is None
+
+
+def test_a_decoder_without_a_layout_is_described_as_before_there_were_any():
+    assert "layout" not in Decoder(policy=ConfidencePolicy()).describe()
+
+
+def test_weights_follow_the_blocks():
+    blocks = (Block(name="R", start=0, end=2, weight=0.0), Block(name="A", start=3, end=4))
+    layout = BlockLayout(blocks=blocks, length=5)
+    assert layout.weights().tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert layout.weights(rest=0.5).tolist() == [0.0, 0.0, 0.5, 1.0, 0.5]
+
+
+def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
+    backbone = TableBackbone(logits_for([4, 4, 5, 6, 7, 5], [0.5, 0.5, 0.6, 0.9, 0.7, 0.8]))
+    start = prompt_canvas([[4, 4]], response_length=4, spec=backbone.spec, seeds=[0])
+    layout = FixedLayout([Region(name="R", length=2), Region(name="A")])
+    plugs = {"policy": ConfidencePolicy(), "window": BlockWindow(2)}
+    one = Decoder(**plugs)(backbone, start)
+    two = Decoder(**plugs, layout=layout)(backbone, start)
+    assert torch.equal(one.ids, two.ids)
+    assert torch.equal(one.num_steps, two.num_steps)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lit_dlm.decoding import (
+    ConfidencePolicy,
+    Decoder,
+    FixedLayout,
+    JacobiPolicy,
+    NoQuota,
+    Region,
+    RegionFill,
+    lockstep_score,
+    prompt_canvas,
+)
+from lit_dlm.decoding.region_fill import fill_curves
+from tests.fakes import TableBackbone, logits_for
+
+HALVES = FixedLayout(
+    [Region(name="R", length=2, max_fill_frac=1.0), Region(name="A", length=2, max_fill_frac=1.0)]
+)
+
+
+def decoded(decoder: Decoder, rows: int = 1) -> RegionFill:
+    """The surest cells are 0 and 3, then 1, then 2."""
+    table = logits_for([4, 5, 5, 5, 5], [0.5, 0.98, 0.8, 0.6, 0.97])
+    backbone = TableBackbone(table)
+    canvas = prompt_canvas([[4]] * rows, response_length=4, spec=backbone.spec, seeds=range(rows))
+    fill = RegionFill()
+    decoder(backbone, canvas, [fill])
+    return fill
+
+
+def test_curves_follow_the_cells_of_each_region():
+    """Jacobi: {0, 3}, then 1, then 2. R: 0, 1/2, 1, 1. A: 0, 1/2, 1/2, 1. Gaps 0, 1/2, 0."""
+    fill = decoded(Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=HALVES), rows=2)
+    for curves in fill.curves():
+        assert curves.by_name() == {"R": [0.0, 0.5, 1.0, 1.0], "A": [0.0, 0.5, 0.5, 1.0]}
+        assert curves.lockstep_score() == pytest.approx((1 + 0.5 + 1) / 3)
+
+
+def test_any_policy_with_a_layout_has_curves_and_a_rest_only_where_cells_are_in_none():
+    layout = FixedLayout([Region(name="A", start=2, length=2)])
+    fill = decoded(Decoder(policy=ConfidencePolicy(), layout=layout))
+    assert fill.curves()[0].by_name() == {
+        "A": [0.0, 0.0, 0.5, 0.5, 1.0],
+        "rest": [0.0, 0.5, 0.5, 1.0, 1.0],
+    }
+
+
+def test_the_score_is_one_minus_the_largest_gap_averaged_over_the_steps():
+    """States after the steps: gaps 0.6, 0.2 and 0, so (0.4 + 0.8 + 1) / 3. The release's value for
+    one state with R at 60 % and A at none is the first of them."""
+    share = torch.tensor([[0.0, 0.0], [0.6, 0.0], [0.8, 1.0], [1.0, 1.0]])
+    assert lockstep_score(share) == pytest.approx((0.4 + 0.8 + 1.0) / 3)
+    three = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.25, 1.0]])
+    assert lockstep_score(three) == pytest.approx(0.25)
+    assert lockstep_score(share[:, :1]) == 1.0
+    assert lockstep_score(share[:1]) == 1.0
+
+
+def test_cells_that_were_given_do_not_count():
+    """Cell 0 stood there: R has one cell to fill."""
+    masked = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool()
+    curves = fill_curves(masked, torch.tensor([0, 0, 1, 1]), ("R", "A", "rest"))
+    assert curves.names == ("R", "A")
+    assert curves.share.tolist() == [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_decode_without_a_layout_is_refused():
+    with pytest.raises(ValueError, match="RegionFill needs a decode with one"):
+        decoded(Decoder(policy=ConfidencePolicy()))
+    with pytest.raises(ValueError, match="no decode has ended"):
+        RegionFill().curves()

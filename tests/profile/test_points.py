@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lit_dlm.profile.loggers import check_installed, log_profile, make_logger
+from lit_dlm.profile.points import ProfilePoint, markdown_table, profile_points, write_profile
+from lit_dlm.reports.summary import MethodSummary
+
+
+def summary(method: str, *, nfe: float, seconds: float, accuracy: float | None = 0.75, **changes):
+    values = {
+        "task": "sums",
+        "method": method,
+        "n": 48,
+        "accuracy": accuracy,
+        "stderr": None if accuracy is None else 0.0625,
+        "nfe": nfe,
+        "tokens_per_step": 32 / nfe,
+        "useful_tokens_per_step": 20 / nfe,
+        "seconds": seconds,
+        "policy_forwards": 0.0,
+        "policy_share": 0.01,
+        "idle_steps": 0.0,
+        "unfinished": 0.0,
+        "timeouts": 0.0,
+        **changes,
+    }
+    return MethodSummary(**values)
+
+
+SUMMARIES = [
+    summary("entropy-8", nfe=8.0, seconds=0.02),
+    summary("entropy-16", nfe=16.0, seconds=0.04, accuracy=0.875),
+    summary("jacobi-dual-8", nfe=7.5, seconds=0.01, lockstep=0.8),
+]
+
+
+def test_speeds_follow_from_the_summary():
+    """32 cells in 0.02 s are 1600 a second, 20 useful ones 1000."""
+    first, _, third = profile_points(SUMMARIES)
+    assert first.tokens_per_second == pytest.approx(1600)
+    assert first.useful_tokens_per_second == pytest.approx(1000)
+    assert first.ms_per_sample == pytest.approx(20)
+    assert first.tokens_per_forward == pytest.approx(4)
+    assert [first.curve, third.curve] == ["entropy", "jacobi-dual"]
+    assert (first.lockstep, third.lockstep) == (None, 0.8)
+
+
+def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
+    points = profile_points([*SUMMARIES, summary("entropy-8", nfe=8, seconds=1, task="other")])
+    write_profile(points, tmp_path)
+    with (tmp_path / "profile.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows[:3]] == ["entropy-8", "entropy-16", "jacobi-dual-8"]
+    assert float(rows[1]["accuracy"]) == 0.875
+    assert rows[0]["lockstep"] == ""
+    table = (tmp_path / "profile.md").read_text()
+    assert table.count("### ") == 2
+    line = "| entropy-8 | 75.0 ± 6.2 % | 8.0 | 4.00 | 1600 | 1000 | 20.0 | - | 48 |"
+    assert line in table.splitlines()
+    assert (tmp_path / "profile.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_task_without_grades_has_no_quality(tmp_path: Path):
+    points = profile_points([summary("entropy-8", nfe=8, seconds=1, accuracy=None)])
+    write_profile(points, tmp_path)
+    assert "| entropy-8 | - | 8.0 |" in markdown_table(points)
+
+
+def picture(folder: Path, points: list[ProfilePoint]) -> Path:
+    write_profile(points, folder)
+    return folder / "profile.png"
+
+
+def test_points_are_logged_over_forwards(tmp_path: Path):
+    points = profile_points(SUMMARIES)
+    logger = make_logger("csv", tmp_path)
+    assert isinstance(logger, CSVLogger)
+    log_profile(logger, points, picture(tmp_path, points))
+    with (tmp_path / "profile_csv" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {int(row["step"]): row["sums/entropy/accuracy"] for row in rows}
+    assert {step: value for step, value in found.items() if value} == {8: "0.75", 16: "0.875"}
+    assert any(row["sums/jacobi-dual/lockstep"] == "0.8" for row in rows)
+
+
+@pytest.mark.slow  # imports TensorBoard
+def test_tensorboard_gets_scalars_table_and_picture(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = profile_points(SUMMARIES)
+    log_profile(make_logger("tensorboard", tmp_path), points, picture(tmp_path, points))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("sums/entropy/accuracy")
+    assert [(event.step, event.value) for event in scalars] == [(8, 0.75), (16, 0.875)]
+    assert events.Tags()["images"] == ["profile"]
+    assert "profile/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.slow  # starts W&B's own process
+def test_wandb_works_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    points = profile_points(SUMMARIES)
+    log_profile(make_logger("wandb", tmp_path, offline=True), points, picture(tmp_path, points))
+    wandb.teardown()  # W&B's process writes the last records when it ends, as at our own end
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (recorded,) = run.glob("*.wandb")
+    content = recorded.read_bytes()
+    for text in (b"sums/entropy/tokens_per_second", b"sums/jacobi-dual/lockstep", b"profile_plot"):
+        assert text in content
+    assert list(run.glob("files/media/table/profile_*.table.json"))
+    assert list(run.glob("files/media/images/profile_plot_*.png"))
+
+
+def test_a_logger_that_is_not_installed_is_refused_before_the_work(monkeypatch):
+    monkeypatch.setattr("lit_dlm.profile.loggers.find_spec", lambda name: None)
+    check_installed(["csv"])
+    with pytest.raises(ValueError, match="'wandb' needs the package wandb, which is not installed"):
+        check_installed(["csv", "wandb"])
+    with pytest.raises(ValueError, match="loggers: expected some of csv, tensorboard, wandb"):
+        make_logger("mlflow", Path("nowhere"))
