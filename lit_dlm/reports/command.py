@@ -1,20 +1,37 @@
-"""``lit-dlm report``: one table and one plot from the results of several runs."""
+"""``lit-dlm report``: tables, a plot and a page from the results of several runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
-from lit_dlm.reports.plots import plot_front
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.page import (
+    Picture,
+    ReportContent,
+    SampleGroup,
+    failures_first,
+    report_html,
+    report_markdown,
+    trace_link,
+)
+from lit_dlm.reports.plots import front_figure, plot_front
+from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_summary
 from lit_dlm.reports.tables import markdown_tables, terminal_tables
+from lit_dlm.reports.themes import figure_png
+from lit_dlm.reports.training_curves import curves_figure, read_curves
+
+logger = logging.getLogger(__name__)
+
+TRACES_PAGE = "traces.html"
 
 
 def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
@@ -33,7 +50,120 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Cons
     console.print(f"Summary, table and plot: {folder}")
 
 
-def _method_order(run: Path) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class ReportedRun:
+    """One run of a report."""
+
+    folder: Path
+    summaries: list[MethodSummary]
+    labels: dict[tuple[str, str], str]
+    """Names of its methods in the tables, by task and own name."""
+
+
+def write_pages(
+    runs: Sequence[ReportedRun], folder: Path, *, num_samples: int, traces: bool, title: str
+) -> list[Path]:
+    """Writes ``report.html`` and ``report.md``, and ``traces.html`` where trajectories were kept.
+
+    Args:
+        runs: what to report.
+        folder: where the files go.
+        num_samples: samples shown of each method on each task.
+        traces: also write the viewer page of the samples shown.
+        title: title of the pages.
+
+    Returns:
+        The files.
+    """
+    groups: list[SampleGroup] = []
+    shown: list[set[str]] = []
+    for run in runs:
+        results = ResultFolder(run.folder / "results")
+        of_run = [
+            failures_first(task, label, results.rows(task, method), limit=num_samples)
+            for (task, method), label in run.labels.items()
+        ]
+        groups += of_run
+        shown.append({row.uid for group in of_run for row in group.rows})
+    links: dict[tuple[str, str, str], str] = {}
+    notes, written = [], []
+    if traces:
+        sets = _sample_sets(runs, shown)
+        if sets:
+            _write_traces(folder / TRACES_PAGE, sets, title)
+            written.append(folder / TRACES_PAGE)
+        for number, (run, samples) in enumerate(sets):
+            for sample in samples.samples:
+                label = run.labels.get((sample.task, sample.method), sample.method)
+                key = (sample.task, label, sample.example)
+                links[key] = trace_link(TRACES_PAGE, sample.record.uid, number)
+        without = [run.folder.name for run in runs if run not in [kept for kept, _ in sets]]
+        if without:
+            notes.append(
+                f"There are no trajectories of {', '.join(without)}, so no traces to open."
+            )
+    merged = merge_runs([(run.folder.resolve().name, run.summaries) for run in runs])
+    front = front_figure(merged)
+    content = ReportContent(
+        title=title,
+        summaries=merged,
+        groups=sorted(groups, key=lambda group: -group.num_wrong),
+        pictures=_pictures(merged, runs),
+        notes=notes,
+        links=links,
+    )
+    write_atomically(folder / "report.html", report_html(content))
+    picture = "front.png" if front is not None else None
+    write_atomically(folder / "report.md", report_markdown(content, front=picture))
+    return [folder / "report.html", folder / "report.md", *written]
+
+
+def _sample_sets(
+    runs: Sequence[ReportedRun], shown: Sequence[set[str]]
+) -> list[tuple[ReportedRun, SampleSet]]:
+    """The shown prompts with all their decodes, of the runs whose trajectories are here."""
+    found = []
+    for run, examples in zip(runs, shown, strict=True):
+        results = ResultFolder(run.folder / "results")
+        folders = {
+            run.folder / row.trajectory["set"]
+            for pair in results.pairs()
+            for row in results.rows(*pair)
+            if row.trajectory is not None
+        }
+        missing = sorted(str(folder) for folder in folders if not folder.is_dir())
+        if missing:
+            logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
+        elif folders:
+            found.append((run, load_samples(run.folder, examples=examples)))
+    return found
+
+
+def _write_traces(path: Path, sets: Sequence[tuple[ReportedRun, SampleSet]], title: str) -> None:
+    # Here: transformers takes seconds to import.
+    from lit_dlm.reports.viewer import ViewedSet, write_viewer
+    from lit_dlm.reports.viewer_command import pieces_of
+
+    viewed = [ViewedSet(samples=one, pieces=pieces_of(one.shards, None)) for _, one in sets]
+    write_viewer(path, viewed, title=title)
+
+
+def _pictures(merged: Sequence[MethodSummary], runs: Sequence[ReportedRun]) -> list[Picture]:
+    pictures = []
+    light, dark = (front_figure(merged, theme=theme) for theme in ("light", "dark"))
+    if light is not None and dark is not None:
+        name = "Accuracy against average steps; bars are one standard error"
+        pictures.append(Picture(title=name, light=figure_png(light), dark=figure_png(dark)))
+    for run in runs:
+        curves = read_curves(run.folder)
+        if curves:
+            drawn = [figure_png(curves_figure(curves, theme=t), dpi=110) for t in ("light", "dark")]
+            name = f"Training of {run.folder.resolve().name}"
+            pictures.append(Picture(title=name, light=drawn[0], dark=drawn[1]))
+    return pictures
+
+
+def method_order(run: Path) -> list[str]:
     """Methods in the order of the run's own summary, which follows its configuration."""
     path = run / "summary.json"
     if not path.exists():
@@ -54,23 +184,52 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: a folder holds no results.
     """
     parser = argparse.ArgumentParser(
-        prog="lit-dlm report", description="Tables and a speed-quality plot from result folders."
+        prog="lit-dlm report",
+        description="Tables, a speed-quality plot, and a page with failures first that links to "
+        "the traces.",
     )
     parser.add_argument("run", nargs="+", type=Path, help="run folder that has a results/ folder")
     parser.add_argument("--out", type=Path, help="where the report goes (default: the first run)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=20,
+        help="samples shown of each method on each task, 0 for none (default: 20)",
+    )
+    parser.add_argument(
+        "--no_traces", action="store_true", help="do not write the viewer page of these samples"
+    )
     options = parser.parse_args(arguments)
-    runs: list[tuple[str, list[MethodSummary]]] = []
+    if options.samples < 0:
+        raise ValueError(f"--samples: expected 0 or more, got {options.samples}")
+    found: list[tuple[Path, list[MethodSummary]]] = []
     for run in options.run:
-        found = summarise_folder(run / "results", _method_order(run))
-        if not found:
+        summaries = summarise_folder(run / "results", method_order(run))
+        if not summaries:
             raise ValueError(f"{run}: expected results in {run / 'results'}, found none")
-        runs.append((run.resolve().name, found))
-    write_report(merge_runs(runs), options.out or options.run[0], Console())
+        found.append((run, summaries))
+    folder, console = options.out or options.run[0], Console()
+    named = [(run.resolve().name, summaries) for run, summaries in found]
+    write_report(merge_runs(named), folder, console)
+    runs = [
+        ReportedRun(folder=run, summaries=summaries, labels=labels)
+        for (run, summaries), labels in zip(found, method_labels(named), strict=True)
+    ]
+    pages = write_pages(
+        runs,
+        folder,
+        num_samples=options.samples,
+        traces=options.samples > 0 and not options.no_traces,
+        title=f"Report of {', '.join(name for name, _ in named)}",
+    )
+    console.print(f"Pages: {', '.join(path.name for path in pages)}")
     return 0
 
 
-def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSummary]:
-    """Puts the summaries of several runs into one list, task by task.
+def method_labels(
+    runs: Sequence[tuple[str, list[MethodSummary]]],
+) -> list[dict[tuple[str, str], str]]:
+    """Names of methods in the tables of several runs.
 
     A method that several runs share, such as one decoder on differently trained models, gets the
     name of its run.
@@ -79,15 +238,37 @@ def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSu
         runs: name and summaries of each run.
 
     Returns:
-        The summaries; tasks in the order in which they first occur.
+        For each run, names by task and the run's own name of the method.
     """
     uses = Counter((s.task, s.method) for _, found in runs for s in found)
-    merged: dict[str, list[MethodSummary]] = {}
+    labels = []
     for run, found in runs:
-        methods = {s.method for s in found}
+        is_alone = len({summary.method for summary in found}) == 1
+        shared = run if is_alone else None
+        labels.append(
+            {
+                (s.task, s.method): (shared or f"{run}/{s.method}")
+                if uses[s.task, s.method] > 1
+                else s.method
+                for s in found
+            }
+        )
+    return labels
+
+
+def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSummary]:
+    """Puts the summaries of several runs into one list, task by task.
+
+    Args:
+        runs: name and summaries of each run.
+
+    Returns:
+        The summaries under their :func:`method_labels`; tasks in the order in which they first
+        occur.
+    """
+    merged: dict[str, list[MethodSummary]] = {}
+    for (_, found), labels in zip(runs, method_labels(runs), strict=True):
         for summary in found:
-            if uses[summary.task, summary.method] > 1:
-                label = run if len(methods) == 1 else f"{run}/{summary.method}"
-                summary = replace(summary, method=label)
-            merged.setdefault(summary.task, []).append(summary)
+            label = labels[summary.task, summary.method]
+            merged.setdefault(summary.task, []).append(replace(summary, method=label))
     return [summary for group in merged.values() for summary in group]

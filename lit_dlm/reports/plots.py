@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -13,11 +14,13 @@ mpl.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import by_task
+from lit_dlm.reports.themes import plot_style, save_figure, theme_of
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")
 
 
@@ -36,33 +39,52 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
         summaries: what to draw; ungraded ones are left out, and nothing is written without others.
         path: file to write; the suffix gives the format.
     """
+    figure = front_figure(summaries)
+    if figure is not None:
+        save_figure(figure, path)
+
+
+def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
+    """The figure of :func:`plot_front`, for a light or a dark page.
+
+    Args:
+        summaries: what to draw; ungraded ones are left out.
+        theme: ``light`` or ``dark``.
+
+    Returns:
+        The figure, or ``None`` when nothing was graded.
+    """
     summaries = [summary for summary in summaries if summary.accuracy is not None]
     if not summaries:
-        return
+        return None
+    colours = theme_of(theme)
     tasks = list(by_task(summaries))
     names = list(dict.fromkeys(family(summary.method) for summary in summaries))
-    colour = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(4.6 * len(tasks), 3.8), squeeze=False, layout="constrained"
-    )
-    for axis, (task, group) in zip(axes[0], tasks, strict=True):
-        for name in names:
-            points = sorted(
-                (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
-            )
-            if points:
-                _draw_curve(axis, points, name, colour[name])
-        axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xlim=(0, None))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("accuracy, %")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 7))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    plt.close(figure)
-    draft.replace(path)
+    colour = {
+        name: colours.series[number % len(colours.series)] for number, name in enumerate(names)
+    }
+    with plot_style(colours):
+        figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
+        axes = figure.subplots(1, len(tasks), squeeze=False)
+        for axis, (task, group) in zip(axes[0], tasks, strict=True):
+            for name in names:
+                points = sorted(
+                    (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
+                )
+                if points:
+                    _draw_curve(axis, points, name, colour[name])
+            axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xlim=(0, None))
+            axis.grid(alpha=0.5)
+        axes[0][0].set_ylabel("accuracy, %")
+        handles: dict[str, Any] = {}
+        for axis in axes[0]:  # a method may lack in the first task
+            handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        figure.legend(
+            handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 7)
+        )
+        # Colours that are not yet settled are looked up while the style holds.
+        figure.canvas.draw()
+    return figure
 
 
 def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
@@ -75,7 +97,7 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     """
     figure, axis = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
     for number, (label, values) in enumerate(curves.items()):
-        axis.plot(values, color=_COLOURS[number % len(_COLOURS)], label=label, linewidth=1.3)
+        axis.plot(values, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
     axis.set(xlabel="decode step", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

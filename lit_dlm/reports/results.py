@@ -60,6 +60,10 @@ class ResultRow:
     trajectory: dict[str, str] | None = None
     """The record of this very decode, where one was kept: ``set`` (folder, seen from the run
     folder), ``uid`` and content ``digest``."""
+    fill: dict[str, list[float]] | None = None
+    """Filled share of every region of the decoder's layout before each step and at the end."""
+    lockstep: float | None = None
+    """How closely the regions kept step, 0 to 1; ``None`` for a decoder without a layout."""
 
 
 class ResultFolder:
@@ -101,7 +105,7 @@ class ResultFolder:
         if path.exists():
             found = json.loads(path.read_text())
             if found != wanted:
-                changes = "; ".join(_differences(found, wanted))
+                changes = "; ".join(setting_differences(found, wanted))
                 raise ValueError(
                     f"{path}: holds results of other settings ({changes}). Use another run_dir or "
                     "method name, or remove the folder"
@@ -209,11 +213,20 @@ def _drop_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def _differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Leaves that differ, as ``key: found, now wanted``."""
+def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
+    """Leaves of two settings that differ.
+
+    Args:
+        found: the first, JSON types.
+        wanted: the second.
+        key: name of what is compared.
+
+    Yields:
+        Lines such as ``decoder.policy.threshold: 0.9, now 0.8``.
+    """
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
             inner = f"{key}.{name}" if key else name
-            yield from _differences(found.get(name), wanted.get(name), inner)
+            yield from setting_differences(found.get(name), wanted.get(name), inner)
     elif found != wanted:
         yield f"{key}: {found!r}, now {wanted!r}"

@@ -41,6 +41,8 @@ class MethodSummary:
     """Fraction of samples that hit the step limit with masks left."""
     timeouts: float
     """Fraction of samples whose grading ran out of time."""
+    lockstep: float | None = None
+    """Mean lockstep score; ``None`` for a method without a layout."""
 
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
@@ -53,6 +55,7 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         The summary.
     """
     n = len(rows)
+    lockstep = [row.lockstep for row in rows if row.lockstep is not None]
     accuracy: float | None = None
     if any(row.verdict != "ungraded" for row in rows):
         accuracy = sum(row.correct for row in rows) / n
@@ -73,6 +76,7 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         idle_steps=sum(row.idle_steps for row in rows) / n,
         unfinished=sum(row.status == "step_limit" for row in rows) / n,
         timeouts=sum(row.verdict == "timeout" for row in rows) / n,
+        lockstep=sum(lockstep) / len(lockstep) if lockstep else None,
     )
 
 

@@ -12,7 +12,8 @@ from lit_dlm.reports.summary import MethodSummary
 HEADERS = ("method", "accuracy", "steps", "tokens/step", "ms/sample", "n")
 
 
-def _cells(summary: MethodSummary) -> tuple[str, ...]:
+def table_cells(summary: MethodSummary) -> tuple[str, ...]:
+    """The texts of a table row, as :data:`HEADERS` names them."""
     accuracy = "-"
     if summary.accuracy is not None and summary.stderr is not None:
         accuracy = f"{100 * summary.accuracy:.1f} ± {100 * summary.stderr:.1f} %"
@@ -45,7 +46,7 @@ def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
     parts = []
     for task, group in by_task(summaries):
         lines = [f"### {task}", "", f"| {' | '.join(HEADERS)} |", "|---|" + "---:|" * 5]
-        lines += [f"| {' | '.join(_cells(summary))} |" for summary in group]
+        lines += [f"| {' | '.join(table_cells(summary))} |" for summary in group]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -58,6 +59,6 @@ def terminal_tables(summaries: Sequence[MethodSummary]) -> list[Table]:
         for header in HEADERS:
             table.add_column(header, justify="left" if header == "method" else "right")
         for summary in group:
-            table.add_row(*_cells(summary))
+            table.add_row(*table_cells(summary))
         tables.append(table)
     return tables

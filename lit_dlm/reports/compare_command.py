@@ -1,0 +1,261 @@
+"""``lit-dlm compare A B``: paired significance of two runs, task by task and method by method."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lit_dlm.reports.results import ResultFolder, setting_differences, write_atomically
+from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
+
+HEADERS = (
+    "method", "n", "accuracy A", "accuracy B", "B - A (95 %)", "only A", "only B", "p", "p (Holm)",
+    "steps A", "steps B", "B - A (95 %)",
+)  # fmt: skip
+NOTE = (
+    "Paired on the samples that both have. p: exact McNemar test, two-sided; p (Holm): adjusted "
+    "for all rows. Intervals: paired bootstrap, 10,000 resamples. only A, only B: samples that "
+    "just this one got right. Steps: mean forwards of the backbone."
+)
+MAX_DIFFERENCES = 8
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    command = argparse.ArgumentParser(
+        prog="lit-dlm compare",
+        description="Compares two benchmark runs on the samples that both have: accuracy with an "
+        "exact McNemar test, accuracy and steps with paired bootstrap intervals. Methods of equal "
+        "name are paired; with --a and --b, these two.",
+    )
+    command.add_argument("first", type=Path, metavar="A", help="run folder with results/")
+    command.add_argument("second", type=Path, metavar="B", help="run folder, may be the same one")
+    command.add_argument("--a", metavar="METHOD", help="method of A")
+    command.add_argument("--b", metavar="METHOD", help="method of B")
+    command.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
+    command.add_argument("--json", action="store_true", help="print one JSON list instead")
+    command.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
+    )
+    return command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm compare``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the runs have no task, method or sample in common.
+    """
+    options = parser().parse_args(list(arguments))
+    if (options.a is None) != (options.b is None):
+        raise ValueError("--a and --b: give both, or neither to pair methods of equal name")
+    if options.a is None and options.first.resolve() == options.second.resolve():
+        raise ValueError("A and B are the same run; name two of its methods with --a and --b")
+    first, second = (_results(path) for path in (options.first, options.second))
+    pairs = method_pairs(first, second, a=options.a, b=options.b)
+    found = compare_methods(first, second, pairs, seed=options.seed)
+    console = Console()
+    if options.json:
+        console.print_json(json.dumps([asdict(comparison) for comparison in found]))
+        return 0
+    for table in _tables(found):
+        console.print(table)
+    console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
+    console.print(NOTE, highlight=False)
+    for line in _setting_lines(first, second, pairs):
+        console.print(line, highlight=False, markup=False)
+    if options.out is not None:
+        write_atomically(options.out, markdown(found, options.first, options.second))
+        console.print(f"Table: {options.out}")
+    return 0
+
+
+def method_pairs(
+    first: ResultFolder, second: ResultFolder, *, a: str | None = None, b: str | None = None
+) -> list[tuple[str, str, str]]:
+    """What to compare.
+
+    Args:
+        first: results of A.
+        second: results of B.
+        a: a method of A; ``None`` pairs methods of equal name, or the only ones of a task.
+        b: a method of B, with ``a``.
+
+    Returns:
+        (task, method of A, method of B), in alphabetical order.
+
+    Raises:
+        ValueError: there is nothing that both have.
+    """
+    of_a, of_b = _methods(first), _methods(second)
+    tasks = sorted(of_a.keys() & of_b.keys())
+    if not tasks:
+        raise ValueError(
+            f"no task in common: {first.folder} has {', '.join(sorted(of_a))}, "
+            f"{second.folder} has {', '.join(sorted(of_b))}"
+        )
+    if a is not None and b is not None:
+        pairs = [(task, a, b) for task in tasks if a in of_a[task] and b in of_b[task]]
+    else:
+        pairs = [(task, name, name) for task in tasks for name in of_a[task] if name in of_b[task]]
+        if not pairs:
+            alone = [task for task in tasks if len(of_a[task]) == len(of_b[task]) == 1]
+            pairs = [(task, of_a[task][0], of_b[task][0]) for task in alone]
+    if not pairs:
+        known = [", ".join(sorted({m for t in tasks for m in of[t]})) for of in (of_a, of_b)]
+        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name"
+        raise ValueError(
+            f"expected {wanted} on one of {', '.join(tasks)}; A has {known[0]}; B has {known[1]}. "
+            "Name a pair with --a and --b"
+        )
+    return pairs
+
+
+def compare_methods(
+    first: ResultFolder,
+    second: ResultFolder,
+    pairs: Sequence[tuple[str, str, str]],
+    *,
+    seed: int = 0,
+) -> list[PairedComparison]:
+    """Compares methods, with p-values adjusted for all of them together.
+
+    Args:
+        first: results of A.
+        second: results of B.
+        pairs: (task, method of A, method of B).
+        seed: of the bootstrap.
+
+    Returns:
+        One comparison per pair.
+
+    Raises:
+        ValueError: a pair has no sample in common, or samples were not graded.
+    """
+    found = [
+        compare_rows(first.rows(task, a), second.rows(task, b), seed=seed) for task, a, b in pairs
+    ]
+    adjusted = holm([comparison.p_value for comparison in found])
+    return [
+        replace(comparison, p_adjusted=p) for comparison, p in zip(found, adjusted, strict=True)
+    ]
+
+
+def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
+    """The comparisons as one Markdown table per task.
+
+    Args:
+        found: comparisons, sorted by task.
+        a: what A is.
+        b: what B is.
+
+    Returns:
+        Markdown text.
+    """
+    lines = ["# Comparison", "", f"A: `{a}`, B: `{b}`", ""]
+    for task in dict.fromkeys(comparison.task for comparison in found):
+        lines += [f"## {task}", "", f"| {' | '.join(HEADERS)} |"]
+        lines.append("|---|" + "---:|" * (len(HEADERS) - 1))
+        rows = (comparison for comparison in found if comparison.task == task)
+        lines += [f"| {' | '.join(cells(comparison))} |" for comparison in rows]
+        lines.append("")
+    return "\n".join([*lines, NOTE, ""])
+
+
+def cells(found: PairedComparison) -> tuple[str, ...]:
+    """A comparison as the texts of :data:`HEADERS`."""
+    a, b = found.method_a, found.method_b
+    gain = 100 * (found.accuracy_b - found.accuracy_a)
+    low, high = (100 * bound for bound in found.accuracy_interval)
+    return (
+        a if a == b else f"{a} / {b}",
+        str(found.n),
+        f"{100 * found.accuracy_a:.1f} %",
+        f"{100 * found.accuracy_b:.1f} %",
+        f"{gain:+.1f} ({low:+.1f} to {high:+.1f})",
+        str(found.only_a),
+        str(found.only_b),
+        _spoken_p(found.p_value),
+        _spoken_p(found.p_adjusted),
+        f"{found.nfe_a:.1f}",
+        f"{found.nfe_b:.1f}",
+        f"{found.nfe_b - found.nfe_a:+.1f} "
+        f"({found.nfe_interval[0]:+.1f} to {found.nfe_interval[1]:+.1f})",
+    )
+
+
+def _spoken_p(p: float) -> str:
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _tables(found: Sequence[PairedComparison]) -> list[Table]:
+    """Tables with a line for A and one for B, which fit into 80 columns."""
+    tables = []
+    for task in dict.fromkeys(comparison.task for comparison in found):
+        counts = sorted({comparison.n for comparison in found if comparison.task == task})
+        title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table.add_column("method", no_wrap=True)
+        for header in ("right, %", "only one", "B - A (95 %)", "p (Holm)", "steps"):
+            table.add_column(header, justify="right", no_wrap=True)
+        for comparison in (comparison for comparison in found if comparison.task == task):
+            _, _, a, b, gain, only_a, only_b, p, adjusted, steps_a, steps_b, _ = cells(comparison)
+            table.add_row(
+                f"A {comparison.method_a}\nB {comparison.method_b}",
+                f"{a.removesuffix(' %')}\n{b.removesuffix(' %')}",
+                f"{only_a}\n{only_b}",
+                gain.replace(" ", "\n", 1),
+                f"{p}\n({adjusted})",
+                f"{steps_a}\n{steps_b}",
+            )
+        tables.append(table)
+    return tables
+
+
+def _setting_lines(
+    first: ResultFolder, second: ResultFolder, pairs: Sequence[tuple[str, str, str]]
+) -> list[str]:
+    """What was set differently, as far as the result folders say."""
+    lines: dict[str, None] = {}
+    for task, a, b in pairs:
+        settings = [
+            json.loads((folder.method_folder(task, method) / "settings.json").read_text())
+            for folder, method in ((first, a), (second, b))
+        ]
+        lines |= dict.fromkeys(setting_differences(*settings))
+    if not lines:
+        return ["The recorded settings are equal."]
+    shown = [f"  {line}" for line in lines][:MAX_DIFFERENCES]
+    if len(lines) > len(shown):
+        shown.append(f"  and {len(lines) - len(shown)} more")
+    return ["Settings that differ, of A, now of B:", *shown]
+
+
+def _results(path: Path) -> ResultFolder:
+    folder = path if path.name == "results" else path / "results"
+    results = ResultFolder(folder)
+    if not folder.is_dir() or not results.pairs():
+        raise ValueError(f"{path}: expected a run folder with results/, found no results")
+    return results
+
+
+def _methods(results: ResultFolder) -> dict[str, list[str]]:
+    """Methods that have rows, by task."""
+    found: dict[str, list[str]] = {}
+    for task, method in results.pairs():
+        if results.completed(task, method):
+            found.setdefault(task, []).append(method)
+    return found

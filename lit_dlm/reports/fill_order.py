@@ -1,0 +1,256 @@
+"""In which order a response was filled: heat map, scatter, and Kendall's tau."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from torchmetrics.functional import kendall_rank_corrcoef
+
+from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.regions import Region
+from lit_dlm.reports.themes import Theme, plot_style, save_figure, theme_of
+from lit_dlm.trajectories.record import Trajectory
+
+
+def left_to_rightness(
+    record: Trajectory, *, positions: NDArray[np.bool_] | None = None
+) -> float | None:
+    """Kendall's tau-b between position and commit step.
+
+    1 is strictly left to right, -1 right to left, 0 no preference. Positions of one step are ties,
+    which tau-b leaves out of the normaliser.
+
+    Args:
+        record: a record; positions that no step wrote are left out.
+        positions: ``(G,)`` bool, only these.
+
+    Returns:
+        Tau, or ``None`` with fewer than two positions or a single step.
+    """
+    chosen = record.commit_step >= 0
+    if positions is not None:
+        chosen &= positions
+    place = np.flatnonzero(chosen)
+    steps = record.commit_step[place]
+    if len(place) < 2 or (steps == steps[0]).all():
+        return None
+    tau = kendall_rank_corrcoef(
+        torch.from_numpy(place.astype(np.float32)), torch.from_numpy(steps.astype(np.float32))
+    )
+    assert isinstance(tau, torch.Tensor)
+    return float(tau)
+
+
+def text_positions(record: Trajectory, pieces: TokenPieces) -> NDArray[np.bool_]:
+    """``(G,)`` bool: positions whose final token is no special one.
+
+    The fill behind the end of a text is usually written at once, and says nothing about the order
+    of the text.
+    """
+    return np.array(
+        [
+            token != record.mask_id and not pieces.is_special(token)
+            for token in record.tokens.tolist()
+        ],
+        dtype=bool,
+    )
+
+
+def last_writes(record: Trajectory) -> NDArray[np.int32]:
+    """Which step wrote what stands on the canvas.
+
+    Args:
+        record: a record, also with overwritten writes.
+
+    Returns:
+        ``(T + 1, G)`` int32: for the canvas after ``t`` steps the step of each position's token;
+        -1 for a mask, -2 for a token that stood there before the first step.
+    """
+    states = record.all_states()
+    writer = np.full(states.shape, -1, dtype=np.int32)
+    if record.given is not None:
+        writer[:, record.given] = -2
+    for step, position, _ in record.events().tolist():
+        writer[step + 1 :, position] = step
+    writer[states == record.mask_id] = -1
+    return writer
+
+
+def plot_fill_order(
+    record: Trajectory,
+    path: Path,
+    *,
+    regions: Sequence[Region] = (),
+    pieces: TokenPieces | None = None,
+    theme: str = "light",
+) -> None:
+    """Heat map: what stands on the canvas after every step, coloured by the step that wrote it.
+
+    Args:
+        record: the decode.
+        path: file to write; the suffix gives the format.
+        regions: bands over the map, such as blocks.
+        pieces: final tokens are written below the columns, if there is room.
+        theme: ``light`` or ``dark``.
+    """
+    colours = theme_of(theme)
+    with plot_style(colours):
+        figure = _heat_map(record, regions, pieces, colours)
+        save_figure(figure, path)
+
+
+def _heat_map(
+    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces | None, theme: Theme
+) -> Figure:
+    writer = last_writes(record)
+    writer = writer[1:] if record.num_steps else writer  # without a step, the start
+    T, G = writer.shape
+    named = pieces is not None and 0 < G <= 96
+    width = min(max(5.0, 0.17 * G + 1.6), 13.0)
+    height = min(max(2.4, 0.11 * T + 1.5), 7.0)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.add_subplot()
+    axis.set_facecolor(theme.mask)
+    shown = np.ma.masked_where(writer < 0, writer + 1)
+    image = axis.imshow(
+        shown,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="viridis",
+        vmin=1,
+        vmax=max(record.num_steps, 2),
+        extent=(-0.5, G - 0.5, T + 0.5, 0.5),
+    )
+    axis.set(ylabel="step", ylim=(T + 0.5, 0.5), xlim=(-0.5, G - 0.5))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(visible=False)
+    remasked = [(s, p) for s, p, token in record.events().tolist() if token == record.mask_id]
+    if remasked:
+        axis.plot(
+            [position for _, position in remasked],
+            [step + 1 for step, _ in remasked],
+            "x",
+            color=theme.series[1],
+            markersize=5,
+            label="masked again",
+        )
+        axis.legend(loc="upper right", fontsize="small")
+    if named:
+        assert pieces is not None
+        _label_tokens(axis, record, pieces)
+    else:
+        axis.set_xlabel("response position")
+    _bands(axis, regions, theme)
+    bar = figure.colorbar(image, ax=axis, pad=0.01, fraction=0.05)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    bar.set_label("written in step")
+    bar.outline.set_visible(False)
+    return figure
+
+
+def plot_order(
+    record: Trajectory,
+    path: Path,
+    *,
+    regions: Sequence[Region] = (),
+    pieces: TokenPieces | None = None,
+    theme: str = "light",
+) -> None:
+    """Scatter of commit step against position, with Kendall's tau.
+
+    Args:
+        record: the decode.
+        path: file to write; the suffix gives the format.
+        regions: coloured apart.
+        pieces: tells special tokens, which are drawn hollow and left out of a second tau.
+        theme: ``light`` or ``dark``.
+    """
+    colours = theme_of(theme)
+    with plot_style(colours):
+        figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+        axis = figure.add_subplot()
+        text = None if pieces is None else text_positions(record, pieces)
+        written = record.commit_step >= 0
+        parts = regions or [Region("", 0, record.num_generated)]
+        for number, part in enumerate(parts):
+            place = np.arange(part.start, part.end)
+            place = place[written[part.start : part.end]]
+            colour = colours.series[number % len(colours.series)]
+            solid = place if text is None else place[text[place]]
+            hollow = np.setdiff1d(place, solid)
+            label = part.name if len(regions) > 1 else None
+            axis.scatter(solid, record.commit_step[solid] + 1, s=18, color=colour, label=label)
+            axis.scatter(
+                hollow, record.commit_step[hollow] + 1, s=16, facecolors="none", edgecolors=colour
+            )
+        axis.set(
+            xlabel="response position",
+            ylabel="written in step",
+            xlim=(-1, record.num_generated),
+        )
+        axis.set_title(_tau_title(record, text), fontsize=11)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.5)
+        if 1 < len(regions) <= 8:
+            axis.legend(fontsize="small")
+        save_figure(figure, path)
+
+
+def _tau_title(record: Trajectory, text: NDArray[np.bool_] | None) -> str:
+    tau = left_to_rightness(record)
+    title = "Kendall's tau: " + ("undefined" if tau is None else f"{tau:+.2f}")
+    if text is not None and not text.all():
+        inner = left_to_rightness(record, positions=text)
+        if inner is not None:
+            title += f" ({inner:+.2f} without special tokens)"
+    return title
+
+
+def _label_tokens(axis: Axes, record: Trajectory, pieces: TokenPieces) -> None:
+    labels = [
+        "" if token == record.mask_id or pieces.is_special(token) else _short(pieces.text(token))
+        for token in record.tokens.tolist()
+    ]
+    axis.set_xticks(range(len(labels)), labels, rotation=90, family="monospace", fontsize=8)
+    axis.tick_params(axis="x", length=0)
+    axis.set_xlabel("response position, with its final token")
+
+
+def _short(text: str) -> str:
+    shown = text.strip(" ").replace("\n", "⏎").replace("\t", "⇥")
+    return shown if len(shown) <= 8 else shown[:7] + "…"
+
+
+def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:
+    """Names and bounds of the regions, above the axis."""
+    for number, part in enumerate(regions):
+        colour = theme.series[number % len(theme.series)]
+        if part.start > 0:
+            axis.axvline(part.start - 0.5, color=theme.text, linewidth=1, alpha=0.7)
+        axis.plot(
+            [part.start - 0.4, part.end - 0.6],
+            [1.02, 1.02],
+            transform=axis.get_xaxis_transform(),
+            color=colour,
+            linewidth=4,
+            clip_on=False,
+            solid_capstyle="butt",
+        )
+        if len(regions) <= 16:
+            axis.text(
+                (part.start + part.end - 1) / 2,
+                1.04,
+                part.name,
+                transform=axis.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color=theme.text,
+            )

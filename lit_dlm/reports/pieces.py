@@ -1,0 +1,173 @@
+"""Token ids as pieces of text, one piece per position of a canvas.
+
+A byte-level vocabulary has tokens that hold only a part of a character. Such a token has no text of
+its own; its bytes are shown until the tokens that complete the character stand beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_LOST = "\ufffd"
+"""What decoders write for bytes that are no character."""
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+_METASPACE = "\u2581"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level vocabularies, as character to byte.
+
+    Bytes that print as Latin-1 stand for themselves, the others for code points from 256 on, in
+    order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_ALPHABET: Mapping[str, int] = _byte_alphabet()
+
+
+class TokenPieces:
+    """Text of single tokens, decoded once each."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        """Takes a tokenizer.
+
+        Args:
+            tokenizer: a tokenizer of transformers; ``None`` shows token ids instead of text.
+        """
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._partial: set[int] = set()
+        self._special: frozenset[int] = frozenset()
+        self._size = 0
+        if tokenizer is not None:
+            added = getattr(tokenizer, "added_tokens_decoder", {})
+            marked = (token for token, entry in added.items() if entry.special)
+            self._special = frozenset([*tokenizer.all_special_ids, *marked])
+            self._size = len(tokenizer)
+
+    def text(self, token: int) -> str:
+        """Text of one token, with its leading space.
+
+        Args:
+            token: token id; one beyond the vocabulary is shown as a number.
+
+        Returns:
+            Text; for a part of a character its bytes, such as ``⟨E2 82⟩``.
+        """
+        if token not in self._texts:
+            self._texts[token] = self._decode_one(token)
+        return self._texts[token]
+
+    def is_special(self, token: int) -> bool:
+        """Whether the vocabulary marks a token as special, such as an end of text."""
+        return token in self._special
+
+    def is_partial(self, token: int) -> bool:
+        """Whether a token holds only a part of a character."""
+        self.text(token)
+        return token in self._partial
+
+    def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Characters that neighbouring tokens complete together.
+
+        Args:
+            ids: a row of token ids.
+
+        Returns:
+            (first position, number of positions, text) of each such group, in order. Positions
+            outside of groups have the text of their token; a part that nothing completes has too.
+        """
+        groups, first = [], 0
+        while first < len(ids):
+            if not self.is_partial(ids[first]):
+                first += 1
+                continue
+            # UTF-8 needs at most four bytes, and a token beyond them starts anew.
+            for end in range(first + 2, min(first + 4, len(ids)) + 1):
+                if not self.is_partial(ids[end - 1]):
+                    end = first
+                    break
+                text = self._decode(ids[first:end])
+                if _LOST not in text:
+                    groups.append((first, end - first, text))
+                    break
+            else:
+                end = first
+            first = max(end, first + 1)
+        return groups
+
+    def line(self, ids: Sequence[int], *, mask_id: int | None = None, mask: str = "░") -> str:
+        """Text of a row without special tokens.
+
+        Args:
+            ids: token ids.
+            mask_id: id of the mask token; each mask is shown as ``mask``.
+            mask: the stand-in.
+
+        Returns:
+            One text; line breaks stay.
+        """
+        groups = {start: (length, text) for start, length, text in self.joined(ids)}
+        parts: list[str] = []
+        position = 0
+        while position < len(ids):
+            token = ids[position]
+            length, text = groups.get(position, (1, self.text(token)))
+            if token == mask_id:
+                text = mask
+            elif self.is_special(token):
+                text = ""
+            parts.append(text)
+            position += length
+        return "".join(parts)
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _decode_one(self, token: int) -> str:
+        if self._tokenizer is None or not 0 <= token < self._size:
+            return f" {token}"
+        text = self._decode([token])
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):
+            return text or f"⟨{token}⟩"
+        if _LOST in text:
+            data = _bytes_of(name)
+            if data is not None and not _is_text(data):
+                self._partial.add(token)
+                return f"⟨{data.hex(' ').upper()}⟩"
+        # A decoder drops the space before the first word of a text; inside one it stands.
+        if name.startswith(_METASPACE) and not text.startswith(" "):
+            text = " " + text
+        return text or name
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """Bytes of a token of a byte-level vocabulary, or of one that falls back to bytes."""
+    fallback = _BYTE_FALLBACK.fullmatch(name)
+    if fallback is not None:
+        return bytes.fromhex(fallback[1])
+    if all(character in _ALPHABET for character in name):
+        return bytes(_ALPHABET[character] for character in name)
+    return None
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Named parts of a response: blocks of a semi-autoregressive decode, or regions of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lit_dlm.decoding.description import layout_from_description
+from lit_dlm.trajectories.record import Trajectory
+
+REGIONS_KEY = "regions"
+"""Entry of a record's ``meta`` that names regions: ``[[name, first, end], ...]`` in response
+positions, ``end`` excluded."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Response positions ``start`` to ``end - 1``."""
+
+    name: str
+    start: int
+    end: int
+
+
+def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> list[Region]:
+    """The parts of a response, in order.
+
+    Args:
+        record: a record; its ``meta`` may name regions.
+        method: what ``Decoder.describe`` said about the decoder, for its layout and the blocks of
+            its window.
+
+    Returns:
+        Regions of the record, else of the decoder's layout, else the blocks of its window, else
+        nothing.
+
+    Raises:
+        ValueError: the record's regions are not such a list or leave the response, or the layout
+            does not fit the response.
+    """
+    if REGIONS_KEY in record.meta:
+        return _named(record)
+    layout = layout_from_description(method or {})
+    if layout is not None:
+        blocks = layout.blocks(torch.from_numpy(record.initial()).long()).blocks
+        return [Region(block.name, block.start, block.end) for block in blocks]
+    return _blocks(record, (method or {}).get("window") or {})
+
+
+def _named(record: Trajectory) -> list[Region]:
+    entries = record.meta[REGIONS_KEY]
+    regions = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        match entry:
+            case [str(name), int(start), int(end)] if 0 <= start < end <= record.num_generated:
+                regions.append(Region(name, start, end))
+            case _:
+                raise ValueError(
+                    f"trajectory {record.uid!r}: meta '{REGIONS_KEY}' must be a list of "
+                    f"[name, first, end] inside 0..{record.num_generated}, got {entry!r}"
+                )
+    return sorted(regions, key=lambda region: region.start)
+
+
+def _blocks(record: Trajectory, window: Mapping[str, Any]) -> list[Region]:
+    length = window.get("block_length")
+    if not isinstance(length, int) or length < 1:
+        return []
+    # Blocks that are counted from the first token of the sequence may begin inside the prompt.
+    first = -(record.num_prompt % length) if window.get("origin") == "sequence" else 0
+    starts = range(first, record.num_generated, length)
+    return [
+        Region(f"block {number}", max(start, 0), min(start + length, record.num_generated))
+        for number, start in enumerate(starts, start=1)
+    ]

@@ -1,0 +1,153 @@
+"""The curve of a reinforcement learning run: rewards and where the time went, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from lit_dlm.reports.plots import COLOURS
+
+Point = Mapping[str, float]
+"""One RL step: ``step`` and logged values by their names."""
+
+PHASES = ("rollout", "reward", "value", "old_log_prob", "train")
+"""Phases of an RL step in their order, as in ``time/{phase}``."""
+
+
+def write_points(points: Sequence[Point], path: Path) -> None:
+    """Writes a curve, one JSON object a line.
+
+    Args:
+        points: in the order of steps.
+        path: the file, replaced as a whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    lines = [json.dumps(dict(point), sort_keys=True) + "\n" for point in points]
+    draft.write_text("".join(lines), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Reads a curve.
+
+    Args:
+        path: a file of :func:`write_points`.
+
+    Raises:
+        ValueError: the file is absent or a line is no JSON object; with its number.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: expected the reward curve of a run, there is no such file")
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            point = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+        if not isinstance(point, dict) or "step" not in point:
+            raise ValueError(f"{path}: line {number} has no 'step'")
+        points.append(point)
+    return points
+
+
+def plot_run(points: Sequence[Point], path: Path) -> None:
+    """Reward of rollouts and of held-out prompts, and the time of every phase.
+
+    Args:
+        points: in the order of steps.
+        path: file to write; the suffix gives the format.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6), layout="constrained")
+    _draw_rewards(left, points)
+    _draw_time(right, points)
+    _save(figure, path)
+
+
+def plot_runs(
+    runs: Mapping[str, Sequence[Sequence[Point]]], path: Path, *, value: str = "val/reward"
+) -> None:
+    """Mean curves of several methods, each over its seeds, with one standard error.
+
+    Args:
+        runs: by label, the curves of its seeds.
+        path: file to write.
+        value: what is drawn; points without it are passed over.
+    """
+    figure, axis = plt.subplots(figsize=(5.8, 3.8), layout="constrained")
+    for number, (label, curves) in enumerate(runs.items()):
+        tables = [{p["step"]: p[value] for p in curve if value in p} for curve in curves]
+        steps = sorted(set.intersection(*(set(table) for table in tables)))
+        values = np.array([[table[step] for step in steps] for table in tables])
+        mean, colour = values.mean(0), COLOURS[number % len(COLOURS)]
+        axis.plot(steps, mean, color=colour, label=f"{label} (n = {len(curves)})", linewidth=1.5)
+        if len(curves) > 1:
+            error = values.std(0, ddof=1) / np.sqrt(len(curves))
+            axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
+    axis.set(xlabel="RL step", ylabel=value)
+    _tidy(axis)
+    axis.legend(fontsize="small")
+    _save(figure, path)
+
+
+def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:
+    for number, (name, label) in enumerate(
+        (
+            ("rollout/reward", "rollouts"),
+            ("rollout/reward_smoothed", "rollouts, smoothed"),
+            ("val/reward", "held-out prompts"),
+        )
+    ):
+        chosen = [point for point in points if name in point]
+        if chosen:
+            axis.plot(
+                [point["step"] for point in chosen],
+                [point[name] for point in chosen],
+                color=COLOURS[number],
+                label=label,
+                linewidth=1.3,
+                alpha=0.5 if name == "rollout/reward" else 1.0,
+            )
+    axis.set(xlabel="RL step", ylabel="reward")
+    _tidy(axis)
+    axis.legend(fontsize="small")
+
+
+def _draw_time(axis: Axes, points: Sequence[Point]) -> None:
+    chosen = [point for point in points if "time/train" in point]
+    if chosen:
+        names = [name for name in PHASES if any(f"time/{name}" in point for point in chosen)]
+        axis.stackplot(
+            [point["step"] for point in chosen],
+            [[point.get(f"time/{name}", 0.0) for point in chosen] for name in names],
+            labels=[name.replace("_", " ") for name in names],
+            colors=COLOURS[: len(names)],
+            alpha=0.85,
+        )
+        axis.legend(fontsize="small", loc="upper right")
+    axis.set(xlabel="RL step", ylabel="seconds")
+    _tidy(axis)
+
+
+def _tidy(axis: Axes) -> None:
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    figure.savefig(draft, dpi=150)
+    plt.close(figure)
+    draft.replace(path)

@@ -1,0 +1,199 @@
+"""Whether two decoders differ on the same samples: paired tests.
+
+Both decoders answered the same prompts, so each prompt is its own control and only prompts on which
+they disagree say anything about accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lit_dlm.reports.results import ResultRow
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedComparison:
+    """Two methods on the samples that both have. Differences are B minus A."""
+
+    task: str
+    method_a: str
+    method_b: str
+    n: int
+    """Samples that both have."""
+    left_out_a: int
+    """Samples that only A has."""
+    left_out_b: int
+    accuracy_a: float
+    accuracy_b: float
+    accuracy_interval: tuple[float, float]
+    """95 % interval of the difference in accuracy, paired bootstrap."""
+    only_a: int
+    """Samples that only A got right."""
+    only_b: int
+    p_value: float
+    """Exact McNemar test of equal accuracy, two-sided."""
+    p_adjusted: float
+    """The same, adjusted for all comparisons made at once (Holm)."""
+    nfe_a: float
+    """Mean forwards of the backbone per sample."""
+    nfe_b: float
+    nfe_interval: tuple[float, float]
+    """95 % interval of the difference in mean forwards, paired bootstrap."""
+
+
+def exact_mcnemar(only_a: int, only_b: int) -> float:
+    """Two-sided p-value of the exact McNemar test.
+
+    If both are equally good, each sample on which exactly one is right is a fair coin, so the
+    smaller count follows a binomial distribution with p = 1/2:
+    ``p = min(1, 2 * sum over k <= min(b, c) of C(b + c, k) / 2^(b + c))`` with ``b`` and ``c`` the
+    two counts. For example 1 against 6: ``2 * (C(7,0) + C(7,1)) / 2^7 = 2 * 8 / 128 = 0.125``.
+
+    Args:
+        only_a: samples that only A got right.
+        only_b: samples that only B got right.
+
+    Returns:
+        A probability; 1 when they never disagree.
+
+    Raises:
+        ValueError: a count is negative.
+    """
+    if only_a < 0 or only_b < 0:
+        raise ValueError(f"exact_mcnemar: expected counts of 0 or more, got {only_a}, {only_b}")
+    total = only_a + only_b
+    # Whole numbers until the last division, so that large counts lose nothing.
+    tail = term = 1
+    for k in range(1, min(only_a, only_b) + 1):
+        term = term * (total - k + 1) // k  # C(total, k)
+        tail += term
+    return min(1.0, 2 * tail / 2**total)
+
+
+def paired_bootstrap(
+    differences: ArrayLike,
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile interval of a mean difference.
+
+    Samples are drawn with replacement as pairs, which is the same as drawing their differences.
+    For example the differences ``[1, 1, 1]`` give ``(1, 1)``: every resample has the mean 1.
+
+    Args:
+        differences: ``(n,)`` B minus A for each sample.
+        num_resamples: how often to draw.
+        confidence: of the interval, in 0..1.
+        seed: of the generator, so that a report can be made again.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: there is no sample, or a setting is out of range.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(
+            f"paired_bootstrap: expected at least one difference, got shape {values.shape}"
+        )
+    if not 0.0 < confidence < 1.0 or num_resamples < 1:
+        raise ValueError(
+            "paired_bootstrap: expected a confidence between 0 and 1 and at least one resample, "
+            f"got {confidence} and {num_resamples}"
+        )
+    generator = np.random.default_rng(seed)
+    means = np.empty(num_resamples)
+    chunk = max(1, 2_000_000 // len(values))  # 16 MB of indices at a time
+    for first in range(0, num_resamples, chunk):
+        size = min(chunk, num_resamples - first)
+        drawn = generator.integers(len(values), size=(size, len(values)))
+        means[first : first + size] = values[drawn].mean(1)
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(means, [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjustment of p-values for the number of tests.
+
+    The smallest of m is multiplied by m, the next by m - 1, and so on; none falls below one before
+    it. For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3, then 0.03 * 2,
+    then max(0.06, 0.04 * 1).
+
+    Args:
+        p_values: one per test.
+
+    Returns:
+        Adjusted values in the same order, at most 1.
+    """
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, p_values[place] * (len(p_values) - rank)))
+        adjusted[place] = highest
+    return adjusted
+
+
+def compare_rows(
+    rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow], *, seed: int = 0
+) -> PairedComparison:
+    """Compares two methods on the uids that both have.
+
+    Args:
+        rows_a: results of A on one task.
+        rows_b: results of B on the same task.
+        seed: of the bootstrap.
+
+    Returns:
+        The comparison, not adjusted for others.
+
+    Raises:
+        ValueError: no uid is in both, or samples were not graded.
+    """
+    first, second = ({row.uid: row for row in rows} for rows in (rows_a, rows_b))
+    common = sorted(first.keys() & second.keys())
+    task = rows_a[0].task
+    if not common:
+        raise ValueError(
+            f"task {task!r}: no sample in common; A has {len(first)} such as {min(first)!r}, "
+            f"B has {len(second)} such as {min(second)!r}"
+        )
+    pairs = [(first[uid], second[uid]) for uid in common]
+    ungraded = next((row for pair in pairs for row in pair if row.verdict == "ungraded"), None)
+    if ungraded is not None:
+        raise ValueError(
+            f"task {task!r}: sample {ungraded.uid!r} of {ungraded.method!r} was not graded, so "
+            "there is no accuracy to compare"
+        )
+    right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
+    nfe = np.array([(a.nfe, b.nfe) for a, b in pairs], dtype=np.int64)
+    only_a = int((right[:, 0] > right[:, 1]).sum())
+    only_b = int((right[:, 1] > right[:, 0]).sum())
+    p_value = exact_mcnemar(only_a, only_b)
+    return PairedComparison(
+        task=task,
+        method_a=rows_a[0].method,
+        method_b=rows_b[0].method,
+        n=len(common),
+        left_out_a=len(first) - len(common),
+        left_out_b=len(second) - len(common),
+        accuracy_a=float(right[:, 0].mean()),
+        accuracy_b=float(right[:, 1].mean()),
+        accuracy_interval=paired_bootstrap(right[:, 1] - right[:, 0], seed=seed),
+        only_a=only_a,
+        only_b=only_b,
+        p_value=p_value,
+        p_adjusted=p_value,
+        nfe_a=float(nfe[:, 0].mean()),
+        nfe_b=float(nfe[:, 1].mean()),
+        nfe_interval=paired_bootstrap(nfe[:, 1] - nfe[:, 0], seed=seed),
+    )

@@ -1,0 +1,125 @@
+"""Colours of pictures on light and on dark pages."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+from cycler import cycler
+from matplotlib.figure import Figure
+
+ThemeName = Literal["light", "dark"]
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours as ``#rrggbb``."""
+
+    background: str
+    panel: str
+    text: str
+    muted: str
+    line: str
+    mask: str
+    """A cell that is not written yet."""
+    accent: str
+    """What was written last."""
+    accent_text: str
+    series: tuple[str, ...]
+    """Curves and regions, told apart by colour-blind readers too."""
+
+
+THEMES: dict[str, Theme] = {
+    "light": Theme(
+        background="#ffffff",
+        panel="#f5f5f3",
+        text="#1b1c20",
+        muted="#5a5d66",
+        line="#d9dadf",
+        mask="#dfe1e7",
+        accent="#0a5bb5",
+        accent_text="#ffffff",
+        series=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777"),
+    ),
+    "dark": Theme(
+        background="#121316",
+        panel="#1a1c20",
+        text="#e9eaee",
+        muted="#a6aab6",
+        line="#343842",
+        mask="#33373f",
+        accent="#74b5ff",
+        accent_text="#0c1420",
+        series=("#56B4E9", "#F0883E", "#3FC79A", "#E29BC4", "#8CC8F0", "#F2C14E", "#B0B4BD"),
+    ),
+}
+
+
+def theme_of(name: str) -> Theme:
+    """A theme by name.
+
+    Raises:
+        ValueError: there is no such theme.
+    """
+    if name not in THEMES:
+        raise ValueError(f"theme: expected one of {', '.join(THEMES)}, got {name!r}")
+    return THEMES[name]
+
+
+@contextmanager
+def plot_style(theme: Theme) -> Iterator[None]:
+    """Colours of matplotlib figures that are built inside."""
+    style: Any = {
+        "figure.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "axes.edgecolor": theme.muted,
+        "axes.labelcolor": theme.text,
+        "axes.titlecolor": theme.text,
+        "axes.prop_cycle": cycler(color=theme.series),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": theme.line,
+        "text.color": theme.text,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.labelcolor": theme.text,
+        "ytick.labelcolor": theme.text,
+        "text.parse_math": False,  # tokens may well be dollar signs
+        "legend.frameon": False,
+        "font.size": 10,
+    }
+    with mpl.rc_context(style):
+        yield
+
+
+def monospaced_font() -> Path:
+    """The monospaced font that matplotlib ships (DejaVu Sans Mono)."""
+    return Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int = 150) -> None:
+    """Writes a figure under a temporary name and renames it.
+
+    Args:
+        figure: the figure.
+        path: file to write; the suffix gives the format.
+        dpi: pixels per inch.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    figure.savefig(draft, dpi=dpi)
+    draft.replace(path)
+
+
+def figure_png(figure: Figure, *, dpi: int = 150) -> bytes:
+    """A figure as a PNG file in memory."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=dpi)
+    return data.getvalue()

@@ -1,0 +1,186 @@
+"""The trajectory viewer: one HTML file that holds everything and asks for nothing.
+
+Texts of models are hostile: a token may well be ``</script>``. They travel as JSON with every ``<``
+escaped, the page shows them by ``textContent`` alone, and its content security policy allows its
+own script and style by digest and nothing else, not even a request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.samples import SampleSet
+from lit_dlm.reports.viewer_columns import TokenTable, num_proposals, sample_columns
+
+logger = logging.getLogger(__name__)
+
+ASSETS = Path(__file__).resolve().parent / "assets" / "viewer"
+SCRIPTS = ("columns.js", "colours.js", "canvas.js", "details.js", "samples.js", "page.js")
+"""In the order in which they are put into the page."""
+_PLACE = re.compile(r"@@([A-Z]+)@@")
+MAX_PROPOSALS = 2_000_000
+"""Proposals of single steps that a page holds; 4 bytes each. Beyond this they are left out."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ViewedSet:
+    """Samples with the texts of their tokens."""
+
+    samples: SampleSet
+    pieces: TokenPieces
+
+
+def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
+    """The page.
+
+    Args:
+        sets: what it shows; decodes of one prompt can be compared across sets.
+        title: title of the page.
+
+    Returns:
+        HTML in UTF-8, the same for the same input.
+
+    Raises:
+        ValueError: there is nothing to show, or a record's meta is malformed.
+    """
+    if not any(viewed.samples.samples for viewed in sets):
+        raise ValueError("viewer: expected at least one sample, got none")
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{script}\n}})();'
+    style = (ASSETS / "style.css").read_text(encoding="utf-8")
+    parts = {
+        "TITLE": html.escape(title),
+        "POLICY": "; ".join(
+            (
+                "default-src 'none'",
+                f"script-src '{_digest(script)}'",
+                f"style-src '{_digest(style)}'",
+                "base-uri 'none'",
+                "form-action 'none'",
+            )
+        ),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": json_for_script(page_data(sets, title=title)),
+    }
+    page = (ASSETS / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that a text which looks like a place is not filled in.
+    return _PLACE.sub(lambda place: parts[place[1]], page)
+
+
+def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
+    """Writes the page to a file.
+
+    Args:
+        path: the file.
+        sets: what it shows.
+        title: title of the page.
+    """
+    write_atomically(path, viewer_page(sets, title=title))
+
+
+def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
+    """Everything the page shows, as JSON types.
+
+    Args:
+        sets: what it shows.
+        title: title of the page.
+
+    Returns:
+        ``title``, ``sets`` (label, source, table of tokens, decoders) and ``samples`` (see
+        :mod:`lit_dlm.reports.viewer_columns`).
+    """
+    proposals = sum(num_proposals(viewed.samples.samples) for viewed in sets)
+    if proposals > MAX_PROPOSALS:
+        logger.warning(
+            "%d proposals of single steps are too many for one page (%d) and left out; show fewer "
+            "samples to see them",
+            proposals,
+            MAX_PROPOSALS,
+        )
+    content: dict[str, Any] = {"title": title, "sets": [], "samples": []}
+    for number, viewed in enumerate(sets):
+        shown = viewed.samples
+        table = TokenTable(viewed.pieces, (sample.record for sample in shown.samples))
+        content["sets"].append(
+            {
+                "label": shown.label,
+                "source": str(shown.source),
+                "available": shown.num_available,
+                "tokens": table.as_json(),
+                "methods": {
+                    name: method_line(method)
+                    for name, method in shown.methods.items()
+                    if any(sample.method == name for sample in shown.samples)
+                },
+            }
+        )
+        content["samples"] += [
+            sample_columns(
+                sample,
+                table,
+                method=shown.methods.get(sample.method),
+                number=number,
+                proposals=proposals <= MAX_PROPOSALS,
+            )
+            for sample in shown.samples
+        ]
+    return content
+
+
+def method_line(method: Any) -> str:
+    """A decoder in one line: its plugs with their settings, without digests and a greedy sampler.
+
+    Args:
+        method: what ``Decoder.describe`` returned.
+
+    Returns:
+        Such as ``ThresholdPolicy(threshold=0.9), NoQuota, FullWindow``.
+    """
+    parts = []
+    for plug, settings in (method or {}).items():
+        if plug == "settings" or not isinstance(settings, dict) or "name" not in settings:
+            continue
+        if plug == "sampler" and not settings.get("temperature"):
+            continue  # greedy
+        values = [
+            f"{key}={value}"
+            for key, value in settings.items()
+            if key not in ("name", "weights", "score_dtype")
+            and isinstance(value, (str, int, float))
+        ]
+        regions = settings.get("regions") or []
+        values += [str(region["name"]) for region in regions]
+        told = ", ".join(values)
+        parts.append(f"{settings['name']}({told})" if told else str(settings["name"]))
+    return ", ".join(parts)
+
+
+def json_for_script(content: Any) -> str:
+    """JSON that cannot end the script element that holds it.
+
+    Args:
+        content: JSON types.
+
+    Returns:
+        Pure ASCII without ``<``, ``>`` and ``&``.
+    """
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

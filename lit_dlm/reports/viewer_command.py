@@ -1,0 +1,174 @@
+"""``lit-dlm view``: decodes as a page for the browser, or as pictures."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.samples import NoSampleError, SampleSet, load_samples
+from lit_dlm.reports.viewer import ViewedSet, write_viewer
+from lit_dlm.trajectories.commands.loading import tokenizer_of
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT = 1000
+MAX_TOGETHER = 3
+"""Decodes in one animation."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command."""
+    command = argparse.ArgumentParser(
+        prog="lit-dlm view",
+        description="Writes one HTML file that shows decodes step by step. It holds everything and "
+        "needs no network. With --gif, --heatmap, --order or --statistics it writes pictures of "
+        "one decode instead (and the page too, if --out is given).",
+    )
+    command.add_argument(
+        "source",
+        type=Path,
+        metavar="SHARD_OR_RESULTS",
+        help="a shard, a folder of shards, or a run folder whose results name their trajectories",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="PAGE",
+        help="the page to write, or its folder (default: traces.html beside what is shown)",
+    )
+    command.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OTHER",
+        help="another shard or run; its decodes of the same prompts stand beside",
+    )
+    command.add_argument(
+        "--limit",
+        type=int,
+        default=DEFAULT_LIMIT,
+        help=f"most samples of each source, 0 for all (default: {DEFAULT_LIMIT})",
+    )
+    command.add_argument(
+        "--sample",
+        nargs="+",
+        default=[],
+        metavar="UID",
+        help="only these: uids of decodes, or of prompts for all decodes of them",
+    )
+    command.add_argument("--method", nargs="+", default=[], help="only these decoding methods")
+    command.add_argument(
+        "--tokenizer",
+        help="embedded name, folder or hub id (default: that of the run; 'none' shows token ids)",
+    )
+    pictures = command.add_argument_group(
+        "pictures of the first prompt that fits",
+        "its first decode; with --method, the animation shows these methods below each other",
+    )
+    pictures.add_argument("--gif", type=Path, help="animation of the decode")
+    pictures.add_argument("--heatmap", type=Path, help="fill order: position by step")
+    pictures.add_argument("--order", type=Path, help="commit step against position, Kendall's tau")
+    pictures.add_argument(
+        "--statistics", type=Path, help="commits per step, fill of the regions, confidences"
+    )
+    pictures.add_argument("--theme", choices=("light", "dark"), default="light")
+    pictures.add_argument("--fps", type=float, default=4.0, help="steps a second (default: 4)")
+    return command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm view``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the source holds no trajectories, or no sample fits.
+    """
+    options = parser().parse_args(list(arguments))
+    if options.limit < 0:
+        raise ValueError(f"--limit: expected 0 or more, got {options.limit}")
+    shown = load_samples(
+        options.source,
+        limit=options.limit or None,
+        names=options.sample,
+        methods=options.method,
+    )
+    sets = [_viewed(shown, options.tokenizer)]
+    if options.compare is not None:
+        sets.append(_viewed(_beside(shown, options), options.tokenizer))
+    pictures = [options.gif, options.heatmap, options.order, options.statistics]
+    if any(pictures):
+        _write_pictures(sets[0], options)
+    if options.out is not None or not any(pictures):
+        path = options.out or options.source
+        if path == options.source or path.is_dir():
+            path = (path if path.is_dir() else path.parent) / "traces.html"
+        write_viewer(path, sets, title=f"Decodes of {shown.label}")
+        counts = ", ".join(
+            f"{len(viewed.samples.samples):,} of {viewed.samples.num_available:,} samples"
+            for viewed in sets
+        )
+        print(f"{path}: {counts}, {path.stat().st_size / 1e6:.1f} MB")  # noqa: T201
+    return 0
+
+
+def _write_pictures(viewed: ViewedSet, options: argparse.Namespace) -> None:
+    # Here: matplotlib and torchmetrics take seconds to import.
+    from lit_dlm.reports.pictures import write_pictures
+
+    shown = viewed.samples
+    first = shown.samples[0]
+    decodes = [sample for sample in shown.samples if sample.example == first.example]
+    wanted = options.method or [first.method]
+    decodes.sort(key=lambda sample: wanted.index(sample.method) if sample.method in wanted else -1)
+    decodes = [sample for sample in decodes if sample.method in wanted][:MAX_TOGETHER]
+    written = write_pictures(
+        decodes,
+        viewed.pieces,
+        method=shown.methods.get(decodes[0].method),
+        gif=options.gif,
+        heatmap=options.heatmap,
+        order=options.order,
+        statistics=options.statistics,
+        theme=options.theme,
+        fps=options.fps,
+    )
+    for path in written:
+        names = decodes if path == options.gif else decodes[:1]
+        print(f"{path}: {', '.join(sample.record.uid for sample in names)}")  # noqa: T201
+
+
+def _viewed(samples: SampleSet, tokenizer: str | None) -> ViewedSet:
+    return ViewedSet(samples=samples, pieces=pieces_of(samples.shards, tokenizer))
+
+
+def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
+    """Texts of the tokens of a set.
+
+    Args:
+        shards: shards of the set.
+        tokenizer: name of a tokenizer, ``none`` for token ids, or ``None`` for the run's own.
+
+    Raises:
+        ValueError: there is no such tokenizer, or the run names none that is here.
+    """
+    loaded: Any = None if tokenizer == "none" else tokenizer_of(shards, tokenizer)
+    return TokenPieces(loaded)
+
+
+def _beside(shown: SampleSet, options: argparse.Namespace) -> SampleSet:
+    examples = {sample.example for sample in shown.samples}
+    try:
+        return load_samples(options.compare, methods=options.method, examples=examples)
+    except NoSampleError as error:
+        raise ValueError(
+            f"--compare: {options.compare} has no decode of the prompts shown from "
+            f"{options.source}, such as {min(examples)!r}"
+        ) from error

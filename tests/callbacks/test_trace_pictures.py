@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callbacks import TracePictures
+from callbacks.trace_pictures import log_images
+from datamodules import PromptDataModule
+from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
+from lit_dlm.modules import DecodeModule
+from tests.callbacks.test_shard_writer import LENGTH, Letters
+from tests.fakes import TableBackbone, logits_for
+from tests.reports.sample_sets import WordTokenizer
+
+
+class Tokenizer(WordTokenizer):
+    def __init__(self) -> None:
+        super().__init__([f"{number} " for number in range(400)])
+
+    def apply_chat_template(self, turns, *, add_generation_prompt: bool, return_dict: bool):
+        return [7, *(10 + byte for byte in turns[0]["content"].encode())]
+
+
+class Learner(DecodeModule):
+    """Decodes a table, and trains one number that has nothing to do with it."""
+
+    def __init__(self, **options: Any) -> None:
+        backbone = TableBackbone(
+            logits_for([5, 6, 40, 41, 42, 43], [0.5, 0.5, 0.9, 0.8, 0.7, 0.6], vocab_size=300)
+        )
+        decoders = {
+            "confidence": Decoder(policy=ConfidencePolicy()),
+            "random": Decoder(policy=RandomPolicy()),
+        }
+        super().__init__(backbone, tokenizer="none", decoders=decoders, **options)
+        self.__dict__["tokenizer"] = Tokenizer()
+        self.number = nn.Parameter(torch.zeros(1))
+        self.head = nn.Dropout().eval()
+
+    def training_step(self, batch, batch_idx):
+        return (self.number - 1).square().sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.number], lr=0.1)
+
+
+def trainer(*callbacks: TracePictures, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "callbacks": list(callbacks),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**settings, **options})
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
+    data = PromptDataModule([Letters(3)], response_length=LENGTH, batch_size=2)
+    pictures = TracePictures(str(tmp_path), num_samples=2, kinds=["gif", "fill_order"])
+    trainer(pictures).predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
+    assert files(tmp_path) == {"traces.html"} | {
+        f"{method}/letters_test_{number}{suffix}"
+        for method in ("confidence", "random")
+        for number in (0, 1)
+        for suffix in (".gif", "-fill_order.png")
+    }
+    assert (tmp_path / "traces.html").read_text().count('"uid":"letters/test/') == 4
+
+
+class ImageLogger(CSVLogger):
+    """Takes images as Lightning's W&B logger does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.images: list[tuple[str, int]] = []
+
+    def log_image(self, key: str, images: list[str], step: int) -> None:
+        with Image.open(images[0]) as image:
+            assert image.format == "PNG"
+        self.images.append((key, step))
+
+
+@pytest.mark.slow
+def test_prompts_are_drawn_and_logged_after_every_second_validation(tmp_path: Path):
+    """Validations after steps 1, 2 and 3; the first and the third are drawn. Modes stay."""
+    pictures = TracePictures(
+        str(tmp_path / "pictures"),
+        kinds=["gif", "fill_order"],
+        prompts=["a", "b"],
+        response_length=LENGTH,
+        method="random",
+        every_n_validations=2,
+    )
+    target = ImageLogger(tmp_path / "logs")
+    loader = DataLoader(range(3), batch_size=1)
+    module = Learner()
+    run = trainer(
+        pictures, max_steps=3, val_check_interval=1, logger=[target, CSVLogger(str(tmp_path))]
+    )
+    run.fit(module, loader, loader)
+    assert {name.partition("/")[0] for name in files(tmp_path / "pictures")} == {
+        "step-0000001",
+        "step-0000003",
+    }
+    assert sorted(target.images) == [
+        (f"decode/random/prompt/0{number}/fill_order", step) for number in (0, 1) for step in (1, 3)
+    ]
+    assert (module.training, module.head.training) == (True, False)
+    assert pictures.state_dict() == {"num_validations": 3}
+    again = TracePictures(str(tmp_path / "x"))
+    again.load_state_dict(pictures.state_dict())
+    assert again.state_dict() == {"num_validations": 3}
+
+
+def test_a_writer_of_tensorboard_gets_pixels(tmp_path: Path):
+    class Experiment:
+        def add_image(self, *arguments: Any, dataformats: str) -> None:
+            seen.append((*arguments, dataformats))
+
+    class Logger:
+        experiment = Experiment()
+
+    seen: list[tuple] = []
+    Image.new("RGB", (3, 2), (255, 0, 7)).save(tmp_path / "x.png")
+    log_images(Logger(), {"tag": tmp_path / "x.png"}, step=4)
+    ((tag, pixels, step, layout),) = seen
+    assert (tag, step, layout) == ("tag", 4, "HWC")
+    assert pixels.tolist() == [[[255, 0, 7]] * 3] * 2
+
+
+def test_what_gives_no_pictures_is_refused(tmp_path: Path):
+    data = PromptDataModule([Letters(1)], response_length=LENGTH, batch_size=1)
+    with pytest.raises(ValueError, match=r"captures no trajectories; set model\.level"):
+        trainer(TracePictures(str(tmp_path))).predict(Learner(), datamodule=data)
+    pictures = TracePictures(str(tmp_path), prompts=["a"], method="nope")
+    with pytest.raises(ValueError, match=r"one of .* \(confidence, random\), got 'nope'"):
+        pictures.setup(trainer(), Learner(), "fit")
+    with pytest.raises(ValueError, match="expected a DecodeModule, got LightningModule"):
+        pictures.setup(trainer(), LightningModule(), "fit")
+    with pytest.raises(ValueError, match="kinds: expected some of gif"):
+        TracePictures(str(tmp_path), kinds=["gif", "video"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="num_samples: expected at least 1, got 0"):
+        TracePictures(str(tmp_path), num_samples=0)

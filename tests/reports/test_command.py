@@ -1,0 +1,119 @@
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from lit_dlm.reports import ResultFolder
+from lit_dlm.reports.command import main
+from lit_dlm.reports.page import failures_first
+from lit_dlm.reports.training_curves import read_curves
+from tests.reports.sample_sets import record, write_run
+from tests.reports.test_results import row
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag == "a":
+            self.found.append(dict(attrs)["href"])
+
+
+def test_failures_come_first_and_ungraded_samples_are_no_failures():
+    rows = [
+        row("a"),
+        row("c", correct=False, verdict="wrong"),
+        row("b", correct=False, verdict="timeout"),
+        row("d", correct=False, verdict="ungraded"),
+    ]
+    found = failures_first("t", "m", rows, limit=3)
+    assert [one.uid for one in found.rows] == ["b", "c", "d"]
+    assert (found.num_wrong, found.num_rows) == (2, 4)
+
+
+def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
+    """Both runs have method m, so their names tell the methods apart; links name the set."""
+    for name in ("base", "tuned"):
+        records = [record([10, 11], [0, 1], uid=f"t/test/{number}@m") for number in range(4)]
+        write_run(tmp_path / name, records)
+    logs = tmp_path / "tuned" / "logs" / "version_0"
+    logs.mkdir(parents=True)
+    (logs / "metrics.csv").write_text("step,train/loss\n0,2\n1,1\n")
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "base"), str(tmp_path / "tuned"), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        "summary.json", "summary.md", "front.png", "report.html", "report.md", "traces.html",
+    }  # fmt: skip
+    page = (out / "report.html").read_text()
+    links = Links()
+    links.feed(page)
+    assert len(links.found) == 8
+    anchors = [parse_qs(urlsplit(link).fragment) for link in links.found]
+    assert {anchor["uid"][0] for anchor in anchors} == {f"t/test/{n}@m" for n in range(4)}
+    assert sum(anchor.get("set") == ["1"] for anchor in anchors) == 4
+    assert "2 of 4 wrong" in page
+    assert "Training of tuned" in page
+    text = (out / "report.md").read_text()
+    assert "### t, base: 2 of 4" in text
+    assert "[t/test/1](traces.html#uid=t%2Ftest%2F1%40m&set=1) | wrong | a1 | expected 4" in text
+    assert "![Accuracy against average steps](front.png)" in text
+
+
+def test_hostile_completions_are_text(tmp_path: Path):
+    evil = "</pre><script>alert(1)</script>"
+    results = ResultFolder(tmp_path / "results")
+    results.claim("t", "m", {})
+    wrong = row("u|1", correct=False, verdict="wrong", completion=evil, answer=evil, detail="a|b")
+    results.append([wrong])
+    assert main([str(tmp_path)]) == 0
+    page, text = ((tmp_path / f"report.{suffix}").read_text() for suffix in ("html", "md"))
+    assert "<script" not in page
+    assert "&lt;/pre&gt;&lt;script&gt;" in page
+    assert re.search(r"default-src 'none'; style-src 'sha256-[^']+'; img-src data:", page)
+    assert r"\</pre\>\<script\>alert(1)" in text
+    assert r"a\|b" in text
+    assert "There are no trajectories of" in page
+    assert not (tmp_path / "traces.html").exists()
+
+
+def test_a_run_without_its_trajectories_is_reported_without_links(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    run = write_run(tmp_path / "run", [record([10, 11], [0, 1], uid="t/test/0@m")])
+    shutil.rmtree(run / "trajectories")
+    assert main([str(run), "--out", str(tmp_path / "out")]) == 0
+    assert "trajectories: not here" in caplog.text
+    assert "<a " not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_curves_of_a_resumed_run_are_one_and_the_later_part_counts(tmp_path: Path):
+    for version, text in (
+        (9, "epoch,step,train/loss,val/x\n0,0,4,\n0,1,3,nan\n,1,,0.5\n"),
+        (10, "epoch,step,train/loss,val/x\n1,1,2.5,\n1,2,2,0.75\n"),
+    ):
+        folder = tmp_path / "logs" / f"version_{version}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").write_text(text)
+    assert read_curves(tmp_path) == {
+        "train/loss": [(0, 4.0), (1, 2.5), (2, 2.0)],
+        "val/x": [(1, 0.5), (2, 0.75)],
+    }
+    (folder / "metrics.csv").write_text("step,a\n0,zero\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv, line 2: expected numbers"):
+        read_curves(tmp_path)
+    (folder / "metrics.csv").write_text("a\n1\n")
+    with pytest.raises(ValueError, match="expected a column 'step'"):
+        read_curves(tmp_path)
+    assert read_curves(tmp_path / "nowhere") == {}
+
+
+def test_odd_options_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="found none"):
+        main([str(tmp_path)])
+    with pytest.raises(ValueError, match="--samples: expected 0 or more, got -1"):
+        main([str(tmp_path), "--samples", "-1"])
