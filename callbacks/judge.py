@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.reports import ResultFolder, ResultRow
 from lit_dlm.reports.results import write_atomically
+from lit_dlm.rewards.chat import ChatEndpoint
 from lit_dlm.tasks import PromptExample
 
 logger = logging.getLogger(__name__)
@@ -58,16 +57,12 @@ class HttpJudge(Callback):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http:// or https://, got {url!r}")
         if not tasks:
             raise ValueError("tasks: expected at least one task to judge, got none")
         self.run_dir = Path(run_dir)
-        self.url = url
-        self.model = model
+        self.endpoint = ChatEndpoint(url, model=model, timeout_s=timeout_s)
         self.tasks = tasks
         self.max_tokens = max_tokens
-        self.timeout_s = timeout_s
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the tasks before any work.
@@ -143,28 +138,14 @@ class HttpJudge(Callback):
             f"Question:\n{example.text}\n\nReference solution:\n{reference}\n\n"
             f"Candidate:\n{completion}"
         )
-        body = {
-            "model": self.model,
-            "temperature": 0.0,
-            "max_tokens": self.max_tokens,
-            "messages": [
+        text = self.endpoint.ask(
+            [
                 {"role": "system", "content": _INSTRUCTION},
                 {"role": "user", "content": question},
             ],
-        }
-        request = urllib.request.Request(
-            self.url,
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            temperature=0.0,
+            max_tokens=self.max_tokens,
         )
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                reply = json.loads(response.read())
-            text = str(reply["choices"][0]["message"]["content"])
-        except (urllib.error.URLError, TimeoutError) as error:
-            raise ValueError(f"judge: {self.url} did not answer: {error}") from error
-        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"judge: {self.url} did not reply as chat completions do") from error
         return parse_verdict(text)
 
 

@@ -2,6 +2,7 @@
 
 from lit_dlm.tasks.addition import Addition
 from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
@@ -19,6 +20,7 @@ __all__ = [
     "MBPP",
     "TASKS",
     "Addition",
+    "CodeTests",
     "Countdown",
     "HumanEval",
     "HumanEvalPlus",

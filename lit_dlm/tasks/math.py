@@ -27,7 +27,8 @@ class MATH(Task):
 
     Args:
         path: a local file or folder with the fields ``problem`` and ``answer`` or ``solution``
-            (whose last box is then the answer), or a hub id.
+            (whose last box is then the answer), or with dLLM-RL's names ``question`` and
+            ``ground_truth_answer``; or a hub id.
         split: name of the split.
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
@@ -45,7 +46,11 @@ class MATH(Task):
         seed: int | None = None,
     ) -> None:
         self.split = split
-        rows = read_rows(path or HUB_ID, split=split, required=("problem",))
+        rows = read_rows(path or HUB_ID, split=split, required=())
+        for row in rows:
+            if "problem" not in row.fields and "question" not in row.fields:
+                present = ", ".join(list(row.fields)[:8])
+                raise ValueError(f"{row.origin}: field 'problem' is missing (it has: {present})")
         usable = [row for row in rows if self._answer(row)]
         if len(usable) < len(rows):
             dropped = len(rows) - len(usable)
@@ -56,8 +61,9 @@ class MATH(Task):
 
     @staticmethod
     def _answer(row: Row) -> str:
-        if row.fields.get("answer"):
-            return row.text("answer").strip()
+        for name in ("answer", "ground_truth_answer"):
+            if row.fields.get(name):
+                return row.text(name).strip()
         solution = row.text("solution") if "solution" in row.fields else ""
         return (last_boxed(solution) or "").strip()
 
@@ -65,10 +71,11 @@ class MATH(Task):
         kept: dict[str, Any] = {
             key: row.fields[key] for key in ("subject", "level") if key in row.fields
         }
+        problem = row.text("problem" if "problem" in row.fields else "question")
         return PromptExample(
             uid=f"{self.name}/{self.split}/{row.index:05d}",
             task=self.name,
-            text=f"{row.text('problem').strip()}\n\n{_INSTRUCTION}",
+            text=f"{problem.strip()}\n\n{_INSTRUCTION}",
             reference={
                 "answer": self._answer(row),
                 "solution": row.fields.get("solution") or "",

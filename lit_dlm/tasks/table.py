@@ -8,6 +8,7 @@ from typing import Any
 
 from lit_dlm.tasks.addition import Addition
 from lit_dlm.tasks.base import Task
+from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
@@ -30,6 +31,7 @@ TASKS: dict[str, type[Task]] = {
     "humaneval+": HumanEvalPlus,
     "mbpp": MBPP,
     "mbpp+": MBPPPlus,
+    "code_tests": CodeTests,
     "prompts": PromptsFile,
 }
 """Name to class."""

@@ -37,6 +37,16 @@ def test_answer_field_or_box_and_rows_without_either(tmp_path, caplog):
     assert all(task.grade(e, task.reference_completion(e)).is_correct for e in task.examples())
 
 
+def test_the_names_of_dllm_rl_are_read_as_well(tmp_path):
+    rows = [{"question": "Half?", "ground_truth_answer": "\\frac{1}{2}", "level": 3}]
+    (example,) = (task := MATH(_file(tmp_path, *rows), split="train")).examples()
+    assert (example.uid, example.reference["answer"]) == ("math/train/00000", "\\frac{1}{2}")
+    assert example.text.startswith("Half?")
+    assert task.grade(example, "\\boxed{\\dfrac{1}{2}}").is_correct
+    with pytest.raises(ValueError, match=r"line 1: field 'problem' is missing \(it has: prompt"):
+        MATH(_file(tmp_path, {"prompt": "p", "answer": "1"}))
+
+
 def test_equal_expressions_are_right(tmp_path):
     task = MATH(_file(tmp_path, {"problem": "p", "answer": "\\frac{1}{2}"}))
     example = task.examples()[0]

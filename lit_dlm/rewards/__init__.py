@@ -1,0 +1,30 @@
+"""Rewards: what rollouts are worth, from verdicts, formats and judges."""
+
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.rewards.filters import GroupFilter, MeanCorrectnessFilter, SpreadFilter
+from lit_dlm.rewards.graded import Graded
+from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
+from lit_dlm.rewards.lockstep import LockstepReward
+from lit_dlm.rewards.process import ProcessReward
+from lit_dlm.rewards.rewarder import Rewarder
+from lit_dlm.rewards.shape import FormatReward, LengthPenalty
+from lit_dlm.rewards.summary import summarise
+
+__all__ = [
+    "FormatReward",
+    "Graded",
+    "GroupFilter",
+    "HttpStepJudge",
+    "Judge",
+    "LengthPenalty",
+    "LockstepReward",
+    "MeanCorrectnessFilter",
+    "ProcessReward",
+    "Reward",
+    "RewardScore",
+    "Rewarder",
+    "Rollout",
+    "SpreadFilter",
+    "StepQuestion",
+    "summarise",
+]

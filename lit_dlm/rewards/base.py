@@ -1,0 +1,99 @@
+"""What a reward sees, what it returns, and the protocol between the two.
+
+A *rollout* is one response to a prompt; all G responses to one prompt are a *group*. Rewards are
+given to whole groups, because some compare the responses of a group with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories.record import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One response to a prompt, as rewards see it."""
+
+    trajectory: Trajectory
+    """The decode, with the response's tokens and the step that wrote each of them."""
+    example: PromptExample
+    """The problem that was put."""
+    text: str
+    """The completion as graders take it: decoded and cut at the first end of text."""
+    is_overlong: bool
+    """Whether the response filled its budget without coming to an end."""
+    length: int | None = None
+    """Response tokens up to and including the first end of text; ``None`` counts all cells."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Turns token ids into text, as ``text`` was made; only process rewards need it."""
+    verdict: Verdict | None = None
+    """What the task says of it; filled in by the rewarder before any reward sees the rollout."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens up to and including the first end of text."""
+        return self.trajectory.num_generated if self.length is None else self.length
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether the task calls the response right."""
+        return self.verdict is not None and self.verdict.is_correct
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScore:
+    """What one response is worth."""
+
+    total: float
+    """The reward of the whole response, before any comparison within the group."""
+    token_rewards: NDArray[np.float32] | None = None
+    """``(G,)`` float32, one number per response cell, already compared within the group, which
+    comes on top of ``total``; ``None`` without a process reward."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What each reward gave by its name, unweighted; for logs only."""
+    verdict: Verdict | None = None
+    """What the task says of the response; ``None`` if it was not graded."""
+    is_correct: bool = False
+    """Whether the response is right; filters and accuracies read this, never ``total``."""
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Gives every response of a group its share of the reward.
+
+    A reward is a function of its arguments alone: the same group gets the same scores, whatever
+    was scored before it and on however many threads.
+    """
+
+    name: str
+    """Key of the reward in :attr:`RewardScore.parts`; must differ between the rewards of a run."""
+    weight: float = 1.0
+    """Factor in the sum of all rewards."""
+    needs_verdict: bool = False
+    """Whether the task must have graded the rollouts first."""
+    after_filters: bool = False
+    """Whether it is so costly that groups which the filters drop should never reach it. Its
+    ``total`` must then be 0: the filters see the same scores before and after it."""
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        """Scores all responses to one prompt.
+
+        Args:
+            group: the responses; all have the same ``example``.
+
+        Returns:
+            One score per response, unweighted, in the same order. Only ``total`` and
+            ``token_rewards`` are read, and ``parts`` for the logs if there are any.
+
+        Raises:
+            ValueError: naming the sample that cannot be scored.
+        """
+        ...

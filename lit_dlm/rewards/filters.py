@@ -1,0 +1,71 @@
+"""Which groups are worth training on.
+
+A group whose responses are all worth the same has no advantage to learn from; one that is nearly
+always or nearly never right has little. A filter sees all scores of one prompt and keeps or drops
+them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from lit_dlm.rewards.base import RewardScore
+
+
+@runtime_checkable
+class GroupFilter(Protocol):
+    """Keeps or drops all responses to one prompt."""
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        """Whether the group is trained on.
+
+        Args:
+            scores: the scores of all responses to one prompt.
+        """
+        ...
+
+
+class MeanCorrectnessFilter(GroupFilter):
+    """Keeps prompts that are answered right neither too rarely nor too often (dLLM-RL, math).
+
+    Args:
+        min: least share of right responses, inclusive.
+        max: greatest share of right responses, inclusive.
+    """
+
+    def __init__(self, min: float = 0.2, max: float = 0.8) -> None:
+        if not 0 <= min <= max <= 1:
+            raise ValueError(
+                f"MeanCorrectnessFilter: expected 0 <= min <= max <= 1, got {min!r} and {max!r}"
+            )
+        self.min = min
+        self.max = max
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        """Whether the share of right responses lies within the bounds."""
+        num_right = sum(score.is_correct for score in scores)
+        # In whole responses: 0.2 of 15 is 3 responses, although 3 / 15 rounds to less than 0.2.
+        num = len(scores)
+        return self.min * num <= num_right + 1e-9 and num_right <= self.max * num + 1e-9
+
+
+class SpreadFilter(GroupFilter):
+    """Keeps groups whose rewards differ at all (dLLM-RL, code; dynamic sampling in general).
+
+    Args:
+        min_std: the population standard deviation must be greater than this.
+    """
+
+    def __init__(self, min_std: float = 0.0) -> None:
+        if not min_std >= 0:
+            raise ValueError(f"SpreadFilter.min_std must be 0 or more, got {min_std!r}")
+        self.min_std = min_std
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        """Whether the rewards spread."""
+        totals = np.array([score.total for score in scores], dtype=np.float64)
+        # Equal numbers can have a tiny spread after rounding, but never a range.
+        return bool(len(totals) and np.ptp(totals) > 0 and totals.std() > self.min_std)

@@ -1,0 +1,139 @@
+r"""Judges of steps: is a response right so far?
+
+A judge sees the problem, the true answer, whether the final answer is right, the whole response and
+the part of it to judge. It says 1 or -1, several times independently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from lit_dlm.grading.answers import last_boxed
+from lit_dlm.rewards.chat import ChatEndpoint
+
+Grade = Literal[1, -1]
+
+_INSTRUCTION = (
+    "You check the working of a solution to a problem, part by part. You are given the problem, "
+    "its true answer, the whole solution, whether the solution's final answer is right, and the "
+    "solution up to the part that you check now. Decide whether the last part of that excerpt is "
+    "sound and brings the solution closer to the true answer. Errors in earlier parts that this "
+    "part neither repeats nor builds on do not count against it. End your reply with \\boxed{1} if "
+    "the part is good and with \\boxed{-1} if it is not."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepQuestion:
+    """One part of a response, to be judged."""
+
+    uid: str
+    """The sample."""
+    part: int
+    """Number of the part within the response, from 0."""
+    problem: str
+    """What was asked."""
+    truth: str
+    """The true answer or a reference solution; empty if there is none."""
+    is_correct: bool
+    """Whether the final answer is right."""
+    response: str
+    """The whole response."""
+    shown: str
+    """The response up to the end of the part."""
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Says of a part of a response whether it is good. Called from several threads."""
+
+    def grade(self, question: StepQuestion, sample: int) -> Grade | None:
+        """Judges once.
+
+        Args:
+            question: what is judged.
+            sample: number of this opinion from 0; opinions with different numbers are independent,
+                the same number gives the same opinion.
+
+        Returns:
+            1 or -1, or ``None`` if the reply says neither.
+        """
+        ...
+
+
+class HttpStepJudge(Judge):
+    """A reasoning model behind an HTTP endpoint as the judge (dLLM-RL, section "process reward").
+
+    Args:
+        url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
+        model: name of the model to ask.
+        temperature: of its sampling.
+        top_p: of its sampling.
+        max_tokens: longest reply, thinking included.
+        seed: with the sample, the part and the opinion's number it gives the seed of each request;
+            servers that honour seeds then reply the same again.
+        timeout_s: seconds to wait for one reply.
+        num_attempts: how often to ask an endpoint that does not answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        temperature: float = 0.6,
+        top_p: float = 0.95,
+        max_tokens: int = 10_000,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        num_attempts: int = 3,
+    ) -> None:
+        self.endpoint = ChatEndpoint(
+            url, model=model, timeout_s=timeout_s, num_attempts=num_attempts
+        )
+        self.temperature = temperature
+        self.top_p = top_p
+        self.max_tokens = max_tokens
+        self.seed = seed
+
+    def grade(self, question: StepQuestion, sample: int) -> Grade | None:
+        """Asks the model once.
+
+        Raises:
+            ValueError: naming the sample and the endpoint, if it does not answer.
+        """
+        key = f"{self.seed}/{question.uid}/{question.part}/{sample}".encode()
+        try:
+            reply = self.endpoint.ask(
+                [
+                    {"role": "system", "content": _INSTRUCTION},
+                    {"role": "user", "content": write_question(question)},
+                ],
+                temperature=self.temperature,
+                top_p=self.top_p,
+                max_tokens=self.max_tokens,
+                seed=int.from_bytes(hashlib.sha256(key).digest()[:4], "little") >> 1,
+            )
+        except ValueError as error:
+            raise ValueError(f"{question.uid}: {error}") from error
+        return read_grade(reply)
+
+
+def write_question(question: StepQuestion) -> str:
+    """Writes the user turn of a judge."""
+    outcome = "right" if question.is_correct else "wrong"
+    return (
+        f"Problem:\n{question.problem}\n\nTrue answer:\n{question.truth or 'not known'}\n\n"
+        f"Whole solution (its final answer is {outcome}):\n{question.response}\n\n"
+        f"Solution up to the end of the part to check:\n{question.shown}"
+    )
+
+
+def read_grade(reply: str) -> Grade | None:
+    r"""Reads the last ``\boxed{1}`` or ``\boxed{-1}``; anything else is ``None``."""
+    boxed = (last_boxed(reply) or "").replace(" ", "").replace("\N{MINUS SIGN}", "-")
+    if boxed in ("1", "+1"):
+        return 1
+    return -1 if boxed == "-1" else None

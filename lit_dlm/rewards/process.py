@@ -1,0 +1,220 @@
+"""Process rewards: a judge grades a response part by part (dLLM-RL, "process reward")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
+from lit_dlm.tasks import PromptExample
+
+
+class ProcessReward(Reward):
+    """Rewards the parts of a response by the opinions of a judge, on the step that completes each.
+
+    A response is cut in chunks of tokens. A judge grades each chunk several times as 1 or -1,
+    seeing the response up to the chunk's end. If all opinions agree they are the chunk's grade,
+    else (or if one says neither) the outcome is: 1 for a right response, -1 for a wrong one. The
+    grades of the group's n-th chunks are standardised among each other (population deviation; all 0
+    if there is none). A chunk's number stands on the tokens that were written last in the block
+    which holds the chunk's last token; the last chunk's on the tokens of the response's last step.
+    Numbers that meet on a token add up, all other tokens get 0.
+
+    Gives nothing to ``total``. It comes after the filters, which thus save the judge's work.
+
+    Args:
+        judge: gives the opinions.
+        reward_chunk_length: tokens per chunk.
+        k_sample: opinions per chunk.
+        block_size: cells per block of the decoder; ``None`` if it had no blocks, which takes the
+            chunk itself for its final block.
+        block_origin: where block 0 begins: at the ``sequence``'s first token or the ``response``'s,
+            as for the decoder's window.
+        num_requests: opinions that are asked for at the same time.
+        weight: factor of the rewards per token.
+    """
+
+    name = "process"
+    needs_verdict = True
+    after_filters = True
+
+    def __init__(
+        self,
+        judge: Judge,
+        *,
+        reward_chunk_length: int = 200,
+        k_sample: int = 3,
+        block_size: int | None = None,
+        block_origin: Literal["sequence", "response"] = "sequence",
+        num_requests: int = 16,
+        weight: float = 1.0,
+    ) -> None:
+        for option, value in (
+            ("reward_chunk_length", reward_chunk_length),
+            ("k_sample", k_sample),
+            ("num_requests", num_requests),
+            ("block_size", 1 if block_size is None else block_size),
+        ):
+            if value < 1:
+                raise ValueError(f"ProcessReward.{option} must be at least 1, got {value!r}")
+        if block_origin not in ("sequence", "response"):
+            raise ValueError(
+                f"ProcessReward.block_origin must be sequence or response, got {block_origin!r}"
+            )
+        self.judge = judge
+        self.reward_chunk_length = reward_chunk_length
+        self.k_sample = k_sample
+        self.block_size = block_size
+        self.block_origin = block_origin
+        self.num_requests = num_requests
+        self.weight = weight
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        """Has all chunks of a group judged and places their numbers.
+
+        Raises:
+            ValueError: naming the sample, if its tokens cannot be read or the judge fails.
+        """
+        chunks = [self._chunks(rollout) for rollout in group]
+        asked = [(row, part) for row, ends in enumerate(chunks) for part in range(len(ends))]
+        opinions = self._ask(
+            [
+                (_question(group[row], part, chunks[row][part]), sample)
+                for row, part in asked
+                for sample in range(self.k_sample)
+            ]
+        )
+        grades: dict[tuple[int, int], _ChunkGrade] = {}
+        for at, (row, part) in enumerate(asked):
+            own = opinions[at * self.k_sample : (at + 1) * self.k_sample]
+            grades[row, part] = _settle(own, is_correct=group[row].is_correct)
+        numbers = _standardise({key: float(grade.value) for key, grade in grades.items()})
+        return [
+            self._place(
+                rollout,
+                ends,
+                [numbers[row, part] for part in range(len(ends))],
+                [grades[row, part] for part in range(len(ends))],
+            )
+            for row, (rollout, ends) in enumerate(zip(group, chunks, strict=True))
+        ]
+
+    def _chunks(self, rollout: Rollout) -> list[int]:
+        """Where each chunk ends: the cell behind its last token."""
+        length = rollout.num_tokens
+        return [
+            min(start + self.reward_chunk_length, length)
+            for start in range(0, length, self.reward_chunk_length)
+        ]
+
+    def _ask(self, questions: Sequence[tuple[StepQuestion, int]]) -> list[Grade | None]:
+        """The judge's opinions, in order."""
+        with ThreadPoolExecutor(self.num_requests, thread_name_prefix="judge") as pool:
+            futures = [pool.submit(self.judge.grade, *question) for question in questions]
+            try:
+                return [future.result() for future in futures]
+            finally:
+                # The first error ends it: what has not been asked yet is not asked any more.
+                for future in futures:
+                    future.cancel()
+
+    def _place(
+        self,
+        rollout: Rollout,
+        ends: Sequence[int],
+        numbers: Sequence[float],
+        grades: Sequence[_ChunkGrade],
+    ) -> RewardScore:
+        """Puts the numbers of a response's chunks on its tokens."""
+        rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
+        for part, (end, number) in enumerate(zip(ends, numbers, strict=True)):
+            if part == len(ends) - 1:
+                first, last = 0, end
+            else:
+                first, last = self._final_block(rollout, part, end)
+            rewards[_written_last(rollout, first, last)] += np.float32(number)
+        values = [grade.value for grade in grades]
+        return RewardScore(
+            total=0.0,
+            token_rewards=rewards,
+            parts={
+                "process": float(np.mean(values)) if values else 0.0,
+                "process_agreement": (
+                    float(np.mean([grade.is_agreed for grade in grades])) if grades else 1.0
+                ),
+            },
+        )
+
+    def _final_block(self, rollout: Rollout, part: int, end: int) -> tuple[int, int]:
+        """First cell of the block that holds a chunk's last token, and the cell behind it."""
+        if self.block_size is None:
+            return part * self.reward_chunk_length, end
+        offset = rollout.trajectory.num_prompt if self.block_origin == "sequence" else 0
+        begin = (offset + end - 1) // self.block_size * self.block_size - offset
+        return max(begin, 0), min(begin + self.block_size, rollout.num_tokens)
+
+
+@dataclass(frozen=True)
+class _ChunkGrade:
+    """What was settled of a chunk."""
+
+    value: Grade
+    is_agreed: bool
+
+
+def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> _ChunkGrade:
+    """The common opinion, or the outcome without one."""
+    first = opinions[0]
+    if first is not None and all(opinion == first for opinion in opinions):
+        return _ChunkGrade(first, True)
+    return _ChunkGrade(1 if is_correct else -1, False)
+
+
+def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Compares the grades of each chunk number among the responses that have such a chunk."""
+    numbers: dict[tuple[int, int], float] = {}
+    for part in {part for _, part in grades}:
+        keys = [key for key in grades if key[1] == part]
+        values = np.array([grades[key] for key in keys], dtype=np.float64)
+        spread = values.std()
+        scaled = (values - values.mean()) / spread if spread > 0 else np.zeros_like(values)
+        numbers.update(zip(keys, scaled.tolist(), strict=True))
+    return numbers
+
+
+def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
+    """The cells from ``first`` to before ``last`` that a step wrote last."""
+    steps = rollout.trajectory.commit_step[first:last]
+    if not len(steps) or steps.max() < 0:
+        return np.zeros(0, dtype=np.int64)
+    return first + np.flatnonzero(steps == steps.max())
+
+
+def _question(rollout: Rollout, part: int, end: int) -> StepQuestion:
+    uid = rollout.trajectory.uid
+    if rollout.decode is None:
+        raise ValueError(f"{uid}: a process reward needs the rollout's decode function, got none")
+    return StepQuestion(
+        uid=uid,
+        part=part,
+        problem=rollout.example.text,
+        truth=true_answer(rollout.example),
+        is_correct=rollout.is_correct,
+        response=rollout.text,
+        shown=rollout.decode(rollout.trajectory.tokens[:end].tolist()),
+    )
+
+
+def true_answer(example: PromptExample) -> str:
+    """What the reference of a problem calls its answer, or a solution; empty without either."""
+    for key in ("answer", "solution", "code"):
+        value = example.reference.get(key)
+        if value not in (None, ""):
+            return str(value)
+    return ""

@@ -1,0 +1,185 @@
+"""Grades rollouts in threads and adds up the rewards of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from lit_dlm.grading import SandboxError, Verdict
+from lit_dlm.grading.math_equality import MathEqualityError
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.rewards.filters import GroupFilter
+from lit_dlm.tasks import Task
+
+OVERLONG = "the response fills its budget"
+"""Detail of the verdict on an overlong response."""
+
+
+class Rewarder:
+    """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
+
+    Each rollout is graded once, in a thread (code and comparisons of formulas run in child
+    processes of their own); equal responses to a prompt are graded once together. The total is
+    the sum of all rewards by their weights, and so are the rewards per token.
+
+    Args:
+        rewards: the rewards of the run, with different names.
+        tasks: the tasks of the prompts, by name.
+        filters: filters of the run. They decide here only which groups are worth the rewards that
+            ask to come after them; dropping a group is left to the caller.
+        overlong_is_wrong: calls a response that fills its budget wrong without grading it, as
+            dLLM-RL does in training.
+        num_workers: threads that grade at the same time.
+
+    Raises:
+        ValueError: without rewards, for names that repeat, or if a task would run model-written
+            code without permission.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        tasks: Mapping[str, Task],
+        *,
+        filters: Sequence[GroupFilter] = (),
+        overlong_is_wrong: bool = True,
+        num_workers: int = 1,
+    ) -> None:
+        names = [reward.name for reward in rewards]
+        if not names:
+            raise ValueError("rewards: expected at least one reward, got none")
+        if len(set(names)) < len(names):
+            raise ValueError(f"rewards: names must differ, got {', '.join(names)}")
+        for reward in rewards:
+            if not math.isfinite(reward.weight):
+                raise ValueError(f"rewards: weight of {reward.name!r} is {reward.weight!r}")
+        if num_workers < 1:
+            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        for task in tasks.values():
+            # Before the first rollout, not after it.
+            if task.runs_code and not getattr(task, "allow_code_execution", False):
+                raise ValueError(
+                    f"{task.name}: its reward runs model-written code; set "
+                    "allow_code_execution: true in the task to allow it"
+                )
+        self.rewards = tuple(rewards)
+        self.tasks = dict(tasks)
+        self.filters = tuple(filters)
+        self.overlong_is_wrong = overlong_is_wrong
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
+        """Scores groups of rollouts, each group holding all responses to one prompt.
+
+        Args:
+            groups: the groups.
+
+        Returns:
+            One list of scores per group, in the same order as the rollouts. A group that the
+            filters drop has no share of the rewards that come after them.
+
+        Raises:
+            ValueError: naming the sample, for a task that is not in the run, a response that
+                cannot be scored, or a reward that is not finite.
+            SandboxError: naming the sample, if no sandbox can be set up.
+        """
+        groups = self._graded(groups)
+        early = [reward for reward in self.rewards if not reward.after_filters]
+        late = [reward for reward in self.rewards if reward.after_filters]
+        scored = []
+        for group in groups:
+            scores = [
+                RewardScore(total=0.0, verdict=rollout.verdict, is_correct=rollout.is_correct)
+                for rollout in group
+            ]
+            for reward in early:
+                scores = _add(reward, scores, group)
+            if late and all(keep.keep(scores) for keep in self.filters):
+                for reward in late:
+                    scores = _add(reward, scores, group)
+            scored.append(scores)
+        return scored
+
+    def close(self) -> None:
+        """Stops the threads; what has not begun is dropped."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
+        """The groups with a verdict on every rollout."""
+        if not any(reward.needs_verdict for reward in self.rewards):
+            return [list(group) for group in groups]
+        futures: dict[tuple[str, str], Future[Verdict]] = {}
+        for rollout in (rollout for group in groups for rollout in group):
+            key = (rollout.example.uid, rollout.text)
+            if key not in futures and not self._is_wrong_unread(rollout):
+                futures[key] = self._pool.submit(self._grade, rollout)
+        return [
+            [
+                replace(
+                    rollout,
+                    verdict=Verdict(status="wrong", detail=OVERLONG)
+                    if self._is_wrong_unread(rollout)
+                    else futures[rollout.example.uid, rollout.text].result(),
+                )
+                for rollout in group
+            ]
+            for group in groups
+        ]
+
+    def _is_wrong_unread(self, rollout: Rollout) -> bool:
+        return self.overlong_is_wrong and rollout.is_overlong
+
+    def _grade(self, rollout: Rollout) -> Verdict:
+        task = self.tasks.get(rollout.example.task)
+        if task is None:
+            raise ValueError(
+                f"{rollout.example.uid}: the task {rollout.example.task!r} is not in the run "
+                f"({', '.join(self.tasks)})"
+            )
+        if not task.is_graded:
+            return Verdict(status="ungraded", answer=rollout.text)
+        try:
+            return task.grade(rollout.example, rollout.text)
+        except (ValueError, SandboxError, MathEqualityError) as error:
+            raise type(error)(f"{rollout.trajectory.uid}: {error}") from error
+
+
+def _add(reward: Reward, scores: list[RewardScore], group: Sequence[Rollout]) -> list[RewardScore]:
+    """The scores with the share of one reward added.
+
+    Raises:
+        ValueError: naming the sample, if the share is not finite or has the wrong shape.
+    """
+    shares = reward.score(group)
+    if len(shares) != len(group):
+        raise ValueError(
+            f"{group[0].example.uid}: reward {reward.name!r} gave {len(shares)} scores for "
+            f"{len(group)} responses"
+        )
+    return [_sum(reward, *pair) for pair in zip(scores, shares, group, strict=True)]
+
+
+def _sum(reward: Reward, score: RewardScore, share: RewardScore, rollout: Rollout) -> RewardScore:
+    uid, name = rollout.trajectory.uid, reward.name
+    if not math.isfinite(share.total):
+        raise ValueError(f"{uid}: reward {name!r} is {share.total!r}")
+    token_rewards = score.token_rewards
+    if share.token_rewards is not None:
+        shape = (rollout.trajectory.num_generated,)
+        if share.token_rewards.shape != shape or not np.isfinite(share.token_rewards).all():
+            raise ValueError(
+                f"{uid}: reward {name!r} must give finite numbers of shape {shape}, got shape "
+                f"{share.token_rewards.shape}"
+            )
+        weighted = np.float32(reward.weight) * share.token_rewards.astype(np.float32)
+        token_rewards = weighted if token_rewards is None else token_rewards + weighted
+    return replace(
+        score,
+        total=score.total + reward.weight * share.total,
+        token_rewards=token_rewards,
+        parts={**score.parts, name: share.total, **share.parts},
+    )

@@ -1,0 +1,193 @@
+"""Code problems with tests, in the JSON form of dLLM-RL (arXiv 2509.06949, its data folder).
+
+Each row is graded by one of two methods: ``function`` calls a function in assertions, ``stdio``
+runs a program on inputs and compares what it prints. The training sets of TraceRL and its
+benchmarks LiveCodeBench, LiveBench, MBPP and HumanEval have this form.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lit_dlm.grading import SandboxLimits, Verdict
+from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.grading.programs import extract_program, grade_by_outputs
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+
+_FUNCTION = "Answer with the code in one fenced python block."
+_PROGRAM = (
+    "Write a Python program that reads from standard input and prints its result. Answer with the "
+    "whole program in one fenced python block."
+)
+_EXTRA_SECONDS = 2.0
+"""On top of the time limit of a list of assertions, as in dLLM-RL."""
+_DEFAULT_SECONDS = 8.0
+_BUILTINS = set(dir(builtins))
+
+
+class CodeTests(Task):
+    """Code problems, each with its own tests and time limit.
+
+    A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
+    for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
+    answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
+    ``solution`` may hold code that passes.
+
+    Args:
+        path: a local file or folder, or a hub id.
+        split: name of the split, part of every uid.
+        limit: most examples to take; all by default.
+        seed: shuffles before the limit; the file's order by default.
+        name: name of the task in results and uids, to tell several files apart.
+        max_tests: most tests to take of a problem, the first ones; all by default.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        limits: what one run may use; each problem's own time limit replaces its times.
+    """
+
+    name = "code_tests"
+    runs_code = True
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        split: str = "test",
+        limit: int | None = None,
+        seed: int | None = None,
+        name: str = "code_tests",
+        max_tests: int | None = None,
+        allow_code_execution: bool = False,
+        limits: SandboxLimits | None = None,
+    ) -> None:
+        if max_tests is not None and max_tests < 1:
+            raise ValueError(f"max_tests: expected at least 1 or null, got {max_tests}")
+        self.name = name
+        self.split = split
+        self.max_tests = max_tests
+        self.allow_code_execution = allow_code_execution
+        self._limits = limits or SandboxLimits()
+        rows = read_rows(path, split=split, required=("question", "test_method"))
+        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+
+    def _example(self, row: Row) -> PromptExample:
+        method = row.text("test_method")
+        if method not in ("function", "stdio"):
+            raise ValueError(
+                f"{row.origin}: field 'test_method' must be function or stdio, got {method!r}"
+            )
+        reference: dict[str, Any] = {
+            "test_method": method,
+            "seconds": _seconds(row),
+            "solution": row.fields.get("solution") or "",
+        }
+        if method == "function":
+            tests = self._texts(row, "test_list")
+            reference["test_list"] = tests
+            reference["entry_point"] = _entry_point(tests, row.origin)
+            reference["prefix"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
+        else:
+            reference["test_input"] = self._texts(row, "test_input")
+            reference["test_output"] = self._texts(row, "test_output")
+            if len(reference["test_input"]) != len(reference["test_output"]):
+                raise ValueError(
+                    f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
+                )
+        instruction = _FUNCTION if method == "function" else _PROGRAM
+        return PromptExample(
+            uid=f"{self.name}/{self.split}/{row.index:05d}",
+            task=self.name,
+            text=f"{row.text('question').strip()}\n\n{instruction}",
+            reference=reference,
+        )
+
+    def _texts(self, row: Row, name: str) -> list[str]:
+        values = row.fields.get(name)
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(isinstance(v, str) for v in values)
+        ):
+            raise ValueError(f"{row.origin}: field {name!r} must be a list of at least one text")
+        return values[: self.max_tests]
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The chosen problems in a stable order."""
+        return self._examples
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The file's solution in a fenced block.
+
+        Raises:
+            ValueError: the row has none.
+        """
+        if not example.reference["solution"]:
+            raise ValueError(f"{example.uid}: the row has no field 'solution'")
+        return python_block(example.reference["solution"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The code of the completion."""
+        reference = example.reference
+        if reference["test_method"] == "stdio":
+            return extract_program(completion).code
+        return extract_code(completion, reference["entry_point"], stub=reference["prefix"]).code
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
+        reference = example.reference
+        seconds = reference["seconds"]
+        if reference["test_method"] == "stdio":
+            return grade_by_outputs(
+                completion,
+                reference["test_input"],
+                reference["test_output"],
+                limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
+                allow_code_execution=self.allow_code_execution,
+            )
+        seconds += _EXTRA_SECONDS
+        return grade_by_tests(
+            completion,
+            "\n".join(reference["test_list"]),
+            reference["entry_point"],
+            stub=reference["prefix"],
+            limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
+            allow_code_execution=self.allow_code_execution,
+        )
+
+
+def _seconds(row: Row) -> float:
+    """The time limit of a row."""
+    value = row.fields.get("test_time_limit", _DEFAULT_SECONDS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
+        raise ValueError(
+            f"{row.origin}: field 'test_time_limit' must be a number of seconds, got {value!r}"
+        )
+    return float(value)
+
+
+def _entry_point(tests: Sequence[str], origin: str) -> str:
+    """The function under test: the name that most assertions call, the first of several."""
+    calls: Counter[str] = Counter()
+    for test in tests:
+        try:
+            tree = ast.parse(test)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{origin}: the test {test[:60]!r} does not parse ({error})") from None
+        nodes = list(ast.walk(tree))
+        bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        bound |= {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
+        called = (
+            node.func.id
+            for node in nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        )
+        # Each name once per test, in the order of the tree: outer calls come first.
+        calls.update(dict.fromkeys((n for n in called if n not in bound | _BUILTINS), 1))
+    if not calls:
+        raise ValueError(f"{origin}: the tests call no function that an answer could define")
+    return calls.most_common(1)[0][0]

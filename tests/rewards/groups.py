@@ -1,0 +1,48 @@
+"""Rollouts made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lit_dlm.grading import Verdict
+from lit_dlm.rewards import Rollout
+from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories.record import Trajectory
+
+SUM = PromptExample(uid="sums/train/0", task="sums", text="3+4?", reference={"answer": "7"})
+
+
+def rollout(
+    text: str = "",
+    *,
+    example: PromptExample = SUM,
+    number: int = 0,
+    steps: Sequence[int] = (0, 1, 2),
+    num_prompt: int = 2,
+    **fields: Any,
+) -> Rollout:
+    """One response; token ``i`` of it has the id ``i``, and ``steps`` says which step wrote it."""
+    trajectory = Trajectory(
+        uid=f"{example.uid}#{number}",
+        prompt_ids=np.zeros(num_prompt, dtype=np.int32),
+        tokens=np.arange(len(steps), dtype=np.int32),
+        commit_step=np.array(steps, dtype=np.int32),
+        num_steps=max(steps, default=-1) + 1,
+        mask_id=999,
+        vocab_size=999,
+    )
+    fields = {"is_overlong": False, **fields}
+    return Rollout(trajectory=trajectory, example=example, text=text, **fields)
+
+
+def right(**fields: Any) -> Rollout:
+    """A response that its task calls right."""
+    return rollout("7", verdict=Verdict(status="right", answer="7"), **fields)
+
+
+def wrong(**fields: Any) -> Rollout:
+    """A response that its task calls wrong."""
+    return rollout("8", verdict=Verdict(status="wrong", answer="8"), **fields)

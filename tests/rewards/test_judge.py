@@ -1,0 +1,138 @@
+"""The judge over HTTP against a local server whose replies follow from the request alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from lit_dlm.rewards import HttpStepJudge, ProcessReward
+from lit_dlm.rewards.judge import StepQuestion, read_grade
+from tests.rewards.groups import right, wrong
+
+
+class _Http(ThreadingHTTPServer):
+    request_queue_size = 64  # all opinions arrive at once
+
+
+class Server:
+    """Calls a part good unless a 13 is shown; refuses the first ``num_failures`` requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.num_failures = 0
+        self.status = 500
+        self.body: bytes | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body)
+                if len(outer.requests) <= outer.num_failures:
+                    self.send_error(outer.status)
+                    return
+                shown = body["messages"][1]["content"].rpartition("to check:\n")[2]
+                text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if '13' in shown.split() else 1}}}"
+                reply = {"choices": [{"message": {"content": text}}]}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(outer.body or json.dumps(reply).encode())
+
+            def log_message(self, *arguments: Any) -> None:
+                del arguments
+
+        self.server = _Http(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
+        serve = self.server.serve_forever
+        threading.Thread(target=serve, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
+
+
+QUESTION = StepQuestion(
+    uid="s#0", part=1, problem="3+4?", truth="7", is_correct=True, response="all", shown="it is 13"
+)
+
+
+def test_rewards_through_the_endpoint_are_the_same_every_time(server: Server) -> None:
+    """Chunks of 10 over 20 tokens: 13 is in the second chunk of the long response only.
+
+    Chunk 0: both 1, no spread. Chunk 1: -1 for the first response, 1 for the one whose 13 is not
+    shown; numbers -1 and 1 on the last tokens.
+    """
+
+    def shown(ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+    def harmless(ids: Any) -> str:
+        return " ".join(str(i + 50) for i in ids)
+
+    group = [
+        wrong(number=0, steps=range(20), decode=shown),
+        right(number=1, steps=range(20), decode=harmless),
+    ]
+    reward = ProcessReward(HttpStepJudge(url=server.url, model="judge"), reward_chunk_length=10)
+    first, again = reward.score(group), reward.score(group)
+    for score, twin, last in zip(first, again, (-1, 1), strict=True):
+        assert score.token_rewards.tolist() == [0] * 19 + [last]  # type: ignore[union-attr]
+        assert twin.token_rewards.tolist() == score.token_rewards.tolist()  # type: ignore[union-attr]
+    # 2 responses, 2 chunks, 3 opinions, each request with a seed of its own, twice the same.
+    seeds = [request["seed"] for request in server.requests]
+    assert len(seeds) == 24
+    assert len(set(seeds)) == 12
+    assert sorted(seeds[:12]) == sorted(seeds[12:])
+    request = server.requests[0]
+    assert (request["model"], request["temperature"], request["top_p"], request["max_tokens"]) == (
+        "judge", 0.6, 0.95, 10_000,
+    )  # fmt: skip
+
+
+def test_an_endpoint_that_recovers_is_asked_again(server: Server) -> None:
+    server.num_failures = 1
+    judge = HttpStepJudge(url=server.url, model="judge")
+    judge.endpoint.pause_s = 0.01
+    assert judge.grade(QUESTION, 0) == -1
+    assert len(server.requests) == 2
+
+
+def test_a_refusal_is_final_and_names_the_sample(server: Server) -> None:
+    server.num_failures, server.status = 9, 404
+    with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*404"):
+        HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("body", [b"{}", b"<html>", b'{"choices": []}'])
+def test_a_reply_of_another_protocol_is_an_error(server: Server, body: bytes) -> None:
+    server.body = body
+    with pytest.raises(ValueError, match="did not reply as chat completions do"):
+        HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "grade"),
+    [
+        (r"\boxed{1}", 1), (r"\boxed{ +1 }", 1), (r"\boxed{-1}", -1), (r"\boxed{0}", None),
+        ("\\boxed{\N{MINUS SIGN}1}", -1), (r"\boxed{1} or \boxed{-1}", -1), ("1", None), ("", None),
+    ],
+)  # fmt: skip
+def test_only_boxed_grades_count(reply: str, grade: int | None) -> None:
+    assert read_grade(reply) == grade
+
+
+def test_bad_endpoints_are_named() -> None:
+    with pytest.raises(ValueError, match="url: expected http"):
+        HttpStepJudge(url="localhost", model="m")
+    with pytest.raises(ValueError, match="num_attempts: expected at least 1"):
+        HttpStepJudge(url="http://x", model="m", num_attempts=0)

@@ -1,0 +1,200 @@
+"""Verdicts, weights and filters put together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lit_dlm.grading import SandboxError, Verdict
+from lit_dlm.rewards import (
+    FormatReward,
+    Graded,
+    MeanCorrectnessFilter,
+    Reward,
+    Rewarder,
+    RewardScore,
+    Rollout,
+)
+from lit_dlm.tasks import PromptExample, Task
+from tests.rewards.groups import SUM, rollout
+
+
+class Sums(Task):
+    name = "sums"
+    split = "train"
+    runs_code = False
+
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+        self.threads: set[str] = set()
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        self.graded.append(completion)
+        self.threads.add(threading.current_thread().name)
+        if completion == "broken":
+            raise ValueError("the reference holds no number")
+        if completion == "no sandbox":
+            raise SandboxError("no process can be started")
+        right = completion == example.reference["answer"]
+        return Verdict(status="right" if right else "wrong", answer=completion)
+
+
+class TokenShare(Reward):
+    """Pays by the text's length and per token, and comes after the filters."""
+
+    needs_verdict = True
+
+    def __init__(self, name: str = "share", *, weight: float = 1.0, late: bool = True) -> None:
+        self.name = name
+        self.weight = weight
+        self.after_filters = late
+        self.groups: list[str] = []
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        self.groups.append(group[0].example.uid)
+        return [
+            RewardScore(
+                total=0.0,
+                token_rewards=np.arange(3, dtype=np.float32),
+                parts={"share_raw": float(len(r.text))},
+            )
+            for r in group
+        ]
+
+
+def test_totals_are_weighted_sums_and_parts_stay_unweighted() -> None:
+    """Right and boxed 2 * 1 + 0.5 * 1, wrong and boxed 0.5, wrong and bare 0."""
+    task = Sums()
+    group = [rollout("7", number=0), rollout(r"\boxed{8}", number=1), rollout("8", number=2)]
+    example = PromptExample(uid="b", task="sums", text="", reference={"answer": r"\boxed{1}"})
+    boxed = rollout(r"\boxed{1}", example=example)
+    rewards = [Graded(weight=2.0), FormatReward("boxed", weight=0.5)]
+    rewarder = Rewarder(rewards, {"sums": task})
+    scores = rewarder.score([group, [boxed]])
+    rewarder.close()
+    assert [s.total for s in scores[0]] == [2.0, 0.5, 0.0]
+    assert scores[1][0].total == 2.5
+    assert scores[1][0].parts == {"graded": 1.0, "format_boxed": 1.0}
+    assert [s.is_correct for s in scores[0]] == [True, False, False]
+    assert scores[0][0].token_rewards is None
+    assert scores[0][1].verdict is not None
+    assert scores[0][1].verdict.answer == r"\boxed{8}"
+
+
+def test_equal_responses_are_graded_once_and_the_order_does_not_matter() -> None:
+    task = Sums()
+    texts = ["7", "8", "7", "9", "8"]
+    groups = [[rollout(text, number=i) for i, text in enumerate(texts)]]
+    rewarder = Rewarder([Graded()], {"sums": task}, num_workers=3)
+    scores = rewarder.score(groups)[0]
+    again = rewarder.score([groups[0][::-1]])[0]
+    rewarder.close()
+    assert sorted(task.graded[:3]) == ["7", "8", "9"]
+    assert scores == again[::-1]
+    assert threading.current_thread().name not in task.threads
+
+
+def test_an_overlong_response_is_wrong_unread_unless_told_otherwise() -> None:
+    task = Sums()
+    group = [rollout("7", is_overlong=True)]
+    strict = Rewarder([Graded()], {"sums": task})
+    assert strict.score([group])[0][0].total == 0
+    assert task.graded == []
+    lenient = Rewarder([Graded()], {"sums": task}, overlong_is_wrong=False)
+    assert lenient.score([group])[0][0].is_correct
+
+
+def test_rewards_after_the_filters_see_only_groups_that_pass() -> None:
+    """One of two right passes 0.2 to 0.8, none of two does not."""
+    other = PromptExample(uid="sums/train/1", task="sums", text="", reference={"answer": "1"})
+    groups = [
+        [rollout("7"), rollout("8", number=1)],
+        [rollout("7", example=other), rollout("8", example=other, number=1)],
+    ]
+    late = TokenShare(weight=2.0)
+    rewarder = Rewarder([late, Graded()], {"sums": Sums()}, filters=[MeanCorrectnessFilter()])
+    scores = rewarder.score(groups)
+    assert late.groups == ["sums/train/0"]
+    for score in scores[0]:
+        np.testing.assert_array_equal(score.token_rewards, np.float32([0, 2, 4]))
+        assert score.parts["share_raw"] == 1.0
+    assert scores[1][0].token_rewards is None
+    assert scores[1][0].parts == {"graded": 0.0}
+
+
+def test_rewards_per_token_add_up_by_weight() -> None:
+    """1 * [0, 1, 2] - 3 * [0, 1, 2] = [0, -2, -4]."""
+    rewards = [TokenShare("a"), TokenShare("b", weight=-3.0)]
+    (score,) = Rewarder(rewards, {"sums": Sums()}).score([[rollout("7")]])[0]
+    np.testing.assert_array_equal(score.token_rewards, np.float32([0, -2, -4]))
+
+
+def test_without_a_reward_that_needs_verdicts_nothing_is_graded() -> None:
+    task = Sums()
+    (score,) = Rewarder([FormatReward("marked")], {"sums": task}).score([[rollout("#### 7")]])[0]
+    assert (score.total, score.verdict, task.graded) == (0.1, None, [])
+
+
+def test_no_group_and_an_empty_group_are_nothing_to_score() -> None:
+    rewarder = Rewarder([Graded(), TokenShare(late=False)], {"sums": Sums()})
+    assert rewarder.score([]) == []
+
+
+@pytest.mark.parametrize(("text", "kind"), [("broken", ValueError), ("no sandbox", SandboxError)])
+def test_a_grader_that_fails_names_the_sample(text: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=rf"^sums/train/0#4: .*{'number' if kind is ValueError else ''}"):
+        Rewarder([Graded()], {"sums": Sums()}).score([[rollout(text, number=4)]])
+
+
+class _Bad(Reward):
+    name = "bad"
+
+    def __init__(self, scores: list[RewardScore]) -> None:
+        self.scores = scores
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return self.scores
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([], "sums/train/0: reward 'bad' gave 0 scores for 1 responses"),
+        ([RewardScore(total=float("nan"))], "sums/train/0#0: reward 'bad' is nan"),
+        (
+            [RewardScore(total=0.0, token_rewards=np.zeros(4, dtype=np.float32))],
+            r"sums/train/0#0: reward 'bad' must give finite numbers of shape \(3,\)",
+        ),
+    ],
+)
+def test_rewards_that_are_no_numbers_are_refused(scores: list[RewardScore], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewarder([_Bad(scores)], {}).score([[rollout("7")]])
+
+
+class _Runs(Sums):
+    runs_code = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rewards": []}, "at least one reward"),
+        ({"rewards": [Graded(), Graded()]}, "names must differ, got graded, graded"),
+        ({"rewards": [Graded(weight=float("inf"))]}, "weight of 'graded' is inf"),
+        ({"num_workers": 0}, "num_workers: expected at least 1"),
+        ({"tasks": {"runs": _Runs()}}, "allow_code_execution: true"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rewarder(**{"rewards": [Graded()], "tasks": {}, **settings})
+
+
+def test_a_task_that_is_not_in_the_run_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sums/train/0: the task 'sums' is not in the run \(math"):
+        Rewarder([Graded()], {"math": Sums()}).score([[rollout("7", example=SUM)]])
