@@ -37,7 +37,7 @@ SHAPES: dict[str, tuple[int, tuple[int, ...], AcceptanceConfig]] = {
     "tiny": (
         32,
         (48,) * 3 + (16,) * 2 + (1,) * 3,
-        AcceptanceConfig(width=64, num_layers=2, num_heads=4, ffn_width=128, dropout=0.0),
+        AcceptanceConfig(width=64, num_layers=1, num_heads=4, ffn_width=128, dropout=0.0),
     ),
     "dream": (256, (256,) * 3 + (32,) * 2 + (1,) * 3, AcceptanceConfig()),
 }

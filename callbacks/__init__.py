@@ -7,7 +7,10 @@ from callbacks.joint_early_stopping import JointEarlyStopping
 from callbacks.judge import HttpJudge
 from callbacks.progress import ProgressBar
 from callbacks.result_writer import ResultWriter
+from callbacks.reward_curve import RewardCurve
+from callbacks.rollout_writer import RolloutWriter
 from callbacks.shard_writer import ShardWriter
+from callbacks.trace_pictures import TracePictures
 
 __all__ = [
     "AdapterCheckpoint",
@@ -17,5 +20,8 @@ __all__ = [
     "JointEarlyStopping",
     "ProgressBar",
     "ResultWriter",
+    "RewardCurve",
+    "RolloutWriter",
     "ShardWriter",
+    "TracePictures",
 ]

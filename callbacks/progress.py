@@ -17,6 +17,35 @@ class ProgressBar(RichProgressBar):
     Here the bar covers all of them and names the one that is running.
     """
 
+    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
+        """Shows how far the rollouts between two epochs are, on a line of their own.
+
+        Args:
+            text: what is going on, and the time left.
+            done: how much of it is done.
+            total: how much there is.
+
+        Returns:
+            Whether it is shown: there is no bar before training begins.
+        """
+        if self.is_disabled or self.progress is None:
+            return False
+        if done >= total:
+            self._drop_rollout_line()
+        elif self._rollout_line is None:
+            self._rollout_line = self._add_task(total, text)
+        else:
+            self.progress.update(self._rollout_line, description=text, completed=done, total=total)
+        self.refresh()
+        return True
+
+    _rollout_line: Any = None
+
+    def _drop_rollout_line(self) -> None:
+        if self.progress is not None and self._rollout_line is not None:
+            self.progress.remove_task(self._rollout_line)
+        self._rollout_line = None
+
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts to count."""
         super().on_predict_start(trainer, pl_module)

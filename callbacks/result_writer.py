@@ -199,6 +199,7 @@ def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) ->
 
 def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
     example, result = decoded.examples[number], decoded.result
+    fill = None if decoded.fill is None else decoded.fill[number]
     return ResultRow(
         uid=example.uid,
         task=example.task,
@@ -220,4 +221,6 @@ def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
         policy_seconds=0.0
         if result.policy_seconds is None
         else float(result.policy_seconds[number]),
+        fill=None if fill is None else fill.by_name(),
+        lockstep=None if fill is None else fill.lockstep_score(),
     )

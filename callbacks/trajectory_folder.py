@@ -134,6 +134,33 @@ class TrajectoryFolder:
         except SizeLimitError as error:
             raise self._too_large() from error
 
+    def put_records(self, records: Sequence[Trajectory]) -> None:
+        """Queues records; those that the folder held when the run began are left out.
+
+        Args:
+            records: the records; they must not be changed any more.
+
+        Raises:
+            BaseException: What broke the writer since the last call.
+        """
+        try:
+            for record in records:
+                if record.uid not in self.held:
+                    self._writer.put(record)
+        except SizeLimitError as error:
+            raise self._too_large() from error
+
+    def flush(self) -> None:
+        """Waits until everything queued is in finished shards.
+
+        Raises:
+            BaseException: What broke the writer.
+        """
+        try:
+            self._writer.flush()
+        except SizeLimitError as error:
+            raise self._too_large() from error
+
     def close(self, trainer: Trainer) -> None:
         """Finishes the shards; when all processes have, the first merges the manifest.
 

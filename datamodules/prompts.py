@@ -187,14 +187,10 @@ class PromptDataModule(LightningDataModule):
             ValueError: the prompt is longer than ``max_prompt_length``.
         """
         assert self._module is not None
-        ids = self._module.tokenizer.apply_chat_template(
-            [{"role": "user", "content": example.text}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        ids = self._module.encode(example)
         if len(ids) > self.max_prompt_length:
             raise ValueError(
                 f"{example.uid}: the prompt has {len(ids)} tokens, expected at most "
                 f"max_prompt_length = {self.max_prompt_length}"
             )
-        return list(ids)
+        return ids

@@ -132,7 +132,8 @@ class SupervisedDataModule(LightningDataModule):
         """Reads and tokenises all examples.
 
         Raises:
-            ValueError: the module cannot be fine-tuned, no example is left, or two have one uid.
+            ValueError: the module cannot be fine-tuned, no example is left, two have one uid, or
+                one holds a token that the model may not produce.
         """
         del stage
         if self._dataset is not None:
@@ -148,7 +149,10 @@ class SupervisedDataModule(LightningDataModule):
             spec=module.backbone.spec,
             vocab_size=module.backbone.vocab_size,
         )
-        self.set_examples(list(self._read(facts)), facts.spec)
+        examples = list(self._read(facts))
+        for example in examples:
+            check_learnable(example, facts.spec, num_padding=module.num_padding)
+        self.set_examples(examples, facts.spec)
 
     def set_examples(self, examples: list[SupervisedExample], spec: BackboneSpec) -> None:
         """Splits examples into a training and a validation side.
@@ -258,3 +262,24 @@ def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
         steps=None if example.steps is None else example.steps[:length],
         decode_entropy=None if entropy is None else entropy[:length],
     )
+
+
+def check_learnable(
+    example: SupervisedExample, spec: BackboneSpec, *, num_padding: int | None
+) -> None:
+    """Refuses responses with a target of probability zero, while the sample's name is at hand.
+
+    A process that found it in the middle of an epoch would leave the others waiting.
+    """
+    ids = example.response_ids
+    ends = np.flatnonzero(np.isin(ids, spec.eos_ids))
+    if len(ends) and num_padding is not None:
+        ids = ids[: ends[0] + 1 + num_padding]
+    # A mask in a response is a cell that nothing was written to, and never a target.
+    impossible = [token for token in spec.forbidden_ids if token != spec.mask_id]
+    found = np.flatnonzero(np.isin(ids, impossible))
+    if len(found):
+        raise ValueError(
+            f"{example.uid}: token {ids[found[0]]} at response position {found[0]} is one that the "
+            "model may not produce (forbidden_ids), so it cannot be learnt"
+        )

@@ -36,7 +36,7 @@ class HFBackbone(StoredDecoder, Backbone):
     Constructor options are those of :class:`~lit_dlm.backbones.stored.StoredDecoder`.
     """
 
-    forward_methods: ClassVar = ("denoise", "score_tokens")
+    forward_methods: ClassVar = ("denoise", "score_tokens", "score_with_rows", "encode_rows")
     """Methods that run the weights from outside; under FSDP2 they gather like ``forward``."""
 
     def denoise(
@@ -211,29 +211,60 @@ class HFBackbone(StoredDecoder, Backbone):
             ValueError: shapes do not fit, a target is forbidden, the temperature is not positive,
                 or the head is not a plain linear layer.
         """
-        if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
-            raise ValueError(
-                "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
-                f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
-            )
-        if not temperature > 0.0:
-            raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        head = self.model.lm_head
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
-                "the head are not supported"
-            )
-        forbidden = self._forbidden
-        if forbidden_ids is not None:
-            forbidden = torch.tensor(forbidden_ids, dtype=torch.long, device=ids.device)
-        wanted = targets[rows]
-        is_forbidden = torch.isin(wanted, forbidden)
-        if is_forbidden.any():
-            raise ValueError(
-                f"targets: id {int(wanted[is_forbidden][0])} is forbidden (forbidden_ids), so it "
-                "cannot be learnt"
-            )
+        _check_cells(ids, targets, rows)
+        hidden = self._rows(ids, rows, mask, position_ids, response_start)
+        return self._score(hidden, targets[rows], forbidden_ids, temperature)
+
+    def score_with_rows(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        *,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        response_start: int | None = None,
+        forbidden_ids: Sequence[int] | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[TokenStats, Tensor]:
+        """:meth:`score_tokens`, and the hidden rows that were scored.
+
+        Arguments and errors are those of :meth:`score_tokens`.
+
+        Returns:
+            The scores, and ``(N, D)`` aligned hidden rows after the final norm, one per score.
+        """
+        _check_cells(ids, targets, rows)
+        hidden = self._rows(ids, rows, mask, position_ids, response_start)
+        return self._score(hidden, targets[rows], forbidden_ids, temperature), hidden
+
+    def encode_rows(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        *,
+        mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        response_start: int | None = None,
+    ) -> Tensor:
+        """Hidden rows of chosen cells, for heads other than the model's own.
+
+        Arguments are those of :meth:`score_tokens`.
+
+        Returns:
+            ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
+        """
+        return self._rows(ids, rows, mask, position_ids, response_start)
+
+    def _rows(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        response_start: int | None,
+    ) -> Tensor:
+        """Aligned hidden rows ``(N, D)`` of chosen cells."""
         if mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(
@@ -244,8 +275,35 @@ class HFBackbone(StoredDecoder, Backbone):
         else:
             starts, visible = None, _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids)
+        return aligned(last, self.spec.shift, starts=starts)[rows]
+
+    def _score(
+        self,
+        hidden: Tensor,
+        wanted: Tensor,
+        forbidden_ids: Sequence[int] | None,
+        temperature: float,
+    ) -> TokenStats:
+        """Scores of hidden rows ``(N, D)``."""
+        if not temperature > 0.0:
+            raise ValueError(f"temperature: expected a positive number, got {temperature}")
+        head = self.model.lm_head
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
+                "the head are not supported"
+            )
+        forbidden = self._forbidden
+        if forbidden_ids is not None:
+            forbidden = torch.tensor(forbidden_ids, dtype=torch.long, device=hidden.device)
+        is_forbidden = torch.isin(wanted, forbidden)
+        if is_forbidden.any():
+            raise ValueError(
+                f"targets: id {int(wanted[is_forbidden][0])} is forbidden (forbidden_ids), so it "
+                "cannot be learnt"
+            )
         return token_stats(
-            aligned(last, self.spec.shift, starts=starts)[rows],
+            hidden,
             head.weight,
             wanted,
             bias=head.bias,
@@ -311,6 +369,14 @@ class HFBackbone(StoredDecoder, Backbone):
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
+
+
+def _check_cells(ids: Tensor, targets: Tensor, rows: Tensor) -> None:
+    if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
+        raise ValueError(
+            "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
+            f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
+        )
 
 
 def _given_visibility(mask: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +30,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _GROUPS = {"attn": _ATTENTION, "all": (*_ATTENTION, *_FEED_FORWARD), "all-linear": None}
-_NAME = "default"
+POLICY = "default"
+"""Name of the adapter that a backbone trains, loads and writes. peft's own default."""
 _PREFIX = "base_model.model."
 
 # What a PEFT configuration may say besides rank, alpha, dropout, targets and layers.
@@ -140,22 +143,26 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
     )
 
 
-def inject(model: PreTrainedModel, settings: LoRASettings) -> None:
+def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY) -> None:
     """Puts a new adapter into a decoder, in place; it starts as the identity.
 
-    The base weights get frozen. The adapter's are float32 where the base is in half precision, as
-    in peft, since small updates would be rounded away.
+    All other weights keep their ``requires_grad``. The adapter's are float32 where the base is in
+    half precision, as in peft, since small updates would be rounded away. Forwards use the adapter
+    named :data:`POLICY`; others are switched on by :func:`using_adapter`.
 
     Args:
         model: the decoder.
         settings: shape and places.
+        name: of the adapter; a decoder may hold several.
 
     Raises:
         ValueError: a layer to adapt does not exist.
     """
     # On first use: peft takes seconds to import, and most runs have no adapter.
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     count = len(model.model.layers)
     if settings.layers is not None and not set(settings.layers) <= set(range(count)):
         raise ValueError(
@@ -169,24 +176,57 @@ def inject(model: PreTrainedModel, settings: LoRASettings) -> None:
         use_rslora=settings.rslora,
         layers_to_transform=settings.layers,
     )
-    inject_adapter_in_model(config, model, adapter_name=_NAME)
-    for _, parameter in adapter_parameters(model):
+    with warnings.catch_warnings():
+        # That there is another adapter is the point of a name.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        inject_adapter_in_model(config, model, adapter_name=name)
+    for parameter, flag in before:
+        parameter.requires_grad_(flag)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer._active_adapter = [POLICY]
+    for _, parameter in adapter_parameters(model, name):
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights of the adapter in a decoder.
+@contextmanager
+def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Runs forwards of a decoder with another of its adapters, or with none.
+
+    Which one counts is decided when a forward runs; its backward may come later.
 
     Args:
         model: the decoder.
+        name: of the adapter; ``None`` for the bare weights.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    # peft's own switch would also change which weights require gradients.
+    before = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [] if name is None else [name]
+    try:
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = names
+
+
+def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of an adapter in a decoder.
+
+    Args:
+        model: the decoder.
+        name: of the adapter.
 
     Yields:
         Key, such as ``model.layers.0.self_attn.q_proj.lora_A.weight``, and parameter.
     """
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            yield name.replace(f".{_NAME}.", "."), parameter
+    for path, parameter in model.named_parameters():
+        if ".lora_" in path and f".{name}." in path.partition(".lora_")[2]:
+            yield path.replace(f".{name}.", "."), parameter
 
 
 def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
@@ -207,7 +247,9 @@ def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Modu
         owner, _, last = name.rpartition(".")
         parent = owner.removesuffix(".base_layer")
         adapted = parent != owner and last == "weight"
-        found[f"{parent}.{last}"] = (parameter, modules[parent] if adapted else None)
+        layer: Any = modules[parent] if adapted else None
+        has_adapter = layer is not None and POLICY in layer.lora_A
+        found[f"{parent}.{last}"] = (parameter, layer if has_adapter else None)
     return found
 
 
@@ -221,9 +263,9 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
     Returns:
         ``(out, in)`` in the dtype of ``weight``; the sum is taken in float32 and rounded once.
     """
-    rows = plain_tensor(layer.lora_B[_NAME].weight).float()
-    columns = plain_tensor(layer.lora_A[_NAME].weight).float()
-    return (weight.float() + rows @ columns * layer.scaling[_NAME]).to(weight.dtype)
+    rows = plain_tensor(layer.lora_B[POLICY].weight).float()
+    columns = plain_tensor(layer.lora_A[POLICY].weight).float()
+    return (weight.float() + rows @ columns * layer.scaling[POLICY]).to(weight.dtype)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -207,6 +208,31 @@ class StoredDecoder(nn.Module):
         self.requires_grad_(False)
         adapters.inject(self.model, settings)
         self._adapter = settings
+
+    def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
+        """Puts a trainable adapter beside that of the policy, for another head on the same weights.
+
+        It takes part in a forward only inside :meth:`using_adapter`, and is no part of what
+        :meth:`save_adapter` and :meth:`export` write.
+
+        Args:
+            name: of the adapter, other than ``default``.
+            settings: its shape and places.
+
+        Raises:
+            ValueError: the name is taken, or a target does not exist.
+        """
+        if name == adapters.POLICY or any(adapters.adapter_parameters(self.model, name)):
+            raise ValueError(f"add_side_adapter: there is an adapter named {name!r} already")
+        adapters.inject(self.model, settings, name=name)
+
+    def using_adapter(self, name: str | None) -> AbstractContextManager[None]:
+        """Runs forwards with another adapter, or with none (``None``): the initial weights.
+
+        Args:
+            name: of an adapter from :meth:`add_side_adapter`.
+        """
+        return adapters.using_adapter(self.model, name)
 
     def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
         """Loads a low-rank adapter in PEFT layout.

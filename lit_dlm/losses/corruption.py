@@ -183,7 +183,7 @@ class SemiAutoregressive(Corruption):
         maskable = responses.maskable
         steps = responses.steps_or_ltr() if self.order == "trace" else None
         groups = step_groups(steps, maskable, size=self.block_size)
-        sample, group = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
+        sample, group, _ = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
         groups = groups[sample]
         supervised = noisy.supervised[sample] & (groups == group[:, None])
         return NoisyStates(
@@ -206,6 +206,9 @@ class TraceMasking(Corruption):
         shrink: consecutive distinct steps that form a group.
         rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
         weight: how targets are weighed.
+        padding: cells behind the answer, which are no targets: ``hidden`` in every state, as in
+            dLLM-RL, or ``replayed``, shown from the step on that wrote them, so that a state is
+            exactly what its step saw while it was decoded. States without a target are left out.
     """
 
     def __init__(
@@ -214,30 +217,38 @@ class TraceMasking(Corruption):
         shrink: int = 1,
         rows_per_sample: int | None = None,
         weight: LossWeight = "1/num_targets",
+        padding: Literal["hidden", "replayed"] = "hidden",
     ) -> None:
         if shrink < 1:
             raise ValueError(f"shrink: expected at least 1, got {shrink}")
+        if padding not in ("hidden", "replayed"):
+            raise ValueError(f"padding: expected 'hidden' or 'replayed', got {padding!r}")
         self.shrink = shrink
         self.rows_per_sample = _checked_rows(rows_per_sample)
         self.weight = checked_weight(weight)
+        self.padding = padding
 
     def states(self, responses: Responses) -> NoisyStates:
         """One state per group of steps."""
+        steps, maskable = responses.steps_or_ltr(), responses.maskable
         groups = step_groups(
-            responses.steps_or_ltr(),
-            responses.maskable,
+            steps,
+            maskable if self.padding == "hidden" else torch.ones_like(maskable),
             shrink=self.shrink,
             segments=responses.blocks,
         )
-        sample, group = group_rows(groups, self.rows_per_sample, responses.seeds, stream=_ROWS)
-        groups, maskable = groups[sample], responses.maskable[sample]
-        supervised = groups == group[:, None]
+        sample, group, share = group_rows(
+            groups, self.rows_per_sample, responses.seeds, stream=_ROWS, targets=maskable
+        )
+        groups, maskable = groups[sample], maskable[sample]
+        supervised = (groups == group[:, None]) & maskable
         return NoisyStates(
             sample=sample,
             hidden=groups >= group[:, None],
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, None),
             per_row=self.weight != "none",
+            share=share,
         )
 
 

@@ -59,8 +59,13 @@ def step_groups(
 
 
 def group_rows(
-    groups: Tensor, rows_per_sample: int | None, seeds: Tensor, *, stream: int
-) -> tuple[Tensor, Tensor]:
+    groups: Tensor,
+    rows_per_sample: int | None,
+    seeds: Tensor,
+    *,
+    stream: int,
+    targets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Lists the groups of every sample, or some of them at random.
 
     Args:
@@ -68,19 +73,28 @@ def group_rows(
         rows_per_sample: at most so many groups per sample; ``None`` for all.
         seeds: ``(B,)`` int64 sample seeds.
         stream: stream of the noise.
+        targets: ``(B, G)`` bool; groups without such a cell are left out. All are taken by default.
 
     Returns:
-        ``sample`` and ``group``, ``(R,)`` int64 each; without any group one row of sample 0 whose
-        group has no cells.
+        ``sample`` and ``group``, ``(R,)`` int64 each, and ``share``, ``(R,)`` float32: the groups
+        of the sample over those drawn of it. Without any group one row of sample 0 whose group
+        has no cells.
     """
     count = torch.where(groups == NEVER, -1, groups).amax(1) + 1  # (B,)
     numbers = torch.arange(int(count.max()), device=groups.device).expand(len(groups), -1)
     exists = numbers < count[:, None]
+    if targets is not None and numbers.numel():
+        cells = torch.where(targets & (groups != NEVER), groups, numbers.shape[1])
+        found = torch.zeros(
+            len(groups), numbers.shape[1] + 1, dtype=torch.bool, device=cells.device
+        )
+        exists = found.scatter_(1, cells, True)[:, :-1]
+    total = exists.sum(1)
     if rows_per_sample is not None and numbers.numel():
         noise = uniform_noise(seeds, 0, numbers, stream=stream).masked_fill(~exists, 2.0)
         exists = exists & (noise.argsort(1).argsort(1) < rows_per_sample)
     sample, group = exists.nonzero(as_tuple=True)
     if not len(sample):
         # A forward must run all the same: other processes wait for its backward.
-        return sample.new_zeros(1), group.new_full((1,), NEVER - 1)
-    return sample, group
+        return sample.new_zeros(1), group.new_full((1,), NEVER - 1), total.new_ones(1).float()
+    return sample, group, (total / exists.sum(1).clamp_min(1)).float()[sample]

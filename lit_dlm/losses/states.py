@@ -54,6 +54,18 @@ class NoisyStates:
     """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
     causal: bool = False
     """Whether a cell sees only what is to its left."""
+    share: Tensor | None = None
+    """``(R,)`` float32: how many states of its sample each one stands for, where only some of them
+    were drawn; ``None`` where each stands for itself."""
+    view_of: Tensor | None = None
+    """``(R,)`` int64: states with one number are views of one estimate, in which the scores of a
+    cell are added up; ``None`` where every state is scored for itself."""
+    coefficient: Tensor | None = None
+    """``(R, G)`` float32 factor of each target's score in that sum; with ``view_of`` only."""
+    prompt_rate: float = 0.0
+    """Chance of every prompt token to be hidden, by noise of the state's seed."""
+    seeds: Tensor | None = None
+    """``(R,)`` int64 seed of each state's prompt noise, where ``prompt_rate`` is positive."""
 
     def num_units(self) -> Tensor:
         """What the weighted sum of a batch is divided by, a scalar."""

@@ -7,6 +7,7 @@ from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.modules.sft import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.modules.tracerl import TraceRLModule
 
 __all__ = [
     "AutoencoderModule",
@@ -16,4 +17,5 @@ __all__ = [
     "TABOMModule",
     "TraceLockModule",
     "TraceModule",
+    "TraceRLModule",
 ]

@@ -11,13 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
-from lit_dlm.decoding import Decoder, DecodeResult, Observer, prompt_canvas
+from lit_dlm.decoding import (
+    Decoder,
+    DecodeResult,
+    FillCurves,
+    Observer,
+    RegionFill,
+    prompt_canvas,
+)
+from lit_dlm.decoding.endings import text_cells
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained
 from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
@@ -55,6 +61,8 @@ class DecodedBatch:
     """Response tokens before the first end of text (the useful ones)."""
     captured: CapturedDecode | None = None
     """What the records are made of, when the module captures."""
+    fill: list[FillCurves] | None = None
+    """How the regions were filled, one per example; ``None`` for a decoder without a layout."""
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
@@ -159,8 +167,10 @@ class DecodeModule(LightningModule):
     ) -> DecodedBatch:
         """Decodes one batch of prompts, and captures it when the module does."""
         capture = self.capture()
-        result = self.decode(batch, () if capture is None else (capture,))
-        completions, num_tokens = self._completions(result)
+        decoder = self.decoders.get(batch.method)  # ``decode`` refuses an unknown one
+        fill = RegionFill() if decoder is not None and decoder.layout is not None else None
+        result = self.decode(batch, [each for each in (capture, fill) if each is not None])
+        completions, num_tokens = self.completions(result)
         return DecodedBatch(
             examples=batch.examples,
             method=batch.method,
@@ -169,18 +179,39 @@ class DecodeModule(LightningModule):
             completions=completions,
             num_tokens=num_tokens,
             captured=None if capture is None else capture.captured(),
+            fill=None if fill is None else fill.curves(),
         )
 
-    def _completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
-        """Response texts, cut at the first end of text, and their lengths in tokens."""
+    def encode(self, example: PromptExample) -> list[int]:
+        """Token ids of one prompt: a single user turn through the chat template.
+
+        Args:
+            example: the problem.
+        """
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.text}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return list(ids)
+
+    def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
+        """Texts of a decode's responses as graders take them.
+
+        Args:
+            result: the decode.
+
+        Returns:
+            The texts, cut at the first end of text (with a template, that of every part of it),
+            and their lengths in tokens.
+        """
+        spec = self.backbone.spec
         response = result.ids[:, result.start :].cpu()
-        eos_ids = torch.tensor(self.backbone.spec.eos_ids)
-        texts, lengths = [], []
-        for row in response:
-            ends = torch.isin(row, eos_ids).nonzero()
-            length = int(ends[0, 0]) if len(ends) else len(row)
-            kept: Tensor = row[:length]
-            kept = kept[kept != self.backbone.spec.mask_id]
-            texts.append(str(self.tokenizer.decode(kept, skip_special_tokens=True)))
-            lengths.append(length)
-        return texts, lengths
+        given = None if result.given is None else result.given[:, result.start :].cpu()
+        is_text = text_cells(response, spec.eos_ids, given)
+        kept = is_text & (response != spec.mask_id)
+        texts = [
+            str(self.tokenizer.decode(row[cells], skip_special_tokens=True))
+            for row, cells in zip(response, kept, strict=True)
+        ]
+        return texts, is_text.sum(1).tolist()

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
@@ -18,6 +19,7 @@ from lit_dlm.losses.states import Corruption, NoisyStates
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.export import export_trained
+from lit_dlm.modules.finite import finite_gradients, require_finite
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.schedules import warmup_cosine
@@ -89,6 +91,7 @@ class FinetuneModule(DecodeModule):
         self.warmup_steps = warmup_steps
         self.lr_floor = lr_floor
         self.export_dir = None if export_dir is None else Path(export_dir)
+        self._step_uids: list[str] = []  # since the last optimiser step
 
     # -- the loss --------------------------------------------------------------------------------
 
@@ -139,7 +142,16 @@ class FinetuneModule(DecodeModule):
         return count.clamp_min(1.0 / world_size if self.loss_norm == "global" else 1.0)
 
     def terms(self, batch: SupervisedBatch, *, seed: int) -> LossTerms:
-        """Draws states of a batch, runs the backbone once and computes the loss.
+        """Loss of a batch.
+
+        Args:
+            batch: the batch.
+            seed: base seed of the noise.
+        """
+        return self.loss_terms(batch, *self._scored(batch, seed=seed))
+
+    def _scored(self, batch: SupervisedBatch, *, seed: int) -> tuple[NoisyStates, TokenStats]:
+        """Draws states of a batch and runs the backbone once.
 
         The forward runs even where nothing is supervised: every process takes part in every
         backward.
@@ -156,13 +168,42 @@ class FinetuneModule(DecodeModule):
             position_ids=rows.position_ids,
             response_start=rows.response_start,
         )
-        return self.loss_terms(batch, states, stats)
+        return states, stats
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
-        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids."""
-        terms = self.terms(batch, seed=self.seed)
+        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids.
+
+        Raises:
+            NonFiniteError: the loss of some process is not finite; raised in all of them, before
+                any weight has changed.
+        """
+        states, stats = self._scored(batch, seed=self.seed)
+        terms = self.loss_terms(batch, states, stats)
+        is_finite = torch.isfinite(terms.total.detach())
+        require_finite(
+            is_finite,
+            self.trainer,
+            what="the loss",
+            blamed=lambda: [] if bool(is_finite) else _non_finite_samples(batch, states, stats),
+        )
+        self._step_uids += batch.uids
         self._log("train", terms, batch)
         return terms.total
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Looks at the gradients: clipping would spread one that is not finite to all weights.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; raised in all processes, before any weight
+                has changed.
+        """
+        uids, self._step_uids = self._step_uids, []
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return  # float16 precision tries its loss scale out and skips such steps itself
+        gradients = [value.grad for value in self.parameters() if value.grad is not None]
+        require_finite(
+            finite_gradients(gradients), self.trainer, what="a gradient", blamed=lambda: uids
+        )
 
     def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
         """The same loss with noise that does not change between validations."""
@@ -250,3 +291,13 @@ class FinetuneModule(DecodeModule):
         """
         is_first = self._trainer is None or self.trainer.is_global_zero
         export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
+
+
+def _non_finite_samples(
+    batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
+) -> list[str]:
+    """Uids of samples with a target whose scores are not finite; of all where no score says so."""
+    bad = ~(torch.isfinite(stats.ce.detach()) & torch.isfinite(stats.entropy.detach()))
+    row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
+    samples = states.sample[row[bad]].unique().tolist()
+    return [batch.uids[sample] for sample in samples] or batch.uids

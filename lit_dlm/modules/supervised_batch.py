@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.visibility import position_ids_for
 from lit_dlm.losses.states import NoisyStates, Responses
+from lit_dlm.losses.views import hidden_prompt
+from lit_dlm.ops.alignment import first_real_columns
 from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
 from lit_dlm.ops.noise import sample_seed
 
@@ -190,13 +192,20 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         The rows, ``R`` of them.
 
     Raises:
-        ValueError: causal states on a model without the right shift, or a block model with it.
+        ValueError: causal states on a model without the right shift, a block model with it, or
+            hidden prompt tokens on a block model.
     """
     clean = batch.ids[states.sample]  # (R, L)
     hidden = F.pad(states.hidden, (batch.start, 0))
     supervised = F.pad(states.supervised, (batch.start, 0))
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
+    if states.prompt_rate and (states.causal or spec.attention != "full"):
+        raise ValueError(
+            "corruption: hidden prompt tokens need a model with full attention, "
+            f"got {spec.attention} attention"
+        )
     if not states.causal and spec.attention == "full":
+        hidden = _with_hidden_prompt(hidden, states, pad_mask, batch.start)
         return TrainingRows(
             ids=clean.masked_fill(hidden, spec.mask_id),
             targets=clean,
@@ -246,3 +255,14 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         position_ids=layout.positions(positions),
         response_start=None,
     )
+
+
+def _with_hidden_prompt(
+    hidden: Tensor, states: NoisyStates, pad_mask: Tensor | None, start: int
+) -> Tensor:
+    """Adds the prompt tokens that a state hides to ``(R, L)`` hidden cells."""
+    columns = torch.arange(start, device=hidden.device).expand(len(hidden), -1)
+    if pad_mask is not None:
+        columns = columns - first_real_columns(pad_mask)[:, None]
+    prompt = hidden_prompt(states, columns)
+    return hidden if prompt is None else torch.cat([prompt, hidden[:, start:]], dim=1)

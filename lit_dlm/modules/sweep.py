@@ -23,7 +23,7 @@ from typing import Any
 
 from lit_dlm.decoding import Decoder
 
-_PLUGS = ("policy", "window", "quota", "sampler", "cache")
+_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -280,7 +280,7 @@ class TimeDelayMask(NamedTuple):
 def time_delay_mask(
     steps: Tensor,
     maskable: Tensor,
-    cut: int | Sequence[int] | Tensor,
+    cut: int | Sequence[int | None] | Tensor | None,
     *,
     window: int,
     unit: Literal["steps", "tokens"] = "steps",
@@ -295,8 +295,8 @@ def time_delay_mask(
             none did.
         maskable: bool of the same shape, positions that may be supervised (all of them, or only
             those of the answer without the padding behind it). It does not change what is hidden.
-        cut: the step, a number or ``(B,)`` integers. -1 stands for a row without a cut: all of it
-            is hidden and nothing is supervised.
+        cut: the step, a number or ``(B,)`` integers. -1 or ``None`` stands for a row without a cut:
+            all of it is hidden and nothing is supervised.
         window: supervised steps, the cut's own included; or, with ``unit`` ``tokens``, supervised
             positions, counted from the cut on in the order of steps and, within a step, from the
             left.
@@ -315,7 +315,7 @@ def time_delay_mask(
         )
     if window < 1:
         raise ValueError(f"window: expected at least 1, got {window}")
-    at = per_row(cut, steps, name="cut")
+    at = per_row(cut, steps, name="cut", missing=-1)
     hidden = (steps < 0) | (steps >= at)
     later = maskable.bool() & (steps >= 0) & (steps >= at) & (at >= 0)
     if unit == "steps":
@@ -341,24 +341,36 @@ def first_written(steps: Tensor, candidates: Tensor, count: int) -> Tensor:
     return candidates & (rank < count)
 
 
-def per_row(value: int | Sequence[int] | Tensor, like: Tensor, *, name: str) -> Tensor:
+def per_row(
+    value: int | Sequence[int | None] | Tensor | None,
+    like: Tensor,
+    *,
+    name: str,
+    missing: int,
+) -> Tensor:
     """Brings one integer per row, or one for all, into a shape that broadcasts.
 
     Args:
         value: a number, or ``(B,)`` or ``(B, 1)`` integers.
         like: ``(L,)`` or ``(B, L)`` tensor that it goes with.
         name: of the argument, for the message.
+        missing: what ``None`` stands for, as the value or among those of the rows.
 
     Returns:
         ``()``, ``(1, 1)`` or ``(B, 1)`` int64 on the device of ``like``.
 
     Raises:
-        ValueError: neither one value nor one for each row.
+        ValueError: neither one value nor one for each row, or something else than integers.
     """
-    rows = torch.as_tensor(value, device=like.device).long()
+    if isinstance(value, Sequence):
+        value = [missing if one is None else one for one in value]
+    rows = torch.as_tensor(missing if value is None else value, device=like.device)
+    if rows.numel() and rows.is_floating_point():
+        raise ValueError(f"{name}: expected integers, got {rows.dtype} {rows.tolist()}")
     num_rows = like.shape[0] if like.ndim == 2 else 1
     if rows.numel() not in (1, num_rows):
         raise ValueError(
             f"{name}: expected one value or {num_rows}, one for each row, got {rows.numel()}"
         )
+    rows = rows.long()
     return rows.reshape(-1, 1) if like.ndim == 2 else rows.reshape(())

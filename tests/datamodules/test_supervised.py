@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datamodules.supervised import SupervisedDataModule
+from datamodules.supervised import SupervisedDataModule, check_learnable
 from datamodules.supervised_sources import (
     ModelFacts,
     RecordedDecodes,
@@ -193,6 +193,20 @@ def test_a_missing_order_is_left_to_right_on_demand_only(model: ModelFacts) -> N
 def test_equal_uids_are_refused(model: ModelFacts) -> None:
     with pytest.raises(ValueError, match="two examples have the uid 'fake/train/00000'"):
         read(model, *examples(1), *examples(1))
+
+
+def test_a_target_that_has_no_probability_is_named_before_training() -> None:
+    """The padding id is forbidden; behind the answer it matters only where padding is learnt."""
+    spec = small(forbidden_ids=(PAD,)).spec
+    (example,) = examples(1)
+    inside = replace(example, response_ids=np.array([5, PAD, MASK, EOS], dtype=np.int32))
+    behind = replace(example, response_ids=np.array([5, EOS, PAD, PAD], dtype=np.int32))
+    with pytest.raises(ValueError, match="fake/train/00000: token 0 at response position 1"):
+        check_learnable(inside, spec, num_padding=0)
+    check_learnable(behind, spec, num_padding=0)
+    for num_padding in (1, None):
+        with pytest.raises(ValueError, match="at response position 2"):
+            check_learnable(behind, spec, num_padding=num_padding)
 
 
 def test_validation_and_training_share_no_prompt_and_lose_none() -> None:

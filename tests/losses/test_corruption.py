@@ -161,7 +161,7 @@ def test_trace_states_of_a_block_model_step_through_all_blocks_at_once() -> None
 
 def test_rows_per_sample_draws_distinct_groups() -> None:
     groups = step_groups(torch.arange(9).expand(50, -1), torch.ones(50, 9, dtype=torch.bool))
-    sample, group = group_rows(groups, 4, torch.arange(50), stream=1)
+    sample, group, _ = group_rows(groups, 4, torch.arange(50), stream=1)
     assert torch.bincount(sample).tolist() == [4] * 50
     assert len({(s, g) for s, g in zip(sample.tolist(), group.tolist(), strict=True)}) == 200
     assert set(group.tolist()) == set(range(9))

@@ -1,0 +1,214 @@
+"""Reward curves of reinforcement learning objectives on the embedded model, decoded too fast.
+
+At temperature 1 with everything of probability 0.4 committed at once the embedded model takes five
+steps for a word problem instead of ten, and is right in a third of them instead of four fifths.
+Each objective trains it from there: the states of the rollout (TraceRL), with and without a value
+model, random states and their complements, and random states alone (arXiv 2509.06949). All share
+prompts, seeds, learning rate and RL steps, and have about as many training rows per response; only
+the states and advantages differ.
+
+A run that is complete under ``--run_dir`` is not repeated, so the arms may be run one by one or
+side by side (``--methods trace --seeds 0``); a call that names them all reports and draws what
+there is.
+The reward is the share of right answers among held-out prompts, decoded like the rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from callbacks.reward_curve import RewardCurve
+from datamodules.rollouts import RolloutDataModule
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, ThresholdPolicy
+from lit_dlm.losses.corruption import RandomMasking, TraceMasking
+from lit_dlm.losses.states import Corruption
+from lit_dlm.losses.views import CoupledMasking
+from lit_dlm.modules.objective import PolicyObjective, ValueObjective
+from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.reports.reward_curve import plot_runs, read_points, write_points
+from lit_dlm.rewards import Graded, SpreadFilter
+from lit_dlm.tasks.word_problems import WordProblems
+
+METHODS = {
+    "trace": "TraceRL",
+    "value": "TraceRL with value",
+    "coupled": "coupled",
+    "random": "random masking",
+}
+"""Arms and their names in the plot."""
+
+
+def main() -> None:
+    """Runs what is missing, then reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run_dir", type=Path, default=Path("runs/tracerl_curves"))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=30, help="RL steps")
+    parser.add_argument("--prompts", type=int, default=16, help="of an RL step")
+    parser.add_argument("--responses", type=int, default=8, help="to each prompt")
+    parser.add_argument("--val_prompts", type=int, default=200)
+    parser.add_argument("--val_every", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--value_lr", type=float, default=1e-3)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts")
+    parser.add_argument("--batch_size", type=int, default=32, help="items per update")
+    parser.add_argument("--threshold", type=float, default=0.4, help="of committing a token")
+    parser.add_argument("--plot", type=Path, help="draw the curves to this file")
+    parser.add_argument("--only_report", action="store_true", help="train nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for seed in options.seeds:
+        for method in options.methods:
+            folder = options.run_dir / f"{method}-{seed}"
+            path = folder / "reward_curve.jsonl"
+            if not options.only_report and not _is_complete(path, options.steps):
+                run(method, seed, folder, options)
+            if _is_complete(path, options.steps):
+                curves.setdefault(METHODS[method], []).append(read_points(path))
+    report = summary(curves)
+    if options.plot is not None and curves:
+        plot_runs(curves, options.plot)
+    if options.json:
+        print(json.dumps(report))
+        return
+    for name, values in report.items():
+        print(name, "  ".join(f"{key} {value:.4g}" for key, value in values.items()))
+
+
+def run(method: str, seed: int, folder: Path, options: argparse.Namespace) -> None:
+    """Trains one arm.
+
+    Args:
+        method: a key of :data:`METHODS`.
+        seed: of rollouts, states and prompts.
+        folder: receives the curve.
+        options: of the command line.
+    """
+    seed_everything(seed, verbose=False)
+    corruption: Corruption = TraceMasking(padding="replayed")
+    if method == "coupled":
+        corruption = CoupledMasking(pairs=3)
+    elif method == "random":
+        corruption = RandomMasking(min_t=0.1, max_t=0.9, copies=6)
+    value = value_backbone = None
+    if method == "value":
+        value = ValueObjective(backbone="full", lr=options.value_lr)
+        value_backbone = HFBackbone("tiny", trainable=True)
+    module = TraceRLModule(
+        HFBackbone("tiny", trainable=True),
+        tokenizer="tiny",
+        decoders={
+            "rollout": Decoder(
+                policy=ThresholdPolicy(options.threshold),
+                quota=NoQuota(),
+                sampler=Sampler(temperature=options.temperature, score_on="filtered"),
+                settings=DecodeSettings(eos_rule="fill"),
+            )
+        },
+        corruption=corruption,
+        objective=PolicyObjective(beta=0.0),
+        value=value,
+        value_backbone=value_backbone,
+        seed=seed,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=options.lr, weight_decay=0.0),
+    )
+    data = RolloutDataModule(
+        [WordProblems("train", num_examples=2000)],
+        rewards=[Graded()],
+        val_tasks=[WordProblems("test", num_examples=options.val_prompts)],
+        prompts_per_step=options.prompts,
+        responses_per_prompt=options.responses,
+        response_length=32,
+        rollout_batch_size=128,
+        batch_size=options.batch_size,
+        filters=[SpreadFilter()],
+        seed=seed,
+    )
+    curve = RewardCurve(str(folder))
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=options.steps,
+        reload_dataloaders_every_n_epochs=1,
+        check_val_every_n_epoch=options.val_every,
+        num_sanity_val_steps=-1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=[curve, _Clock(curve)],
+    ).fit(module, data)
+    write_points(curve.points, folder / "reward_curve.jsonl")
+
+
+class _Clock(Callback):
+    """Notes the processor time used so far with every RL step: wall time depends on neighbours."""
+
+    def __init__(self, curve: RewardCurve) -> None:
+        self.curve = curve
+        self.began = time.process_time()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.curve.points[-1]["cpu_seconds"] = time.process_time() - self.began
+
+
+def summary(curves: dict[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:
+    """Where each arm began and ended.
+
+    Args:
+        curves: by label, the curves of its seeds.
+
+    Returns:
+        By label: ``start`` and ``end`` (means over seeds of the held-out reward), ``rise`` with its
+        standard error over prompts and seeds (``stderr``) and in such errors (``rise_in_stderr``),
+        ``best`` (mean of each seed's best), ``seeds``, and ``cpu_seconds`` of a run.
+    """
+    report = {}
+    for label, seeds in curves.items():
+        scored = [[point for point in points if "val/reward" in point] for points in seeds]
+        start = [points[0]["val/reward"] for points in scored]
+        end = [points[-1]["val/reward"] for points in scored]
+        # Prompts are the same, so taking both ends for independent errs on the safe side.
+        variance = (
+            sum(points[at]["val/reward_stderr"] ** 2 for points in scored for at in (0, -1))
+            / len(scored) ** 2
+        )
+        rise = statistics.mean(end) - statistics.mean(start)
+        report[label] = {
+            "start": statistics.mean(start),
+            "end": statistics.mean(end),
+            "rise": rise,
+            "stderr": math.sqrt(variance),
+            "rise_in_stderr": rise / math.sqrt(variance),
+            "best": statistics.mean(max(p["val/reward"] for p in points) for points in scored),
+            "seeds": float(len(scored)),
+            "cpu_seconds": statistics.mean(points[-1].get("cpu_seconds", 0.0) for points in seeds),
+        }
+    return report
+
+
+def _is_complete(path: Path, steps: int) -> bool:
+    return path.is_file() and read_points(path)[-1]["step"] >= steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Writes the reward curve of a reinforcement learning run and draws it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.reports.reward_curve import plot_run, write_points
+
+
+class RewardCurve(Callback):
+    """Keeps ``reward_curve.jsonl`` and ``reward_curve.png`` up to date.
+
+    A line holds everything that one RL step logged. Step 0 is the policy as it began, where the
+    trainer validates before training (``num_sanity_val_steps: -1``); the validation in line ``n``
+    is that of the policy after ``n`` RL steps. The curve is part of checkpoints, so that of a
+    resumed run goes on where it stood.
+
+    Args:
+        folder: where the files go.
+        draw_seconds: the plot is drawn at most this often, and at the end.
+    """
+
+    def __init__(self, folder: str, *, draw_seconds: float = 30.0) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.draw_seconds = draw_seconds
+        self._drawn = -math.inf
+        self.points: list[dict[str, Any]] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the scores of the policy before training."""
+        # A resumed run is checked, too, but its beginning is known.
+        is_first = trainer.sanity_checking and not self.points
+        if is_first and isinstance(pl_module, TraceRLModule):
+            scores = {} if pl_module.validation is None else pl_module.validation.last
+            values = {f"val/{name}": value for name, value in scores.items()}
+            self.points = [{"step": 0, "updates": 0, **values}]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Adds what the RL step logged, before checkpoints are written.
+
+        Raises:
+            ValueError: the module is not trained on rollouts.
+        """
+        if not isinstance(pl_module, TraceRLModule):
+            raise ValueError(f"model: expected a TraceRLModule, got {type(pl_module).__name__}")
+        has_validation = (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+        values = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if has_validation or not name.startswith("val/")
+        }
+        # The module logs it in the hook of this name, which comes after those of callbacks.
+        values["time/train"] = pl_module.train_seconds
+        step = trainer.current_epoch + 1
+        self.points = [point for point in self.points if point["step"] < step]
+        self.points.append({"step": step, "updates": trainer.global_step, **values})
+        if trainer.is_global_zero:
+            write_points(self.points, self.folder / "reward_curve.jsonl")
+            if time.monotonic() - self._drawn > self.draw_seconds:
+                self._draw()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the whole curve."""
+        if trainer.is_global_zero and self.points:
+            self._draw()
+
+    def _draw(self) -> None:
+        plot_run(self.points, self.folder / "reward_curve.png")
+        self._drawn = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curve so far."""
+        return {"points": self.points}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the curve of a checkpoint."""
+        self.points = list(state_dict["points"])

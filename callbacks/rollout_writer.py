@@ -1,0 +1,94 @@
+"""Writes the rollouts of every RL step to trajectory shards, from which a run can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.modules.decode import DecodeModule
+
+
+class RolloutWriter(Callback):
+    """Keeps all rollouts, dropped groups included, with reward, RL step and policy version.
+
+    ``RolloutDataModule`` with ``source: shards`` trains on what is written here. A thread encodes
+    and writes beside the updates, one shard per RL step and process, which is on disk before the
+    step's checkpoint. Records that the folder holds already are left out, so a resumed run never
+    writes one twice.
+
+    Args:
+        folder: folder of the trajectory set.
+        name: name of the set, begins every file name.
+        level: zstd level of records.
+        max_gigabytes: stop the run with an error when the folder has grown beyond this.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        name: str = "rollouts",
+        level: int = 9,
+        max_gigabytes: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.name = name
+        self.level = level
+        self.max_gigabytes = max_gigabytes
+        self._target: TrajectoryFolder | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks what is trained."""
+        if stage == "fit" and not hasattr(trainer.datamodule, "collected"):  # type: ignore[attr-defined]
+            raise ValueError(
+                "RolloutWriter: expected RolloutDataModule, got "
+                f"{type(trainer.datamodule).__name__}"  # type: ignore[attr-defined]
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Recovers the folder on rank 0 and opens this process's writer."""
+        assert isinstance(pl_module, DecodeModule)
+        self._target = TrajectoryFolder(
+            self.folder,
+            trainer,
+            pl_module,
+            name=self.name,
+            split="train",
+            level=self.level,
+            max_gigabytes=self.max_gigabytes,
+        )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Queues the rollouts of this RL step that were made by this process."""
+        assert self._target is not None
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._target.put_records(
+            [
+                record
+                for record in data.collected.records
+                if record.meta["place"] % trainer.world_size == trainer.global_rank
+            ]
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finishes a shard: no checkpoint may be ahead of its rollouts."""
+        if self._target is not None:
+            self._target.flush()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finishes the shards; when all processes have, rank 0 merges the manifest."""
+        if self._target is not None:
+            target, self._target = self._target, None
+            target.close(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Finishes the shards of a run that broke off."""
+        if self._target is not None:
+            target, self._target = self._target, None
+            target.break_off(exception)

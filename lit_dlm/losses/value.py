@@ -1,0 +1,53 @@
+"""Regression of values on returns, with the clipped step of PPO."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lit_dlm.losses.terms import LossTerms
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weight: Tensor, *, clip: float = 0.2
+) -> LossTerms:
+    """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
+
+    The larger of both errors: a value that has moved by more than ``clip`` towards its return
+    gets no further push (TraceRL, arXiv:2509.06949; PPO implementations).
+
+    Args:
+        values: ``(N,)`` floating point, with gradient.
+        old_values: ``(N,)`` values at the beginning of the step.
+        returns: ``(N,)`` targets.
+        weight: ``(N,)`` weight of each token; 0 leaves it out.
+        clip: how far a value may move; infinity for plain regression.
+
+    Returns:
+        ``total``, and in ``parts`` over the tokens with weight: ``error`` (root of the mean squared
+        error), ``explained`` (share of the returns' variance that the values explain),
+        ``clip_fraction`` (share of values that moved beyond the clip).
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    shapes = {tuple(value.shape) for value in (values, old_values, returns, weight)}
+    if len(shapes) > 1 or values.ndim != 1:
+        raise ValueError(
+            f"value_loss: expected values, old_values, returns and weight (N,), got {shapes}"
+        )
+    moved = (values - old_values).clamp(-clip, clip)
+    plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
+    total = 0.5 * (weight * torch.maximum(plain, clipped)).sum()
+    with torch.no_grad():
+        counted = weight > 0
+        count = counted.sum().clamp_min(1)
+        mean = (returns * counted).sum() / count
+        variance = ((returns - mean) ** 2 * counted).sum() / count
+        squared = (plain * counted).sum() / count
+        parts = {
+            "error": squared.sqrt(),
+            "explained": 1.0 - squared / variance.clamp_min(1e-8),
+            "clip_fraction": (((values - old_values).abs() > clip) & counted).sum() / count,
+        }
+    return LossTerms(total, parts)

@@ -1,0 +1,100 @@
+"""Settings of policy and value objectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.actor import KLEstimator
+from lit_dlm.modules.rollout_items import Normalise
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """The clipped policy objective (TraceRL, arXiv:2509.06949)."""
+
+    clip_low: float = 0.2
+    """How far a ratio of probabilities may fall before its gradient is cut."""
+    clip_high: float | None = None
+    """How far it may rise; ``clip_low`` by default."""
+    beta: float = 0.01
+    """Weight of the divergence."""
+    kl: KLEstimator = "k3"
+    """Estimator of the divergence: ``k3``, or ``k1`` for the difference of log-probabilities."""
+    kl_to: Literal["old", "initial"] = "old"
+    """Measured to the policy at the start of the RL step, or to the initial one, which is the
+    backbone without its adapter."""
+    normalise: Normalise | None = None
+    """What sums over tokens are divided by; by default ``group_mean`` for full attention and
+    ``max_gen_length`` for block models."""
+    old_log_prob: Literal["recompute", "behaviour", "detach"] = "recompute"
+    """Where the old log-probabilities come from: the training forward before the first update, the
+    sampler's own record, or the current forward itself (a ratio of 1, exact for a single update
+    per RL step)."""
+    temperature: Literal["rollout"] | float = "rollout"
+    """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip_low <= 1.0:
+            raise ValueError(f"clip_low: expected a number in [0, 1], got {self.clip_low}")
+        if self.clip_high is not None and self.clip_high < 0.0:
+            raise ValueError(f"clip_high: expected 0 or more, got {self.clip_high}")
+        if self.beta < 0.0:
+            raise ValueError(f"beta: expected 0 or more, got {self.beta}")
+        for name, known in (
+            ("kl", ("k3", "k1")),
+            ("kl_to", ("old", "initial")),
+            ("old_log_prob", ("recompute", "behaviour", "detach")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        if self.temperature != "rollout" and not float(self.temperature) > 0.0:
+            raise ValueError(
+                f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueObjective:
+    """The diffusion value model: values of tokens just before they are written."""
+
+    backbone: Literal["lora", "full", "head"] = "lora"
+    """What the value head reads: the policy's frozen weights with an adapter of their own, a second
+    model (``value_backbone``, as in dLLM-RL), or the policy's hidden rows as they are."""
+    lora: LoRASettings = field(default_factory=LoRASettings)
+    """Shape of that adapter."""
+    gamma: float = 1.0
+    """Discount per step."""
+    lam: float = 1.0
+    """Weight of longer advantage estimates."""
+    shrink: int = 1
+    """Consecutive steps that count as one in returns and advantages."""
+    clip: float = 0.2
+    """How far a value may move in one RL step before its gradient is cut."""
+    lr: float = 5e-6
+    """Learning rate of the value parameters."""
+    train_every: int = 1
+    """The values are trained in every so many RL steps."""
+
+    def __post_init__(self) -> None:
+        if self.backbone not in ("lora", "full", "head"):
+            raise ValueError(
+                f"value.backbone: expected 'lora', 'full' or 'head', got {self.backbone!r}"
+            )
+        for name in ("gamma", "lam"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(
+                    f"value.{name}: expected a number in [0, 1], got {getattr(self, name)}"
+                )
+        for name in ("shrink", "train_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"value.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.clip <= 0.0 or self.lr < 0.0:
+            raise ValueError(
+                f"value.clip, value.lr: expected positive numbers, got {self.clip}, {self.lr}"
+            )
+        if self.lora.dropout:
+            raise ValueError("value.lora.dropout: expected 0, values of two forwards are compared")

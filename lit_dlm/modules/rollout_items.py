@@ -1,0 +1,305 @@
+"""From scored rollouts to training items: states with their targets, weights and advantages.
+
+Everything here is a function of the records and a seed, on the host, so that every process builds
+the same items from the same records and only the dealing differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lit_dlm.backbones import BackboneSpec
+from lit_dlm.losses.grouping import NEVER, step_groups
+from lit_dlm.losses.states import Corruption, NoisyStates, Responses
+from lit_dlm.modules.supervised_batch import (
+    SupervisedBatch,
+    SupervisedExample,
+    collate_supervised,
+    responses_of,
+)
+from lit_dlm.trajectories.record import Trajectory
+
+Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
+"""What the sum over a state's tokens is divided by. ``group_mean``: the tokens that one step wrote
+(the objective of arXiv:2509.06949; of a block model each block has its own step).
+``response_length``: the tokens of the answer. ``max_gen_length``: the cells of a response, a
+constant. ``reference``: what dLLM-RL does, the longest answer of the RL step for block models, else
+the targets of a state, where it leaves the divergence undivided."""
+
+_CHUNK = 64
+"""Records whose states are drawn together: their tensors are much larger than the items."""
+
+
+@dataclass(eq=False, kw_only=True)
+class RolloutItem:
+    """What is scored together: one state, several packed in a row, or the views of one estimate.
+
+    ``K`` states of ``G`` cells; ``N`` scored cells, state by state; ``M`` units, each a token with
+    one log-probability: the scored cells themselves, or of views the tokens they share.
+    """
+
+    record: int
+    """Number of the record."""
+    hidden: Tensor
+    """``(K, G)`` bool."""
+    supervised: Tensor
+    """``(K, G)`` bool, ``N`` cells in all."""
+    cells: Tensor
+    """``(M,)`` int64 response cell of each unit."""
+    weight: Tensor
+    """``(M,)`` float32 weight of each unit in the loss."""
+    kl_weight: Tensor
+    """``(M,)`` float32 weight of its divergence."""
+    unit: Tensor | None = None
+    """``(N,)`` int64 unit that each scored cell belongs to; ``None``: its own."""
+    coefficient: Tensor | None = None
+    """``(N,)`` float32 factor of each log-probability in the sum of its unit; with ``unit``."""
+    prompt_rate: float = 0.0
+    """Chance of prompt tokens to be hidden."""
+    seeds: Tensor | None = None
+    """``(K,)`` int64 seeds of that."""
+    # What is filled in before training; (M,) floating point each.
+    advantage: Tensor | None = None
+    returns: Tensor | None = None
+    old_log_prob: Tensor | None = None
+    old_value: Tensor | None = None
+    reference: Tensor | None = None
+    behaviour: Tensor | None = None
+
+    @property
+    def num_units(self) -> int:
+        """``M``."""
+        return len(self.cells)
+
+
+def supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
+    """Records as examples: token ids and steps.
+
+    Args:
+        records: the decodes.
+        epoch: pass over them; noise differs from pass to pass.
+
+    Returns:
+        One example per record.
+
+    Raises:
+        ValueError: a record has rewritten or given tokens, which two rows do not describe.
+    """
+    for record in records:
+        if record.superseded is not None or record.given is not None:
+            raise ValueError(
+                f"{record.uid}: expected a decode that writes every token once, got one with "
+                "rewritten or given tokens; use a policy without re-masking"
+            )
+    return [
+        SupervisedExample(
+            uid=record.uid,
+            prompt_ids=record.prompt_ids,
+            response_ids=record.tokens,
+            steps=record.commit_step,
+            epoch=epoch,
+        )
+        for record in records
+    ]
+
+
+class RowBuilder:
+    """Turns records into items with any corruption; the trainer does not know which.
+
+    Args:
+        corruption: which states a response gives.
+        spec: of the model; its block origin decides the blocks of the training rows.
+        seed: base seed of the states' noise.
+        num_padding: cells of fill behind an answer that may be targets; ``None`` for all
+            (``post_num`` in dLLM-RL).
+        normalise: see :data:`Normalise`; by default ``max_gen_length`` for block models and
+            ``group_mean`` for full attention.
+        copies: states of one response in one row, for block models; 1 keeps them apart.
+
+    Raises:
+        ValueError: an option is unknown, or several states in a row for full attention.
+    """
+
+    def __init__(
+        self,
+        corruption: Corruption,
+        spec: BackboneSpec,
+        *,
+        seed: int = 0,
+        num_padding: int | None = 0,
+        normalise: Normalise | None = None,
+        copies: int = 1,
+    ) -> None:
+        is_block = spec.attention == "block"
+        normalise = normalise or ("max_gen_length" if is_block else "group_mean")
+        known = ("group_mean", "response_length", "max_gen_length", "reference")
+        if normalise not in known:
+            raise ValueError(f"normalise: expected one of {', '.join(known)}, got {normalise!r}")
+        if copies < 1 or (copies > 1 and not is_block):
+            raise ValueError(
+                "packing: expected at least 1, and more than 1 only for a model with block "
+                f"attention (a state with full attention is a row of its own), got {copies} for "
+                f"{spec.attention} attention"
+            )
+        self.corruption = corruption
+        self.spec = spec
+        self.seed = seed
+        self.num_padding = num_padding
+        self.normalise = normalise
+        self.copies = copies
+
+    def batch_of(
+        self, records: Sequence[Trajectory], *, epoch: int = 0
+    ) -> tuple[SupervisedBatch, Responses]:
+        """Records as one batch of responses, and what corruptions see of it.
+
+        Args:
+            records: at least one; responses of one length.
+            epoch: pass over the records.
+        """
+        batch = collate_supervised(
+            supervised_of(records, epoch=epoch),
+            response_length=max(record.num_generated for record in records),
+            spec=self.spec,
+        )
+        responses = responses_of(batch, self.spec, seed=self.seed, num_padding=self.num_padding)
+        return batch, responses
+
+    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> list[RolloutItem]:
+        """All training items, record by record; states without a target are left out.
+
+        Args:
+            records: the rollouts of one RL step.
+            epoch: pass over them.
+
+        Returns:
+            The items, without advantages and old log-probabilities.
+        """
+        longest = 1
+        found: list[RolloutItem] = []
+        for first in range(0, len(records), _CHUNK):
+            _, responses = self.batch_of(records[first : first + _CHUNK], epoch=epoch)
+            longest = max(longest, int(responses.maskable.sum(1).max()))
+            states = self.corruption.states(responses)
+            found += self._items(states, responses, first)
+        if self.normalise == "reference" and self.spec.attention == "block":
+            for item in found:  # known only now
+                item.weight /= longest
+                item.kl_weight /= longest
+        return found
+
+    def _items(self, states: NoisyStates, responses: Responses, first: int) -> list[RolloutItem]:
+        weight, kl_weight = self._weights(states, responses)
+        taken = states.supervised.any(1)
+        if states.view_of is not None:
+            kind = states.view_of
+        elif self.copies > 1:
+            # Runs of at most ``copies`` states of one sample.
+            kind = states.sample * len(taken) + _rank_within(states.sample, taken) // self.copies
+        else:
+            kind = torch.arange(len(taken))
+        rows = taken.nonzero()[:, 0]
+        cuts = (kind[rows].diff() != 0).nonzero()[:, 0] + 1
+        items = []
+        for chosen in rows.tensor_split(cuts) if len(rows) else ():
+            supervised = states.supervised[chosen]
+            state, cell = supervised.nonzero(as_tuple=True)
+            unit, coefficient = None, None
+            cells, units = cell, (chosen[state], cell)
+            if states.view_of is not None:
+                assert states.coefficient is not None
+                cells = supervised.any(0).nonzero()[:, 0]
+                unit = torch.searchsorted(cells, cell)
+                coefficient = states.coefficient[chosen][supervised]
+                # The first view, which hides all, stands for the unit.
+                units = (chosen[:1].expand(len(cells)), cells)
+            items.append(
+                RolloutItem(
+                    record=first + int(states.sample[chosen[0]]),
+                    hidden=states.hidden[chosen],
+                    supervised=supervised,
+                    cells=cells,
+                    weight=weight[units].float(),
+                    kl_weight=kl_weight[units].float(),
+                    unit=unit,
+                    coefficient=coefficient,
+                    prompt_rate=states.prompt_rate,
+                    seeds=None if states.seeds is None else states.seeds[chosen],
+                )
+            )
+        return items
+
+    def _weights(self, states: NoisyStates, responses: Responses) -> tuple[Tensor, Tensor]:
+        """``(R, G)`` weights of policy and divergence terms."""
+        supervised = states.supervised
+        maskable = responses.maskable[states.sample]
+        R, G = supervised.shape
+        one = torch.ones(R, G)
+        if states.share is not None:
+            one = one * states.share[:, None]
+        if self.normalise == "max_gen_length":
+            weight = one / G
+        elif self.normalise == "response_length":
+            weight = one / maskable.sum(1, keepdim=True).clamp_min(1)
+        elif self.normalise == "reference" and responses.blocks is not None:
+            weight = one
+        elif responses.blocks is None:
+            weight = one / supervised.sum(1, keepdim=True).clamp_min(1)
+        else:
+            blocks = responses.blocks[states.sample]
+            place = blocks - blocks.amin(1, keepdim=True)
+            count = torch.zeros(R, int(place.max()) + 1)
+            count.scatter_add_(1, place, supervised.float())
+            weight = one / count.gather(1, place).clamp_min(1)
+        undivided = self.normalise == "reference" and responses.blocks is None
+        return weight, one if undivided else weight
+
+
+def _rank_within(sample: Tensor, taken: Tensor) -> Tensor:
+    """Number of each taken state among those of its sample, which lie next to each other."""
+    count = taken.long().cumsum(0)
+    starts = torch.ones_like(taken)
+    starts[1:] = sample[1:] != sample[:-1]
+    before = torch.where(starts, count - taken.long(), 0).cummax(0).values
+    return (count - 1 - before).clamp_min(0)
+
+
+def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
+    """The distinct shrunk steps of responses in their order, over all blocks.
+
+    Args:
+        responses: steps and blocks.
+        shrink: consecutive distinct steps that form one; within a block for block models.
+
+    Returns:
+        ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
+    """
+    steps = responses.steps_or_ltr()
+    members = responses.maskable & (steps >= 0)
+    groups = step_groups(steps, members, shrink=shrink, segments=responses.blocks)
+    if responses.blocks is not None:
+        # Blocks are written one after the other.
+        low = responses.blocks.amin(1, keepdim=True)
+        key = torch.where(members, groups, 0) + (responses.blocks - low) * groups.shape[1]
+        groups = step_groups(key, members)
+    return torch.where(groups == NEVER, 0, groups), members
+
+
+def pick(values: NDArray[np.float32] | Tensor, item: RolloutItem) -> Tensor:
+    """The entries of an item's units in a table of all records.
+
+    Args:
+        values: ``(num_records, G)``.
+        item: the item.
+
+    Returns:
+        ``(M,)`` float32.
+    """
+    return torch.as_tensor(values)[item.record, item.cells].float()

@@ -1,0 +1,272 @@
+"""From items to updates: advantages, who trains on what, and probabilities before the first update.
+
+One RL step is a call of :func:`fill_advantages`, one of :func:`deal`, and one of
+:func:`fill_old_scores`; afterwards each batch is collated and trained on. All run without gradients
+in evaluation mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dlm.losses.corruption import TraceMasking
+from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
+from lit_dlm.modules.rollout_items import RolloutItem, RowBuilder, order_of_writing, pick
+from lit_dlm.modules.rollouts import SAMPLED, groups_of
+from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.ops.advantages import (
+    GroupAdvantage,
+    group_advantages,
+    outcome_rewards,
+    step_gae,
+)
+from lit_dlm.trajectories.record import Trajectory
+
+Move = Callable[[RolloutBatch], RolloutBatch]
+"""Brings a batch to the device of the module."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place of a batch."""
+
+    item: int
+    """Number of the item."""
+    factor: float
+    """On its weights: 0 on a copy that only fills a batch."""
+
+
+def deal(
+    num_items: int,
+    *,
+    batch_size: int,
+    accumulate: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: tuple[int, ...] = (0,),
+) -> list[list[Slot]]:
+    """Deals shuffled items to batches so that every process takes equally many.
+
+    Updates hold ``batch_size * accumulate * world_size`` items, the last one what is left. Its
+    items weigh more, so that every update is the mean over its own items; processes that get fewer
+    fill up with copies of weight 0.
+
+    Args:
+        num_items: items of the RL step, at least 1.
+        batch_size: items per batch and process.
+        accumulate: batches per update.
+        rank: number of this process.
+        world_size: processes.
+        seed: what the shuffle follows from, the same on all processes.
+
+    Returns:
+        The batches of this process, in order.
+    """
+    order = np.random.default_rng(list(seed)).permutation(num_items)
+    per_update = batch_size * accumulate * world_size
+    batches: list[list[Slot]] = []
+    for first in range(0, num_items, per_update):
+        chosen = order[first : first + per_update]
+        count = -(-len(chosen) // (batch_size * world_size))  # batches of each process
+        # Batch n of all processes lie next to each other, so that one process with twice the
+        # accumulation trains on the same.
+        for number in range(count):
+            mine = chosen[number * world_size + rank :: count * world_size]
+            slots = [Slot(int(at), per_update / len(chosen)) for at in mine]
+            batches.append(slots or [Slot(int(chosen[0]), 0.0)])
+    return batches
+
+
+def fill_advantages(
+    module: TraceRLModule,
+    items: Sequence[RolloutItem],
+    records: Sequence[Trajectory],
+    *,
+    kind: GroupAdvantage,
+    batch_size: int,
+    move: Move,
+    rank: int = 0,
+    world_size: int = 1,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, float]:
+    """Gives every unit of every item its advantage, and with a value model its return and value.
+
+    Values are those of the states that the decode went through, whatever states the items have;
+    every process evaluates its share of the records.
+
+    Args:
+        module: policy and value model.
+        items: what is trained on.
+        records: rollouts of one RL step, in order; their meta holds the rewards.
+        kind: how rewards are compared within a group.
+        batch_size: states per forward of the value model.
+        move: brings a batch to the module's device.
+        rank: number of this process.
+        world_size: processes.
+        reduce: adds up a tensor over processes; needed with several and a value model.
+
+    Returns:
+        Facts for the log: ``value_mean`` with a value model.
+    """
+    rewards = torch.tensor([float(record.meta["reward"]) for record in records])
+    compared = torch.zeros_like(rewards)
+    for group in groups_of(records):
+        compared[group] = group_advantages(rewards[group], kind)
+    G = max(record.num_generated for record in records)
+    value = module.value
+    has_token_rewards = any("token_rewards" in record.meta for record in records)
+    if value is None and not has_token_rewards:
+        for item in items:
+            item.advantage = compared[item.record].expand(item.num_units).clone()
+        return {}
+    shrink = 1 if value is None else value.shrink
+    _, responses = module.rows.batch_of(records)
+    steps, members = order_of_writing(responses, shrink=shrink)
+    token_rewards = outcome_rewards(compared, steps, members)
+    for number, record in enumerate(records):
+        given = record.meta.get("token_rewards")
+        if given is not None:
+            token_rewards[number, : len(given)] += (
+                torch.tensor(given) * members[number, : len(given)]
+            )
+    values, facts = torch.zeros(len(records), G), {}
+    if value is not None:
+        values = _trace_values(module, records, G, batch_size, move, rank, world_size)
+        if reduce is not None:
+            values = reduce(values)
+        facts["value_mean"] = float((values * members).sum() / members.sum().clamp_min(1))
+    estimates = step_gae(
+        token_rewards,
+        values,
+        steps,
+        members,
+        gamma=1.0 if value is None else value.gamma,
+        lam=1.0 if value is None else value.lam,
+    )
+    for item in items:
+        item.advantage = pick(estimates.advantages, item)
+        if value is not None:
+            item.returns = pick(estimates.returns, item)
+    return facts
+
+
+@torch.no_grad()
+def _trace_values(
+    module: TraceRLModule,
+    records: Sequence[Trajectory],
+    length: int,
+    batch_size: int,
+    move: Move,
+    rank: int,
+    world_size: int,
+) -> Tensor:
+    """``(num_records, G)`` values of tokens before they were written; this process's share."""
+    assert module.value is not None
+    builder = RowBuilder(
+        TraceMasking(shrink=module.value.shrink, padding="replayed"),
+        module.row_spec,
+        num_padding=module.num_padding,
+        copies=module.rows.copies,
+    )
+    mine = range(rank, len(records), world_size)
+    own = [records[number] for number in mine]
+    items = builder.items(own)
+    values = torch.zeros(len(records), length)
+    for first in range(0, len(items), batch_size):
+        chosen = items[first : first + batch_size]
+        batch = collate_items([(item, 1.0) for item in chosen], own, module.row_spec)
+        found = module.values(move(batch)).float().cpu()
+        parts = found.split([item.num_units for item in chosen])
+        for item, part in zip(chosen, parts, strict=True):
+            values[mine[item.record], item.cells] = part
+    return values
+
+
+@torch.no_grad()
+def fill_old_scores(
+    module: TraceRLModule,
+    batches: Sequence[Sequence[Slot]],
+    items: Sequence[RolloutItem],
+    records: Sequence[Trajectory],
+    *,
+    move: Move,
+    report: Callable[[int], None] | None = None,
+) -> dict[str, Tensor]:
+    """Scores the batches of this process before the first update.
+
+    The batches are those of training, so that the first ratio is 1 to the last bit. How far the
+    sampler's probabilities lie from those of the training forward is measured on the way.
+
+    Args:
+        module: the policy.
+        batches: from :func:`deal`.
+        items: all items.
+        records: all records.
+        move: brings a batch to the module's device.
+        report: told after every batch how many are done.
+
+    Returns:
+        Sums over this process's tokens: ``mismatch`` (absolute difference of log-probabilities),
+        ``mismatch_signed`` (sampler less training, the estimated divergence), ``num_compared``.
+    """
+    objective = module.objective
+    zero = torch.zeros((), dtype=torch.float64)
+    sums = {"mismatch": zero, "mismatch_signed": zero.clone(), "num_compared": zero.clone()}
+    for item in items:
+        sampled = records[item.record].signals.get(SAMPLED)
+        if sampled is not None and item.unit is None:
+            item.behaviour = torch.tensor(sampled)[item.cells]
+    if objective.old_log_prob == "behaviour":
+        _take_behaviour(batches, items, records)
+    wants_values = module.value is not None
+    for done, slots in enumerate(batches):
+        chosen = [items[slot.item] for slot in slots]
+        batch = move(collate_items([(item, 1.0) for item in chosen], records, module.row_spec))
+        scores = module.score(batch, with_value=wants_values)
+        log_prob = scores.log_prob.cpu()
+        old_value = None if scores.value is None else scores.value.cpu()
+        reference = None
+        if objective.kl_to == "initial":
+            reference = module.reference_log_prob(batch).cpu()
+        sizes = [item.num_units for item in chosen]
+        ends = np.cumsum(sizes).tolist()
+        for item, slot, end in zip(chosen, slots, ends, strict=True):
+            part = slice(end - item.num_units, end)
+            if objective.old_log_prob == "recompute":
+                item.old_log_prob = log_prob[part].clone()
+            if old_value is not None:
+                item.old_value = old_value[part].clone()
+            if reference is not None:
+                item.reference = reference[part].clone()
+            if item.behaviour is not None and slot.factor > 0:
+                difference = (item.behaviour - log_prob[part]).double()
+                difference = difference[difference.isfinite()]
+                sums["mismatch"] += difference.abs().sum()
+                sums["mismatch_signed"] += difference.sum()
+                sums["num_compared"] += len(difference)
+        if report is not None:
+            report(done + 1)
+    return sums
+
+
+def _take_behaviour(
+    batches: Sequence[Sequence[Slot]], items: Sequence[RolloutItem], records: Sequence[Trajectory]
+) -> None:
+    for slots in batches:
+        for slot in slots:
+            item = items[slot.item]
+            if item.behaviour is None:
+                raise ValueError(
+                    f"objective.old_log_prob: {records[item.record].uid} holds no probabilities of "
+                    f"its sampler ({SAMPLED}), or its states are views; use recompute"
+                )
+            # What the end-of-text fill wrote was not drawn.
+            known = item.behaviour.isfinite()
+            item.old_log_prob = torch.where(known, item.behaviour, 0.0)
+            item.weight = torch.where(known, item.weight, 0.0)
+            item.kl_weight = torch.where(known, item.kl_weight, 0.0)

@@ -1,0 +1,165 @@
+"""Advantages of rollouts: comparisons within a group, and estimates over the steps of a decode.
+
+A decode writes several tokens per step, so returns and advantages are first formed per step and
+then given back to its tokens (TraceRL, arXiv:2509.06949, section on the diffusion value model).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+GroupAdvantage = Literal["group_zscore", "leave_one_out", "none"]
+"""How rewards of one prompt's responses are compared."""
+
+
+def group_zscore(rewards: Tensor) -> Tensor:
+    """Rewards less their mean, in population standard deviations (GRPO, arXiv:2402.03300).
+
+    Args:
+        rewards: ``(..., n)`` floating point, one group in the last dimension.
+
+    Returns:
+        The same shape and dtype; zeros where all rewards of a group are equal.
+    """
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    # Equal rewards can have a tiny deviation after rounding, but never a range.
+    is_flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    deviation = rewards.std(-1, correction=0, keepdim=True)
+    return torch.where(is_flat, 0.0, centred / torch.where(is_flat, 1.0, deviation))
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """Each reward less the mean of the others (RLOO, arXiv:2402.14740; coupled-GRPO, 2506.20639).
+
+    Args:
+        rewards: ``(..., n)`` floating point.
+
+    Returns:
+        The same shape and dtype; zeros for a group of one.
+    """
+    n = rewards.shape[-1]
+    if n == 1:
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean(-1, keepdim=True)) * (n / (n - 1))
+
+
+def group_advantages(rewards: Tensor, kind: GroupAdvantage) -> Tensor:
+    """Advantages of the responses to one prompt.
+
+    Args:
+        rewards: ``(..., n)`` floating point.
+        kind: ``group_zscore``, ``leave_one_out``, or ``none`` for the rewards themselves.
+
+    Returns:
+        The same shape and dtype.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind == "group_zscore":
+        return group_zscore(rewards)
+    if kind == "leave_one_out":
+        return leave_one_out(rewards)
+    if kind == "none":
+        return rewards
+    raise ValueError(f"advantage: expected 'group_zscore', 'leave_one_out' or 'none', got {kind!r}")
+
+
+def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
+    """Puts the reward of a response on every token that its last step wrote.
+
+    Args:
+        totals: ``(B,)`` floating point.
+        steps: ``(B, G)`` int64 number of the step that wrote each cell.
+        members: ``(B, G)`` bool, cells that are trained.
+
+    Returns:
+        ``(B, G)`` of the dtype of ``totals``, 0 elsewhere.
+    """
+    last = torch.where(members, steps, -1).amax(1, keepdim=True)
+    return torch.where(members & (steps == last), totals[:, None], 0.0)
+
+
+class StepEstimates(NamedTuple):
+    """What value and policy are trained towards."""
+
+    returns: Tensor
+    """``(B, G)``: target of each token's value."""
+    advantages: Tensor
+    """``(B, G)``: advantage of each token."""
+
+
+def step_gae(
+    rewards: Tensor,
+    values: Tensor,
+    steps: Tensor,
+    members: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> StepEstimates:
+    """Generalised advantage estimation over the steps of a decode.
+
+    With ``r*``, ``V*`` the means over the trained tokens of step ``t`` and nothing past the end::
+
+        R*_t = r*_t + g R*_{t+1}    A*_t = r*_t - V*_t + g V*_{t+1} + g l A*_{t+1}
+        R_k  = r_k + g R*_{t+1}     A_k  = r_k - V_k + g V*_{t+1} + g l A*_{t+1}
+
+    for a token ``k`` that step ``t`` wrote. The mean of ``A_k`` over a step is ``A*_t``.
+
+    Args:
+        rewards: ``(B, G)`` floating point, reward of each token.
+        values: ``(B, G)`` floating point, value of each token just before it was written.
+        steps: ``(B, G)`` int64 order of writing; only the order of a row's distinct numbers counts.
+        members: ``(B, G)`` bool, cells that are trained; all others have no part in any mean.
+        gamma: discount per step.
+        lam: weight of longer estimates.
+
+    Returns:
+        Returns and advantages in the dtype of ``values``, 0 outside the members.
+    """
+    B = len(members)
+    number = torch.where(members, steps, torch.iinfo(torch.long).max)
+    ordered, order = number.sort(dim=1, stable=True)
+    is_new = torch.ones_like(members)
+    is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    # (B, G) place of each cell's step among the row's distinct ones; cells left out come last.
+    place = torch.empty_like(order).scatter_(1, order, is_new.long().cumsum(1) - 1)
+    num_steps = int(torch.where(members, place, -1).max()) + 1 if members.any() else 0
+    place = torch.where(members, place, num_steps)
+
+    def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1), the last one unused
+        total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, place, cells * members)
+        count = cells.new_zeros(B, num_steps + 1).scatter_add_(1, place, members.to(cells.dtype))
+        return total / count.clamp_min(1)
+
+    step_reward, step_value = mean(rewards.to(values.dtype)), mean(values)
+    has_step = torch.arange(num_steps + 1, device=steps.device) <= torch.where(
+        members, place, -1
+    ).amax(1, keepdim=True)
+    zero = values.new_zeros(B)
+    # What follows step t: its return, value and advantage.
+    later = [(zero, zero, zero)]
+    for t in range(num_steps - 1, -1, -1):  # a recursion in time
+        next_return, next_value, next_advantage = later[-1]
+        taken = has_step[:, t]
+        bootstrap = gamma * next_value + gamma * lam * next_advantage
+        later.append(
+            (
+                torch.where(taken, step_reward[:, t] + gamma * next_return, 0.0),
+                torch.where(taken, step_value[:, t], 0.0),
+                torch.where(taken, step_reward[:, t] - step_value[:, t] + bootstrap, 0.0),
+            )
+        )
+    later.reverse()  # entry t: step t; the last entry: past the end
+    following = [
+        torch.stack(parts, 1) for parts in zip(*later[1:], (zero, zero, zero), strict=True)
+    ]
+    next_return, next_value, next_advantage = (part.gather(1, place) for part in following)
+    rewards = rewards.to(values.dtype)
+    returns = rewards + gamma * next_return
+    advantages = rewards - values + gamma * next_value + gamma * lam * next_advantage
+    return StepEstimates(torch.where(members, returns, 0.0), torch.where(members, advantages, 0.0))

@@ -1,0 +1,185 @@
+"""RL steps as epochs: replay, resuming, empty steps, refill, and that policies learn."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from callbacks import RewardCurve, RolloutWriter
+from datamodules.rollout_collection import PromptSampler, ShardCollector
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.corruption import RandomMasking
+from lit_dlm.losses.views import CoupledMasking
+from lit_dlm.modules.objective import PolicyObjective, ValueObjective
+from lit_dlm.rewards import SpreadFilter
+from lit_dlm.tasks.word_problems import WordProblems
+from tests.finetuning import trained
+from tests.rollouts import DropAll, fit, learner, rollout_data
+
+LIMIT = 18
+"""Tokens; some of the twenty prompts have more."""
+
+
+class Losses(Callback):
+    """Loss of every batch, and the weights after the first."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.first: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if len(self.losses) == 1:
+            self.first = trained(module)
+
+
+def test_sampler_takes_each_prompt_once_a_pass_and_can_begin_anywhere() -> None:
+    sampler = PromptSampler(5, seed=3)
+    drawn = sampler.draw(0, 12)
+    assert sorted(drawn[:5]) == sorted(drawn[5:10]) == list(range(5))
+    assert drawn[:5] != drawn[5:10]
+    assert sampler.draw(7, 3) == drawn[7:10]
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSampler(0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "file"}, "source: expected"),
+        ({"source": "shards"}, "shards: needed"),
+        ({"responses_per_prompt": 0}, "responses_per_prompt: expected at least 1"),
+        ({"advantage": "mean"}, "advantage: expected"),
+        ({"smoothing": 1.0}, "smoothing"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rollout_data(**options)
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no trajectory shards"):
+        ShardCollector(tmp_path, mask_id=2)
+
+
+@pytest.mark.slow
+def test_stored_rollouts_replay_the_same_updates(tmp_path: Path) -> None:
+    """The second RL step, too: replay trains on what was stored, whatever it would roll out."""
+    value = ValueObjective(backbone="lora", lora=LoRASettings(rank=2), lr=1e-2)
+    online, again = Losses(), Losses()
+    options: dict[str, Any] = {"filters": [SpreadFilter()]}
+    fit(
+        learner(value=value),
+        rollout_data(**options),
+        tmp_path,
+        callbacks=[online, RolloutWriter(str(tmp_path / "rollouts"))],
+    )
+    fit(
+        learner(value=value),
+        rollout_data(source="shards", shards=str(tmp_path / "rollouts"), **options),
+        tmp_path,
+        callbacks=[again],
+    )
+    assert len(online.losses) >= 4
+    assert again.losses == online.losses
+    assert all(again.first[name].equal(weight) for name, weight in online.first.items())
+    collector = ShardCollector(tmp_path / "rollouts", mask_id=2)
+    assert collector.steps == [0, 1]
+    record = collector.collect(1).records[0]
+    assert 0 < record.meta["policy_version"] < len(online.losses)
+    assert len(collector.collect(0).records) == 12
+    with pytest.raises(ValueError, match="mask id 2, expected 9"):
+        ShardCollector(tmp_path / "rollouts", mask_id=9)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_curve_and_weights(tmp_path: Path) -> None:
+    """Stopped after two of four RL steps: same rewards, same weights, optimiser state included."""
+
+    def run(name: str, *, steps: int, resume: Path | None = None) -> tuple[Any, Any, Any]:
+        curve = RewardCurve(str(tmp_path / name))
+        saver = ModelCheckpoint(
+            dirpath=tmp_path / name, filename="best", save_last=True,
+            monitor="val/reward", mode="max",
+        )  # fmt: skip
+        rl = learner(value=ValueObjective(backbone="head", lr=1e-2))
+        tasks = [WordProblems("test", num_examples=5)]
+        data = rollout_data(filters=[SpreadFilter()], val_tasks=tasks, max_rollout_rounds=2)
+        fit(rl, data, tmp_path, steps=steps, resume=resume, callbacks=[curve, saver])
+        return curve.points, trained(rl), data
+
+    whole, weights, data = run("whole", steps=4)
+    run("part", steps=2)
+    resumed, after, data_after = run("again", steps=4, resume=tmp_path / "part" / "last.ckpt")
+    assert [point["step"] for point in resumed] == [1, 2, 3, 4]
+    for one, other in zip(whole, resumed, strict=True):
+        for name, value in one.items():
+            if not name.startswith("time/"):
+                assert other[name] == value, (one["step"], name)
+    assert all(after[name].equal(weight) for name, weight in weights.items())
+    assert data_after.state_dict() == data.state_dict()
+    assert "val/reward" in whole[0]
+
+
+@pytest.mark.slow
+def test_an_empty_rl_step_is_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rl = learner(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.5))
+    before = trained(rl)
+    data = rollout_data(filters=[DropAll()], max_rollout_rounds=2)
+    with caplog.at_level(logging.WARNING):
+        fit(rl, data, tmp_path, steps=2)
+    assert all(weight.equal(before[name]) for name, weight in trained(rl).items())
+    assert data.facts["rollout/skipped_steps"] == 2.0
+    assert data.facts["rollout/kept_groups"] == 0.0
+    assert data.facts["rollout/groups"] == 8.0  # two rounds of four
+    assert "RL step 1: the filters dropped all 8 groups" in caplog.text
+    assert data.state_dict()["cursor"] == 16
+
+
+@pytest.mark.slow
+def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every response keeps its own prompt's example: reward and record name one problem."""
+    rl, data = learner(), rollout_data(max_prompt_length=LIMIT)
+    with caplog.at_level(logging.WARNING):
+        fit(rl, data, tmp_path, steps=1)
+    assert f"prompts with more than max_prompt_length = {LIMIT} tokens" in caplog.text
+    examples = {e.uid: e for e in WordProblems("train", num_examples=20).examples()}
+    for record in data.collected.records:
+        example = examples[record.uid.partition("@")[0]]
+        assert record.prompt_ids.tolist() == rl.encode(example)
+        assert record.num_prompt <= LIMIT
+    with pytest.raises(ValueError, match="no prompt of word_problems has at most"):
+        fit(learner(), rollout_data(max_prompt_length=2), tmp_path, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["value", "random", "coupled"])
+def test_policies_learn(tmp_path: Path, name: str) -> None:
+    """A random model learns to write digits; the first on the states of its rollouts."""
+    corruption = {
+        "random": RandomMasking(min_t=0.1, max_t=0.9, copies=4),
+        "coupled": CoupledMasking(pairs=2),
+    }.get(name)
+    value = ValueObjective(backbone="head", lr=0.05) if name == "value" else None
+    rl = learner(
+        lora=False,
+        corruption=corruption,
+        value=value,
+        objective=PolicyObjective(beta=0.0),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.03),
+    ).float()
+    curve = RewardCurve(str(tmp_path))
+    data = rollout_data(responses_per_prompt=8, rollout_batch_size=32, batch_size=32)
+    fit(rl, data, tmp_path, steps=8, callbacks=[curve])
+    rewards = [point["rollout/reward"] for point in curve.points]
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.15, rewards
+    assert (tmp_path / "reward_curve.png").stat().st_size > 1000

@@ -1,0 +1,70 @@
+"""Reinforcement learning through the command line: run, resume, replay, and users' mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from lit_dlm.reports.reward_curve import read_points
+from lit_dlm.trajectories.shards import TrajectoryShardReader
+from tests.e2e.runs import ROOT, fails, run
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "--config=configs/exp/tracerl_tiny_value.yaml",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.check_val_every_n_epoch=1",
+    "--data.prompts_per_step=3",
+    "--data.responses_per_prompt=4",
+    "--data.filters=null",
+    '--data.val_tasks=[{"class_path":"WordProblems","init_args":{"num_examples":6}}]',
+]
+
+
+def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    at = f"--run_dir={tmp_path}"
+    run("fit", *SMALL, at, "--trainer.max_epochs=1")
+    first = read_points(tmp_path / "reward_curve.jsonl")
+    assert [point["step"] for point in first] == [0, 1]
+    assert 0.0 < first[0]["val/reward"] <= 1.0
+    assert {"time/rollout", "time/reward", "time/train", "train/ratio"} <= first[1].keys()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    run("fit", *SMALL, at, "--trainer.max_epochs=2", f"--ckpt_path={last}")
+    points = read_points(tmp_path / "reward_curve.jsonl")
+    assert points[:2] == first
+    assert points[2]["step"] == 2
+    assert points[2]["updates"] > points[1]["updates"]
+    assert (tmp_path / "reward_curve.png").stat().st_size > 1000
+    records = list(TrajectoryShardReader(tmp_path / "rollouts"))
+    assert len(records) == 24
+    assert {record.meta["policy_version"] for record in records} == {0, points[1]["updates"]}
+    weights = load_file(tmp_path / "policy" / "model.safetensors")
+    assert not any("lora" in name or "value" in name for name in weights)
+
+    replay = tmp_path / "replay"
+    run(
+        "fit",
+        *SMALL,
+        f"--run_dir={replay}",
+        "--trainer.max_epochs=1",
+        "--trainer.num_sanity_val_steps=0",
+        "--data.source=shards",
+        f"--data.shards={tmp_path / 'rollouts'}",
+    )
+    again = read_points(replay / "reward_curve.jsonl")[0]
+    for name, value in first[1].items():
+        if name.startswith(("train/", "val/", "rollout/")):
+            assert again[name] == value, name
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
+    assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
+    assert "method: expected one of rollout" in fails(capsys, *small, "--model.method=greedy")

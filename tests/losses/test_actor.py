@@ -1,0 +1,83 @@
+"""The clipped objective and its divergence, by hand and through their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lit_dlm.losses.actor import actor_loss, clipped_objective, k3
+
+
+def test_clipping_by_hand() -> None:
+    """eps 0.2. A = 1: ratios 1.5 and 0.5 give 1.2 and 0.5. A = -1: they give -1.5 and -0.8."""
+    ratio = torch.tensor([1.5, 0.5, 1.5, 0.5])
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    found = clipped_objective(ratio, advantage, clip_low=0.2, clip_high=0.2)
+    torch.testing.assert_close(found, torch.tensor([1.2, 0.5, -1.5, -0.8]))
+    wider = clipped_objective(ratio, advantage, clip_low=0.2, clip_high=0.4)
+    torch.testing.assert_close(wider, torch.tensor([1.4, 0.5, -1.5, -0.8]))
+
+
+def test_divergence_is_never_negative_and_zero_at_equality() -> None:
+    """d = log 2: 1/2 - 1 + log 2; d = -log 2: 2 - 1 - log 2."""
+    same = torch.tensor([-3.0, 0.0])
+    assert k3(same, same).tolist() == [0.0, 0.0]
+    two = math.log(2.0)
+    found = k3(torch.tensor([two, -two]), torch.zeros(2))
+    torch.testing.assert_close(found, torch.tensor([two - 0.5, 1.0 - two]))
+    assert (k3(torch.randn(100), torch.randn(100)) >= 0).all()
+
+
+def test_gradient_at_the_old_policy_is_that_of_reinforce() -> None:
+    log_prob = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantage = torch.tensor([1.0, -2.0, 0.5])
+    weight = torch.tensor([0.5, 0.25, 0.0])
+    terms = actor_loss(log_prob, log_prob.detach(), advantage, weight, beta=0.3)
+    terms.total.backward()
+    torch.testing.assert_close(log_prob.grad, -weight * advantage)  # the divergence is flat there
+    assert terms.parts["ratio"] == 1.0
+    assert terms.parts["clip_fraction"] == 0.0
+
+
+def test_a_clipped_token_has_no_gradient() -> None:
+    log_prob = torch.tensor([math.log(1.5), math.log(0.5)], requires_grad=True)
+    terms = actor_loss(log_prob, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2))
+    terms.total.backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([0.0, -0.5]))
+    assert terms.parts["clip_fraction"] == 0.5
+
+
+def test_tokens_without_weight_take_no_part() -> None:
+    """A copy that only fills a batch may hold anything, an infinite score included."""
+    log_prob = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    terms = actor_loss(
+        log_prob,
+        torch.tensor([-1.0, 0.0]),
+        torch.tensor([2.0, 5.0]),
+        torch.tensor([1.0, 0.0]),
+        beta=0.1,
+        kl="k1",
+        reference=torch.tensor([-1.5, 0.0]),
+        kl_weight=torch.tensor([2.0, 0.0]),
+    )
+    # -2 for the policy, and 0.1 * 2 * 0.5 for the divergence.
+    torch.testing.assert_close(terms.total, torch.tensor(-1.9))
+    terms.total.backward()
+    torch.testing.assert_close(log_prob.grad, torch.tensor([-1.8, 0.0]))
+    assert all(value.isfinite() for value in terms.parts.values())
+
+
+def test_a_huge_ratio_stays_finite() -> None:
+    log_prob = torch.tensor([0.0], requires_grad=True)
+    terms = actor_loss(log_prob, torch.tensor([-200.0]), torch.tensor([-1.0]), torch.ones(1))
+    assert terms.total.isfinite()
+
+
+def test_shapes_and_options_are_checked() -> None:
+    one, two = torch.zeros(1), torch.zeros(2)
+    with pytest.raises(ValueError, match="actor_loss: expected"):
+        actor_loss(two, one, two, two)
+    with pytest.raises(ValueError, match="kl: expected"):
+        actor_loss(one, one, one, one, kl="k2")  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+"""The clipped regression of values, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lit_dlm.losses.value import value_loss
+
+
+def test_by_hand() -> None:
+    """Clip 0.2, old values 0, returns 1.
+
+    V = 0.5 is clipped to 0.2: max(0.25, 0.64) = 0.64. V = 0.1: 0.81 both ways. V = -1 is clipped to
+    -0.2: max(4, 1.44) = 4. Weights 1, 2, 1: half of 0.64 + 1.62 + 4.
+    """
+    values = torch.tensor([0.5, 0.1, -1.0], requires_grad=True)
+    terms = value_loss(
+        values, torch.zeros(3), torch.ones(3), torch.tensor([1.0, 2.0, 1.0]), clip=0.2
+    )
+    torch.testing.assert_close(terms.total, torch.tensor(3.13))
+    terms.total.backward()
+    # The first has moved far enough; V - R times the weight for the others.
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.8, -2.0]))
+    torch.testing.assert_close(terms.parts["error"], torch.tensor(math.sqrt(5.06 / 3)))
+    torch.testing.assert_close(terms.parts["clip_fraction"], torch.tensor(2 / 3))
+
+
+def test_explains_all_when_right_and_ignores_what_has_no_weight() -> None:
+    returns = torch.tensor([1.0, -1.0, 7.0])
+    values = torch.tensor([1.0, -1.0, 0.0])
+    terms = value_loss(values, values, returns, torch.tensor([1.0, 1.0, 0.0]))
+    assert terms.total == 0.0
+    assert terms.parts["explained"] == 1.0
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match="value_loss: expected"):
+        value_loss(torch.zeros(2), torch.zeros(1), torch.zeros(2), torch.zeros(2))

@@ -1,0 +1,88 @@
+"""Complements, views and masked prompts: what they hide, and that every token is covered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dlm.losses.states import Responses
+from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt, hidden_prompt
+
+
+def responses(B: int = 6, G: int = 10, **changes: Any) -> Responses:
+    """Answers of 7 cells and three of padding."""
+    values: dict[str, Any] = {
+        "maskable": (torch.arange(G) < 7).expand(B, -1),
+        "seeds": torch.arange(B) + 5,
+    }
+    return Responses(**{**values, **changes})
+
+
+@pytest.mark.parametrize("level", ["row", "block", "token"])
+def test_a_coupled_pair_covers_each_token_once(level: str) -> None:
+    blocks = torch.arange(10).div(4, rounding_mode="floor").expand(6, -1)
+    given = responses(blocks=blocks)
+    states = CoupledMasking(level=level, pairs=3).states(given)  # type: ignore[arg-type]
+    assert states.sample.tolist() == [row for row in range(6) for _ in range(6)]
+    pairs = states.supervised.unflatten(0, (6, 3, 2))
+    assert pairs.sum(2).equal(given.maskable[:, None].expand(-1, 3, -1).long())
+    assert states.hidden.equal(states.supervised | ~given.maskable[states.sample])
+    # Pairs of one sample differ.
+    assert not pairs[:, 0].equal(pairs[:, 1])
+    torch.testing.assert_close(states.weight.sum(1), states.supervised.any(1).float())
+
+
+def test_views_average_a_full_and_a_partial_estimate() -> None:
+    """Factors 1/2 in the first view, 1/2t and 1/2(1 - t) in the others.
+
+    The inverses of the last two, halved, add up to t + (1 - t).
+    """
+    given = responses()
+    states = CoupledViews().states(given)
+    views = states.supervised.unflatten(0, (6, 3))
+    assert views[:, 0].equal(given.maskable)
+    assert (views[:, 1] ^ views[:, 2]).equal(given.maskable)
+    assert states.view_of.tolist() == [row for row in range(6) for _ in range(3)]
+    factor = states.coefficient.unflatten(0, (6, 3))
+    assert set(factor[:, 0].unique().tolist()) == {0.0, 0.5}
+    first, second = factor[:, 1].amax(1), factor[:, 2].amax(1)
+    both = (first > 0) & (second > 0)
+    assert both.sum() >= 4
+    torch.testing.assert_close(
+        1 / (2 * first[both]) + 1 / (2 * second[both]), torch.ones(int(both.sum()))
+    )
+    t = 1 / (2 * first[both])
+    assert ((t >= 0.2) & (t <= 0.8)).all()
+
+
+def test_masked_prompt_hides_all_of_the_response_and_some_of_the_prompt() -> None:
+    states = MaskedPrompt(rate=0.4).states(responses(B=200))
+    assert states.hidden.all()
+    positions = torch.arange(5).expand(200, -1) - 1
+    hidden = hidden_prompt(states, positions)
+    assert hidden is not None
+    assert not hidden[:, 0].any()  # padding
+    assert 0.34 < float(hidden[:, 1:].float().mean()) < 0.46
+    # It belongs to the token and not to the column.
+    moved = hidden_prompt(states, torch.arange(4).expand(200, -1))
+    assert moved is not None
+    assert moved.equal(hidden[:, 1:])
+    assert hidden_prompt(MaskedPrompt(rate=0.0).states(responses()), positions) is None
+
+
+def test_noise_belongs_to_the_sample() -> None:
+    whole, part = responses(), responses(B=1, seeds=torch.tensor([8]))
+    for corruption, copies in ((CoupledMasking(), 2), (CoupledViews(), 3), (MaskedPrompt(), 1)):
+        one = corruption.states(part).hidden
+        assert corruption.states(whole).hidden[3 * copies : 4 * copies].equal(one)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="min_t, max_t"):
+        CoupledViews(min_t=0.0)
+    with pytest.raises(ValueError, match="rate"):
+        MaskedPrompt(rate=1.0)
+    with pytest.raises(ValueError, match="1/t"):
+        CoupledMasking(weight="1/t")

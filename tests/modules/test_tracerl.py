@@ -1,0 +1,205 @@
+"""The TraceRL module: what it trains, in which groups, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.decoding import Decoder, RandomPolicy, Sampler
+from lit_dlm.losses.views import CoupledViews
+from lit_dlm.modules.objective import PolicyObjective, ValueObjective
+from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
+from lit_dlm.modules.rollout_updates import deal, fill_advantages, fill_old_scores
+from lit_dlm.modules.tracerl import TraceRLModule
+from tests.rollouts import decoded, module, policy
+
+BLOCK = {"attention": "block", "block_size": 4}
+
+
+def prepared(rl: TraceRLModule, *, per_step: int = 1) -> list[RolloutBatch]:
+    """One batch per six items, with everything that training needs."""
+    rl.eval()
+    records = decoded(rl.backbone, 6, per_step=per_step)
+    items = rl.rows.items(records)
+    fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
+    batches = deal(len(items), batch_size=6)
+    fill_old_scores(rl, batches, items, records, move=lambda b: b)
+    return [
+        collate_items([(items[s.item], s.factor) for s in slots], records, rl.row_spec, num_slots=6)
+        for slots in batches
+    ]
+
+
+def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    rl.zero_grad()
+    rl.training_step(batch).backward()
+    return {n: p.grad.clone() for n, p in rl.named_parameters() if p.grad is not None}
+
+
+def test_first_gradient_is_that_of_reinforce() -> None:
+    """At a ratio of 1 the loss is a weighted sum of advantages times log-probabilities."""
+    rl = module(policy(), objective=PolicyObjective(beta=0.5))
+    batch = prepared(rl)[0]
+    found = gradients(rl, batch)
+    rl.zero_grad()
+    log_prob = rl.score(batch).log_prob
+    (-(batch.weight * batch.advantage * log_prob).sum() / 6).backward()
+    for name, parameter in rl.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
+    found = []
+    for packing in (1, 4):
+        rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
+        rl.eval()
+        records = decoded(rl.backbone, 6, per_step=1)
+        items = rl.rows.items(records)
+        fill_advantages(rl, items, records, kind="none", batch_size=8, move=lambda b: b)
+        fill_old_scores(rl, deal(len(items), batch_size=8), items, records, move=lambda b: b)
+        batch = collate_items([(i, 1.0) for i in items], records, rl.row_spec, num_slots=1)
+        found.append(gradients(rl, batch))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        # The layers' norms are computed in float32 in any model, so another order of sums shows.
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_copies_that_fill_a_batch_change_nothing() -> None:
+    rl = module(policy())
+    rl.eval()
+    records = decoded(rl.backbone, 6)
+    items = rl.rows.items(records)
+    fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
+    fill_old_scores(rl, deal(len(items), batch_size=8), items, records, move=lambda b: b)
+    real = [(item, 1.0) for item in items[:3]]
+    plain = gradients(rl, collate_items(real, records, rl.row_spec, num_slots=4))
+    filled = gradients(
+        rl, collate_items([*real, (items[7], 0.0)], records, rl.row_spec, num_slots=4)
+    )
+    for name, gradient in plain.items():
+        torch.testing.assert_close(filled[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "head"])
+def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
+    own = policy() if kind == "full" else None
+    value = ValueObjective(backbone=kind, lora=LoRASettings(rank=2))
+    rl = module(policy(), value=value, value_backbone=own)
+    with torch.no_grad():
+        rl.value_head.weight.normal_()
+    batch = prepared(rl)[0]
+    both = gradients(rl, batch)
+    groups = rl.parameter_groups()
+    rl._trains_value = False
+    policy_only = gradients(rl, batch)
+    names = {id(p): n for n, p in rl.named_parameters()}
+    for parameter in groups[0]:
+        name = names[id(parameter)]
+        torch.testing.assert_close(both[name], policy_only[name])
+    moved = [names[id(p)] for p in groups[1] if both[names[id(p)]].abs().sum() > 0]
+    assert moved
+    assert all(not policy_only[names[id(p)]].any() for p in groups[1])
+    assert len(groups[0]) + len(groups[1]) == sum(p.requires_grad for p in rl.parameters())
+    assert "value_head.weight" in moved
+    if kind == "lora":
+        assert any(".lora_B.value." in name for name in moved)
+        # Neither an export nor the policy's forward knows the other adapter.
+        assert not any(".lora_A.value." in n for n in map(names.get, map(id, groups[0])))
+
+
+def test_groups_are_clipped_apart_and_values_rest_between() -> None:
+    rl = module(policy(), value=ValueObjective(backbone="head", lr=0.5))
+    policy_group, value_group = rl.parameter_groups()
+    optimizer = torch.optim.SGD([{"params": policy_group}, {"params": value_group}], lr=1.0)
+    logged: dict[str, float] = {}
+    rl.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[assignment]
+    for parameter in (*policy_group, *value_group):
+        parameter.grad = torch.ones_like(parameter)
+    rl.configure_gradient_clipping(optimizer, 1.0, "norm")
+    for group in (policy_group, value_group):
+        norm = torch.stack([p.grad.norm() for p in group]).norm()
+        torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
+    assert set(logged) == {"train/grad_norm_policy", "train/grad_norm_value"}
+    rl._trains_value = False
+    rl.configure_gradient_clipping(optimizer, 1.0, "norm")
+    assert all(parameter.grad is None for parameter in value_group)
+
+
+def test_temperature_of_training_is_that_of_rollouts() -> None:
+    backbone = policy()
+    warm = Decoder(policy=RandomPolicy(), sampler=Sampler(temperature=0.7, score_on="filtered"))
+    greedy = Decoder(policy=RandomPolicy())
+    assert module(backbone, decoders={"warm": warm}).temperature == 0.7
+    assert module(backbone, decoders={"greedy": greedy}).temperature == 1.0
+    given = module(backbone, decoders={"w": warm}, objective=PolicyObjective(temperature=1.0))
+    assert given.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "other"}, "method: expected one of random"),
+        ({"decoders": {}}, "decoders: expected at least one"),
+        ({"block_alignment": "response"}, "block_alignment: only for block attention"),
+        ({"value": ValueObjective(backbone="full")}, "value_backbone: needed"),
+        ({"value": ValueObjective(), "corruption": CoupledViews()}, "value: CoupledViews"),
+        (
+            {
+                "objective": PolicyObjective(old_log_prob="behaviour"),
+                "decoders": {"raw": Decoder(policy=RandomPolicy())},
+            },
+            "score_on: filtered; got score_on: raw",
+        ),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(policy(), **options)
+
+
+def test_a_fully_trained_policy_has_no_initial_one_and_lends_no_weights() -> None:
+    whole = policy(lora=False)
+    with pytest.raises(ValueError, match="kl_to: 'initial'"):
+        module(whole, objective=PolicyObjective(kl_to="initial"))
+    with pytest.raises(ValueError, match=r"value\.backbone: 'lora' shares frozen weights"):
+        module(whole, value=ValueObjective())
+    dropout = policy(lora=False)
+    dropout.add_adapter(LoRASettings(rank=2, dropout=0.1))
+    with pytest.raises(ValueError, match="dropout: expected 0"):
+        module(dropout)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_low": 2.0}, "clip_low"),
+        ({"beta": -1.0}, "beta"),
+        ({"kl": "k2"}, "kl: expected"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"old_log_prob": "past"}, "old_log_prob"),
+    ],
+)
+def test_objective_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backbone": "own"}, "value.backbone"),
+        ({"gamma": 1.5}, "value.gamma"),
+        ({"train_every": 0}, "value.train_every"),
+        ({"clip": 0.0}, "value.clip"),
+        ({"lora": LoRASettings(dropout=0.5)}, "value.lora.dropout"),
+    ],
+)
+def test_value_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ValueObjective(**settings)

@@ -1,0 +1,51 @@
+"""Packed rows: who sees whom, by hand and against rows of two copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lit_dlm.ops.masking import TwoCopyLayout
+from lit_dlm.ops.packing import PackedLayout
+
+
+def test_visibility_by_hand() -> None:
+    """One prompt cell, two response blocks of one cell, two copies: P a b | a1 b1 | a2 b2."""
+    layout = PackedLayout.of(TwoCopyLayout.trace(1, 3, 1), 2)
+    assert layout.source.tolist() == [0, 1, 2, 1, 2, 1, 2]
+    assert layout.copy.tolist() == [-1, -1, -1, 0, 0, 1, 1]
+    assert layout.visibility()[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 0, 1],
+    ]
+    assert layout.positions(torch.tensor([[5, 6, 7]])).tolist() == [[5, 6, 7, 6, 7, 6, 7]]
+    # A row that uses one copy: nobody sees the second, whose slots see earlier clean cells only.
+    short = layout.visibility(torch.tensor([1]))[0, 0]
+    assert not short[:5, 5:].any()
+    assert short[5:].int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_each_copy_sees_what_a_row_of_its_own_does(origin: str) -> None:
+    real = torch.ones(2, 11, dtype=torch.bool)
+    real[1, :2] = False
+    two = TwoCopyLayout.trace(4, 11, 3, pad_mask=real, origin=origin)  # type: ignore[arg-type]
+    layout = PackedLayout.of(two, 3)
+    visible, alone = layout.visibility(), two.visibility()
+    size = int((~two.is_noisy).sum())
+    for copy in range(3):
+        slots = torch.cat([torch.arange(size), (layout.copy == copy).nonzero()[:, 0]])
+        assert visible[:, :, slots][..., slots].equal(alone)
+        others = (layout.copy >= 0) & (layout.copy != copy)
+        noisy = (layout.copy == copy).nonzero()[:, 0]
+        assert not visible[:, :, noisy][..., others].any()
+
+
+def test_at_least_one_copy() -> None:
+    with pytest.raises(ValueError, match="copies: expected at least 1"):
+        PackedLayout.of(TwoCopyLayout.trace(1, 3, 1), 0)

@@ -1,0 +1,244 @@
+"""Small policies and their rollouts, for tests of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from datamodules.rollouts import RolloutDataModule
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.decoding import (
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    FixedQuota,
+    RandomPolicy,
+    Sampler,
+    prompt_canvas,
+)
+from lit_dlm.modules.rollouts import SAMPLED, SampledLogProb
+from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+
+VOCAB, G = 24, 8
+MASK, PAD, EOS = 2, 0, 1
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llada": {},
+    "dream": {"shift": 1},
+    "block from the sequence": {"attention": "block", "block_size": 3},
+    "block from the response": {
+        "attention": "block",
+        "block_size": 3,
+        "block_origin": "response",
+    },
+}
+"""Architecture settings of every kind of attention and alignment."""
+
+
+def policy(*, lora: bool = True, **changes: Any) -> HFBackbone:
+    """Two layers in float64; adapters are not the identity, so nothing hides behind zeros."""
+    torch.manual_seed(0)
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "initializer_range": 0.4,
+        "mask_id": MASK,
+        "pad_id": PAD,
+        "eos_ids": (EOS,),
+    }
+    model = HFBackbone(
+        architecture=Architecture(**{**values, **changes}),
+        trainable=not lora,
+        lora=LoRASettings(rank=2, alpha=4.0, targets="all") if lora else None,
+    ).double()
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(value, std=0.2)
+    return model
+
+
+def decoder(backbone: HFBackbone, *, temperature: float = 1.0, per_step: int = 2) -> Decoder:
+    """Random order, some tokens a step; ends when an end of text has nothing open before it."""
+    spec = backbone.spec
+    window = None
+    if spec.attention == "block":
+        window = BlockWindow(spec.block_size or 1, origin=spec.block_origin)
+    return Decoder(
+        policy=RandomPolicy(),
+        window=window,
+        quota=FixedQuota(per_step),
+        sampler=Sampler(temperature=temperature, score_on="filtered", score_dtype="float64"),
+        settings=DecodeSettings(eos_rule="fill"),
+    )
+
+
+def module(backbone: HFBackbone, **options: Any) -> TraceRLModule:
+    """A module whose tokenizer is never loaded."""
+    options.setdefault("decoders", {"random": decoder(backbone)})
+    return TraceRLModule(backbone, tokenizer="tiny", **options)
+
+
+def decoded(
+    backbone: HFBackbone, count: int = 6, *, step: int = 0, per_step: int = 2
+) -> list[Trajectory]:
+    """Rollouts of prompts of one to four tokens, two responses each, with rewards 1 and 0."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, VOCAB, (1 + row % 4,), generator=generator) for row in range(count // 2)
+    ]
+    capture, sampled = TrajectoryCapture(vocab_size=VOCAB), SampledLogProb()
+    canvas = prompt_canvas(
+        [prompt for prompt in prompts for _ in range(2)],
+        response_length=G,
+        spec=backbone.spec,
+        seeds=range(100 * step, 100 * step + count // 2 * 2),
+    )
+    decoder(backbone, per_step=per_step)(backbone, canvas, [capture, sampled])
+    metas = [
+        {
+            "rl_step": step,
+            "place": row // 2,
+            "response": row % 2,
+            "reward": float(row % 2),
+            "correct": row % 2 > 0,
+            "kept": True,
+        }
+        for row in range(count // 2 * 2)
+    ]
+    records = capture.trajectories([f"r{step}.{row}" for row in range(len(metas))], metas)
+    return [
+        replace(record, signals={SAMPLED: row})
+        for record, row in zip(records, sampled.log_prob.numpy(), strict=True)
+    ]
+
+
+def direct_log_probs(
+    backbone: HFBackbone, record: Trajectory, *, temperature: float = 1.0
+) -> Tensor:
+    """``(G,)`` log-probability of each token at the state its step saw, by a forward per step.
+
+    No padding, no packing, no fused head; NaN where no step wrote.
+    """
+    found = torch.full((record.num_generated,), torch.nan, dtype=torch.float64)
+    for step in range(record.num_steps):
+        ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = backbone.denoise(ids, response_start=record.num_prompt).logits[0]
+        log_probs = (logits[record.num_prompt :] / temperature).log_softmax(-1)
+        for cell in record.committed_at(step).tolist():
+            found[cell] = log_probs[cell, record.tokens[cell]]
+    return found
+
+
+def answer_cells(record: Trajectory) -> list[int]:
+    """Cells up to the first end of text."""
+    ends = np.flatnonzero(record.tokens == EOS)
+    return list(range(ends[0] + 1 if len(ends) else record.num_generated))
+
+
+def unit_table(items: Sequence[Any], name: str, count: int) -> Tensor:
+    """``(count, G)`` of a value of all units, NaN where there is none; each token at most once."""
+    table = torch.full((count, G), torch.nan, dtype=torch.float64)
+    for item in items:
+        assert table[item.record, item.cells].isnan().all()
+        table[item.record, item.cells] = getattr(item, name).double()
+    return table
+
+
+class DigitReward(Reward):
+    """Pays for the share of response tokens that are digits: what any policy can learn."""
+
+    name = "digits"
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [
+            RewardScore(total=sum(map(str.isdigit, r.text)) / max(len(r.text), 1)) for r in group
+        ]
+
+
+class DropAll(GroupFilter):
+    """Keeps nothing."""
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        return False
+
+
+def learner(**options: Any) -> TraceRLModule:
+    """A small random policy over the tokens of the embedded tokenizer, in float64."""
+    family = options.pop("family", {})
+    backbone = policy(
+        vocab_size=462,
+        forbidden_ids=(PAD, 3, 4),
+        lora=options.pop("lora", True),
+        **family,
+    )
+    torch.manual_seed(1)
+    return module(
+        backbone,
+        optimizer=options.pop("optimizer", lambda params: torch.optim.AdamW(params, lr=3e-3)),
+        **options,
+    )
+
+
+def rollout_data(**options: Any) -> RolloutDataModule:
+    """Four prompts of three responses an RL step."""
+    values: dict[str, Any] = {
+        "rewards": [DigitReward()],
+        "prompts_per_step": 4,
+        "responses_per_prompt": 3,
+        "response_length": G,
+        "rollout_batch_size": 6,
+        "batch_size": 8,
+        **options,
+    }
+    return RolloutDataModule([WordProblems("train", num_examples=20)], **values)
+
+
+def fit(
+    rl: TraceRLModule,
+    data: RolloutDataModule,
+    folder: Path,
+    *,
+    steps: int = 2,
+    resume: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
+) -> Trainer:
+    """Trains for some RL steps."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_sanity_val_steps": 0,
+        "gradient_clip_val": 1.0,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        **options,
+    }
+    trainer = Trainer(
+        max_epochs=steps,
+        reload_dataloaders_every_n_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **settings,
+    )
+    trainer.fit(rl, data, ckpt_path=resume, weights_only=True if resume else None)
+    return trainer
