@@ -1,4 +1,4 @@
-"""The command line: ``lit-dlm fit|validate|test|predict`` (LightningCLI), ``report``, ``traj``."""
+"""The command line: ``lit-dlm fit|validate|test|predict`` (LightningCLI) and commands beside it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,28 @@ import datamodules  # noqa: F401
 import lit_dlm.backbones.hf
 import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
+import lit_dlm.rewards
 import lit_dlm.tasks  # noqa: F401
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
+from lit_dlm.profile import command as profiling
 from lit_dlm.reports.command import main as report
+from lit_dlm.reports.compare_command import main as compare
+from lit_dlm.reports.viewer_command import main as view
 from lit_dlm.trajectories.commands import main as traj
 
-COMMANDS = {"report": report, "traj": traj}
+
+def profile(arguments: list[str]) -> int:
+    """``lit-dlm profile``: a ``predict`` over a grid of methods."""
+    return profiling.main(arguments, predict=main)
+
+
+COMMANDS = {
+    "report": report,
+    "traj": traj,
+    "view": view,
+    "compare": compare,
+    "profile": profile,
+}
 """Commands beside the LightningCLI: each takes its arguments and returns the exit status."""
 
 BASE_CONFIG = Path(__file__).resolve().parent / "configs" / "base.yaml"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
 from lit_dlm.decoding import ConfidencePolicy, Decoder, prompt_canvas
 from lit_dlm.decoding.buckets import length_buckets
+from lit_dlm.decoding.endings import text_cells
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -26,7 +27,8 @@ class Generations:
     """Responses in the order of the prompts; all lists have one entry per prompt."""
 
     ids: list[list[int]]
-    """Response tokens, cut before the first end of text; masks that were left are dropped."""
+    """Response tokens, cut before the first end of text (with a template, that of every part of
+    it); masks that were left are dropped."""
     num_steps: list[int]
     """Forwards of the backbone that the row took part in."""
     status: list[str]
@@ -96,9 +98,12 @@ def generate(
         )
         captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
         result = decoder(backbone, canvas, captures)
-        responses = result.ids[:, result.start :].tolist()
+        response = result.ids[:, result.start :]
+        given = None if result.given is None else result.given[:, result.start :]
+        kept = text_cells(response, backbone.spec.eos_ids, given)
+        kept &= response != backbone.spec.mask_id
         for place, row in enumerate(rows):
-            done.ids[row] = _cut(responses[place], backbone)
+            done.ids[row] = response[place][kept[place]].tolist()
             done.num_steps[row] = int(result.num_steps[place])
             done.status[row] = result.status[place]
         for capture in captures:
@@ -126,12 +131,6 @@ def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase |
         messages, add_generation_prompt=True, return_dict=False
     )
     return list(encoded)
-
-
-def _cut(response: list[int], backbone: Backbone) -> list[int]:
-    ends = [at for at, token in enumerate(response) if token in backbone.spec.eos_ids]
-    kept = response[: ends[0]] if ends else response
-    return [token for token in kept if token != backbone.spec.mask_id]
 
 
 def _device(backbone: Backbone) -> torch.device | str:

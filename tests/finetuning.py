@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
 from datamodules.supervised import SupervisedDataModule
@@ -143,3 +144,15 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
         for name, value in module.named_parameters()
         if value.requires_grad
     }
+
+
+def two_processes(kind: str) -> Strategy:
+    """``ddp`` or ``fsdp`` on two CPU processes."""
+    if kind == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    return ModelParallelStrategy(
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        process_group_backend="gloo",
+        save_distributed_checkpoint=False,
+    )

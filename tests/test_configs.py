@@ -11,7 +11,7 @@ import cli
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow  # every case builds the whole command line
 EXPERIMENTS = sorted((ROOT / "configs" / "exp").glob("*.yaml"))
-FIT = ("tracelock", "pretrain", "projector", "sft", "tabom")
+FIT = ("tracelock", "tracerl", "pretrain", "projector", "sft", "tabom")
 TRAINERS = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
 
 

@@ -53,7 +53,8 @@ def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--trainer.accelerator=cpu",
             "--trainer.enable_progress_bar=false",
             "--model.init_args.sweep=null",
-            f"--model.init_args.decoders={{confidence: {ROOT}/configs/decode/confidence.yaml}}",
+            f"--model.init_args.decoders={{confidence: {ROOT}/configs/decode/confidence.yaml, "
+            f"threshold-0.95: {ROOT}/configs/decode/threshold_0.95.yaml}}",
             "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: test, "
             "num_examples: 3}}]",
         ]
@@ -66,7 +67,7 @@ def test_trajectory_command_runs(command: str, trajectories: Path, capsys):
     _, *arguments = shlex.split(command)
     assert arguments[2].endswith("/trajectories")
     arguments[2] = str(trajectories)
-    if "--uid" in arguments:  # the small run knows one method
+    if "--uid" in arguments:  # the small run has no TraceLock
         uid = arguments.index("--uid") + 1
         arguments[uid] = arguments[uid].partition("@")[0] + "@confidence"
     with pytest.raises(SystemExit) as done:
@@ -77,7 +78,26 @@ def test_trajectory_command_runs(command: str, trajectories: Path, capsys):
     if "--seed" in arguments:
         assert "randomness.seed: 0 recorded, 1 now" in output
     elif "verify" in arguments:
-        assert "passed: level 3 (teacher-forced), 3 records" in output
+        assert "passed: level 3 (teacher-forced), 6 records" in output
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in _commands() if c.split()[1] in ("view", "report", "compare")]
+)
+def test_report_command_runs(command: str, trajectories: Path, capsys):
+    """The small run stands for the quickstart's, and its other method for TraceLock."""
+    _, *arguments = shlex.split(command)
+    run_dir = trajectories.parent
+    arguments = [str(run_dir) if "runs/" in word else word for word in arguments]
+    arguments = ["confidence" if "tracelock" in word else word for word in arguments]
+    with pytest.raises(SystemExit) as done:
+        cli.main(arguments)
+    assert done.value.code == 0
+    written = {"view": "traces.html", "report": "report.html"}.get(arguments[0])
+    if written is None:
+        assert "word_problems" in capsys.readouterr().out
+    else:
+        assert "word_problems/test/00000" in (run_dir / written).read_text()
 
 
 def test_python_examples_run(capsys):

@@ -63,6 +63,7 @@ class _Signals:
     proposal: StepBuffer
     commit_prob: Tensor  # (B, G) float16
     commit_margin: Tensor  # (B, G) float16
+    commit_score: Tensor  # (B, G) float16
 
 
 class TrajectoryCapture:
@@ -116,6 +117,7 @@ class TrajectoryCapture:
                 proposal=buffer(torch.int32),
                 commit_prob=unknown,
                 commit_margin=unknown.clone(),
+                commit_score=unknown.clone(),
             )
         self._kept: list[KeptStep] = []
         if self.features is not None:
@@ -214,6 +216,7 @@ class TrajectoryCapture:
             (signals.commit_prob, proposal.prob[:, response]),
             # Without an alternative the gap is infinite: nothing else could have been chosen.
             (signals.commit_margin, (record.scores - best)[:, response]),
+            (signals.commit_score, record.scores[:, response]),
         ):
             # A write that is no commit (an end-of-text fill) was not scored.
             new = torch.where(commit, values, torch.nan).to(target.dtype)
@@ -226,6 +229,7 @@ class TrajectoryCapture:
         return {
             "commit_prob": [self._copies.add(signals.commit_prob)],
             "commit_margin": [self._copies.add(signals.commit_margin)],
+            "commit_score": [self._copies.add(signals.commit_score)],
             "step_prob": signals.prob.finish()[0],
             "step_entropy": signals.entropy.finish()[0],
             "step_proposal": signals.proposal.finish()[0],

@@ -30,6 +30,7 @@ Int32 = NDArray[np.int32]
 SIGNAL_DTYPES: dict[str, np.dtype] = {
     "commit_prob": np.dtype(np.float16),
     "commit_margin": np.dtype(np.float16),
+    "commit_score": np.dtype(np.float16),
     "commit_log_prob": np.dtype(np.float32),
     "step_time_us": np.dtype(np.uint32),
     "step_prob": np.dtype(np.float16),

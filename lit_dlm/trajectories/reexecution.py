@@ -89,7 +89,8 @@ def teacher_forced(
     margins = _stored_margins(records, device)
     tallies = [RecordTally(record) for record in records]
     with torch.no_grad():
-        state = initial_state(backbone, canvas_of(records, backbone, device=device))
+        canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
+        state = initial_state(backbone, canvas)
         session = decoder.cache.start(
             backbone, state, window=decoder.window, hidden_layers=hidden_layers
         )
@@ -297,6 +298,7 @@ def _advanced(state: DecodeState, ids: Tensor) -> DecodeState:
         masked=state.editable & (ids == state.mask_id),
         step=state.step + 1,
         block_step=state.block_step + 1,
+        written=ids != state.ids,
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SIGNAL_TAGS: dict[str, tuple[str, Dtype]] = {
     "commit_prob": ("CCNF", Dtype.F16),
     "commit_margin": ("CMRG", Dtype.F16),
+    "commit_score": ("CSCO", Dtype.F16),
     "commit_log_prob": ("ROLD", Dtype.F32),
     "step_time_us": ("STMU", Dtype.U32),
     "step_prob": ("RCNF", Dtype.F16),

@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import Decision
+from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 
 
@@ -114,6 +115,8 @@ def _position_gaps(decision: Decision, decoder: Decoder) -> Tensor:
     strongest = scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
     # A committed cell gives way to the best one passed over, and the other way round.
     gaps = torch.where(step.commit, scores - strongest, weakest - scores).clamp_min(0.0)
+    if isinstance(decoder.policy, LockstepPolicy):
+        threshold = decoder.policy.thresholds(step.state)
     if threshold is not None:
         gaps = torch.minimum(gaps, (scores - threshold).abs())
     return gaps.masked_fill(~step.candidates, torch.inf)

@@ -251,3 +251,43 @@ def test_the_command_line_reads_adapter_settings():
         )
         backbone = parser.instantiate(parsed).backbone
         assert len(list(adapter_parameters(backbone.model))) == 2 * count * backbone.num_layers
+
+
+def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Forward, gradients, files: another adapter on the same weights touches none of them."""
+    torch.manual_seed(0)
+    model = HFBackbone("tiny", lora=LoRASettings(rank=2, targets="all"))
+    randomise(model)
+    before = model.denoise(IDS).logits
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    model.add_side_adapter("value", LoRASettings(rank=3, alpha=6.0, targets=["q_proj"]))
+    side = dict(adapter_parameters(model.model, "value"))
+    assert {tuple(value.shape) for value in side.values()} == {(3, 96), (96, 3)}
+    assert {n for n, v in model.named_parameters() if v.requires_grad and ".value." not in n} == (
+        trained
+    )
+    for value in side.values():
+        torch.nn.init.normal_(value)
+    assert model.denoise(IDS).logits.equal(before)
+    with model.using_adapter("value"):
+        other = model.denoise(IDS).logits
+    with model.using_adapter(None):
+        bare = model.denoise(IDS).logits
+    torch.testing.assert_close(bare, HFBackbone("tiny").denoise(IDS).logits)
+    assert not torch.allclose(other, bare)
+    assert not torch.allclose(other, before)
+    other.nan_to_num(0.0, 0.0, 0.0).sum().backward()
+    assert {n for n, v in model.named_parameters() if v.grad is not None} == {
+        name for name, _ in model.named_parameters() if ".value." in name
+    }
+    model.save_adapter(tmp_path / "adapter")
+    assert not any(
+        "value" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors")
+    )
+    model.export(tmp_path / "model")
+    with torch.no_grad():
+        again = HFBackbone(str(tmp_path / "model")).denoise(IDS).logits
+    torch.testing.assert_close(again, before, rtol=1e-2, atol=2e-3)  # one rounding more
+    for name in ("value", "default"):
+        with pytest.raises(ValueError, match="there is an adapter named"):
+            model.add_side_adapter(name, LoRASettings())

@@ -117,3 +117,16 @@ def test_wrong_arguments_are_named() -> None:
         model.score_tokens(ids, targets, rows.long())
     with pytest.raises(ValueError, match="boolean rows of one shape"):
         model.score_tokens(ids, targets[:, 1:], rows)
+
+
+@pytest.mark.parametrize("changes", [{}, {"shift": 1}, {"attention": "block", "block_size": 2}])
+def test_rows_are_the_hidden_states_that_were_scored(changes: dict[str, Any]) -> None:
+    model = backbone(**changes)
+    ids, targets, rows, pad_mask = canvas()
+    stats, hidden = model.score_with_rows(ids, targets, rows, mask=pad_mask, temperature=0.5)
+    wanted = model.denoise(ids, pad_mask=pad_mask, hidden_layers=(-1,)).hidden
+    assert wanted is not None
+    torch.testing.assert_close(hidden, wanted[:, :, 0][rows])
+    assert model.encode_rows(ids, rows, mask=pad_mask).equal(hidden)
+    alone = model.score_tokens(ids, targets, rows, mask=pad_mask, temperature=0.5)
+    assert all(one.equal(other) for one, other in zip(stats, alone, strict=True))

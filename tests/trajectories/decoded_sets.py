@@ -12,12 +12,15 @@ from lit_dlm.decoding import (
     DecodeSettings,
     EntropyPolicy,
     EvenQuota,
+    GaussSeidelPolicy,
     MarginPolicy,
     NoQuota,
     PrefixCache,
+    Region,
     Sampler,
     ScheduleQuota,
     SlidingWindow,
+    TemplateLayout,
     ThresholdPolicy,
     prompt_canvas,
 )
@@ -51,6 +54,14 @@ DECODERS = {
     ),
     # Every step depends on what the cache keeps of earlier ones.
     "cached": Decoder(policy=ConfidencePolicy(), window=BlockWindow(6), cache=PrefixCache()),
+    # A step reads which region the one before it wrote; a marker stands in the response.
+    "lockstep": Decoder(
+        policy=GaussSeidelPolicy(),
+        quota=NoQuota(),
+        layout=TemplateLayout(
+            [Region(name="R", length=6, tau=0.6), Region(name="A", marker=[300], tau=0.6)]
+        ),
+    ),
 }
 
 _TEXTS = (

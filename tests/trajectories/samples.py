@@ -136,6 +136,7 @@ def random_signals(rng: np.random.Generator, record: Trajectory) -> dict[str, ND
     return {
         "commit_prob": rng.random(G).astype(np.float16),
         "commit_margin": np.full(G, np.inf, dtype=np.float16),
+        "commit_score": rng.normal(size=G).astype(np.float16),
         "commit_log_prob": rng.normal(size=G).astype(np.float32),
         "step_time_us": rng.integers(0, 2**32, record.num_steps, dtype=np.uint32),
         "step_prob": rng.random(rows).astype(np.float16),

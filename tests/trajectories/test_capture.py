@@ -261,6 +261,7 @@ def test_the_commit_margin_is_the_gap_to_the_best_candidate_passed_over():
         best = seen.proposal.prob[0][seen.state.masked[0]].sort(descending=True).values
         gap = best[0] - best[1] if len(best) > 1 else torch.tensor(torch.inf)
         assert record.signals["commit_margin"][position] == gap.half().item()
+        assert record.signals["commit_score"][position] == best[0].half().item()
 
 
 def test_a_filled_tail_has_no_commit_probability():

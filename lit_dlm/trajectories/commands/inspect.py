@@ -46,6 +46,7 @@ _TAGS = {
     "META": "meta",
     "CCNF": "probability of writes",
     "CMRG": "margin of writes",
+    "CSCO": "policy's score of writes",
     "STMU": "step times",
     "RCNF": "probability per step",
     "RENT": "entropy per step",
