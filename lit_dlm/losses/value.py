@@ -25,7 +25,8 @@ def value_loss(
 
     Returns:
         ``total``, and in ``parts`` over the tokens with weight: ``error`` (root of the mean squared
-        error), ``explained`` (share of the returns' variance that the values explain),
+        error), ``explained`` (share of the returns' variance that the values explain, 0 where
+        they do not vary),
         ``clip_fraction`` (share of values that moved beyond the clip).
 
     Raises:
@@ -47,7 +48,7 @@ def value_loss(
         squared = (plain * counted).sum() / count
         parts = {
             "error": squared.sqrt(),
-            "explained": 1.0 - squared / variance.clamp_min(1e-8),
+            "explained": torch.where(variance > 1e-6, 1.0 - squared / variance, 0.0),
             "clip_fraction": (((values - old_values).abs() > clip) & counted).sum() / count,
         }
     return LossTerms(total, parts)
