@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -158,12 +157,16 @@ class RolloutEngine:
                 text=text,
                 is_overlong=length >= self.response_length,
                 length=min(length + 1, self.response_length),  # the end of text included
-                decode=partial(module.tokenizer.decode, skip_special_tokens=True),
+                decode=self._text,
             )
             for record, prompt, text, length, log_prob in zip(
                 records, prompts, texts, lengths, log_probs, strict=True
             )
         ]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Text of response tokens, as completions are made."""
+        return str(self.module.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 class SampledLogProb(Observer):

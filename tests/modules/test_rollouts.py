@@ -64,6 +64,9 @@ def test_the_samplers_probabilities_are_those_of_its_filtered_distribution() -> 
         found = record.signals[SAMPLED]
         assert rollout.is_overlong == (EOS not in record.tokens)
         assert record.meta["num_tokens"] == int(np.argmax(np.append(record.tokens, EOS) == EOS))
+        assert rollout.num_tokens == min(record.meta["num_tokens"] + 1, G)
+        assert rollout.decode is not None
+        assert rollout.decode(record.tokens[: rollout.num_tokens].tolist()) == rollout.text
         for step in range(record.num_steps):
             ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
             with torch.no_grad():
