@@ -17,6 +17,8 @@ from tests.backbones.conftest import SHARED, tiny_architecture
 from tests.backbones.reference import HF, LLADA, random_tensors
 from tests.backbones.test_variants import HF_CHANGES, IDS, LLADA_CHANGES, assert_logits, write
 
+pytestmark = pytest.mark.slow  # writes and reads whole models
+
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in weight_files(folder) for key, value in load_file(file).items()}

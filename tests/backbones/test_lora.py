@@ -102,6 +102,7 @@ def test_an_adapter_saved_and_loaded_is_the_same(
     assert len(again.describe()["adapter_sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_peft_itself_reads_our_adapter_on_our_export(tmp_path: Path):
     folder = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
     backbone = HFBackbone(folder, lora=LoRASettings(rank=2, targets=["ff_out", "v_proj"])).eval()

@@ -32,6 +32,7 @@ def memory(field: str) -> int:
     raise AssertionError(field)
 
 
+@pytest.mark.slow
 def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
     reset = Path("/proc/self/clear_refs")

@@ -11,6 +11,8 @@ from lit_dlm.reports import ResultFolder, ResultRow
 from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
 from tests.callbacks.test_shard_writer import LENGTH, Letters, trace_module
 
+pytestmark = pytest.mark.slow  # whole predict loops
+
 
 def predict(run_dir: Path, module=None, *, count: int = 6, folder="trajectories", more=()) -> None:
     data = PromptDataModule(

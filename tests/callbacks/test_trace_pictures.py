@@ -71,6 +71,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     data = PromptDataModule([Letters(3)], response_length=LENGTH, batch_size=2)
     pictures = TracePictures(str(tmp_path), num_samples=2, kinds=["gif", "fill_order"])

@@ -43,7 +43,8 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(records) == 24
     assert {record.meta["policy_version"] for record in records} == {0, points[1]["updates"]}
     weights = load_file(tmp_path / "policy" / "adapter_model.safetensors")
-    assert weights and all("lora" in name and "value" not in name for name in weights)
+    assert weights
+    assert all("lora" in name and "value" not in name for name in weights)
 
     replay = tmp_path / "replay"
     run(

@@ -189,6 +189,7 @@ def test_block_training_lowers_the_loss_to_its_floor(tmp_path: Path) -> None:
     assert after < 0.1
 
 
+@pytest.mark.slow
 def test_an_adapter_loads_in_plain_peft_on_the_exported_model(tmp_path: Path) -> None:
     backbone = small(decoder="llama")
     model = module(backbone, RandomMasking())

@@ -50,6 +50,7 @@ def test_speeds_follow_from_the_summary():
     assert (first.lockstep, third.lockstep) == (None, 0.8)
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
     points = profile_points([*SUMMARIES, summary("entropy-8", nfe=8, seconds=1, task="other")])
     write_profile(points, tmp_path)

@@ -13,6 +13,8 @@ from lit_dlm.reports.training_curves import read_curves
 from tests.reports.sample_sets import record, write_run
 from tests.reports.test_results import row
 
+pytestmark = pytest.mark.slow  # whole pages
+
 
 class Links(HTMLParser):
     def __init__(self) -> None:

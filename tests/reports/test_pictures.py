@@ -65,6 +65,7 @@ def test_long_decodes_show_their_steps_in_strides():
     assert not has_colour(frames[-1], colour("light", "mask"))
 
 
+@pytest.mark.slow
 def test_all_pictures_are_written_also_of_odd_decodes(tmp_path: Path):
     """Masked again, given, unfinished, without signals, without any step, in one region or two."""
     odd = record(

@@ -15,6 +15,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.slow
 def test_points_survive_a_file_and_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "run" / "curve.jsonl"
     write_points(POINTS, path)

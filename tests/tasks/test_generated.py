@@ -37,6 +37,7 @@ def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
     assert not texts[1] & texts[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [draw_word_problem, draw_function])
 def test_the_test_split_holds_500_distinct_keys_that_training_never_draws(draw: object) -> None:
     rng = random.Random(0)
@@ -47,6 +48,7 @@ def test_the_test_split_holds_500_distinct_keys_that_training_never_draws(draw: 
     assert not held_out & trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [WordProblems, PythonFunctions])
 def test_500_test_problems_can_be_listed_and_differ(task: type) -> None:
     examples = task(split="test", num_examples=500).examples()

@@ -30,6 +30,7 @@ def tokenizer():  # type: ignore[no-untyped-def]
     return load_tokenizer(str(ASSETS / "tiny"))
 
 
+@pytest.mark.slow
 def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
     """A changed template would silently change ids under trained weights; this test notices."""
     save_tokenizer(build_tokenizer([WordProblems("train"), PythonFunctions("train")]), tmp_path)
