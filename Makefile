@@ -7,6 +7,9 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
+# Compiled tests are kept: without them every test process prepares all of them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install quickstart test test-fast check format tiny-model clean
 
 help:  ## Show this list

@@ -137,6 +137,7 @@ def test_math_falls_back_to_the_marker():
     assert extract_math("3") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "gold", "status"),
     [

@@ -62,6 +62,7 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
         torch.testing.assert_close(sampled[known].double(), expected[cells][known])
 
 
+@pytest.mark.slow
 def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     backbone = policy(attention="block", block_size=3).eval()
     records = [record for record in decoded(backbone, 12) if record.num_prompt % 3]

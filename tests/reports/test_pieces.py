@@ -42,6 +42,7 @@ def test_without_a_tokenizer_and_beyond_the_vocabulary_ids_are_shown():
     assert TokenPieces(None).line([7, 8]) == " 7 8"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DREAM.is_dir(), reason="the shared tokenizers are not here")
 def test_pieces_of_a_released_tokenizer_are_its_decoding():
     tokenizer = load_tokenizer(str(DREAM))

@@ -41,6 +41,7 @@ class _AllTags(tuple):
         return True
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -77,6 +78,7 @@ def test_decoding_undoes_encoding(
             assert_same(before, after)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

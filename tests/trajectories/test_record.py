@@ -52,6 +52,7 @@ def test_from_history_keeps_the_writes_that_were_overwritten():
     assert record.masked_rows().tolist() == [[0, 0], [2, 0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
