@@ -57,15 +57,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="RL steps")
-    parser.add_argument("--prompts", type=int, default=32, help="of an RL step")
-    parser.add_argument("--responses", type=int, default=6, help="to each prompt")
+    parser.add_argument("--prompts", type=int, default=64, help="of an RL step")
+    parser.add_argument("--responses", type=int, default=8, help="to each prompt")
     parser.add_argument("--val_prompts", type=int, default=500)
     parser.add_argument("--val_seed", type=int, default=1, help="of the held-out problems")
     parser.add_argument("--val_every", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--value_lr", type=float, default=1e-3)
     parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts")
-    parser.add_argument("--batch_size", type=int, default=16, help="items per update")
+    parser.add_argument("--batch_size", type=int, default=64, help="items per update")
     parser.add_argument("--threshold", type=float, default=0.6, help="of committing a token")
     parser.add_argument("--plot", type=Path, help="draw the curves to this file")
     parser.add_argument("--only_report", action="store_true", help="train nothing")
@@ -123,7 +123,7 @@ def run(method: str, seed: int, folder: Path, options: argparse.Namespace) -> No
         tokenizer="tiny",
         decoders={"rollout": decoder(options.temperature), "evaluation": decoder(0.0)},
         method="rollout",
-        val_method="evaluation",
+        val_method=["evaluation", "rollout"],
         corruption=corruption,
         value=ValueObjective(lora=lora, lr=options.value_lr) if method == "value" else None,
         seed=seed,

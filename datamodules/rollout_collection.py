@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.rollouts import RolloutEngine, in_order, rollout_prompts, with_score
 from lit_dlm.rewards import GroupFilter, Rewarder, Rollout
-from lit_dlm.tasks import PromptExample
+from lit_dlm.tasks import PromptExample, Task
 from lit_dlm.trajectories.codec import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.shards import TrajectoryShardReader
@@ -30,6 +31,39 @@ class EncodedPrompt:
 
     example: PromptExample
     ids: list[int]
+
+
+def encoded_prompts(
+    module: DecodeModule, tasks: Sequence[Task], *, max_length: int
+) -> list[EncodedPrompt]:
+    """The problems of some tasks as the model is given them.
+
+    Args:
+        module: whose tokenizer and chat template are used.
+        tasks: in their order.
+        max_length: prompts with more tokens are left out, with a warning.
+
+    Raises:
+        ValueError: no prompt is short enough.
+    """
+    found, dropped = [], 0
+    for task in tasks:
+        for example in task.examples():
+            ids = module.encode(example)
+            if len(ids) > max_length:
+                dropped += 1
+                continue
+            found.append(EncodedPrompt(example=example, ids=ids))
+    if dropped:
+        logger.warning(
+            "left out %d prompts with more than max_prompt_length = %d tokens", dropped, max_length
+        )
+    if not found:
+        raise ValueError(
+            f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
+            f"max_prompt_length = {max_length} tokens"
+        )
+    return found
 
 
 class PromptSampler:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 from datamodules.resuming import place
 from datamodules.rollout_collection import (
     Collected,
-    EncodedPrompt,
     OnlineCollector,
     ShardCollector,
+    encoded_prompts,
 )
 from datamodules.rollout_facts import rollout_facts
 from datamodules.rollout_loader import ItemDataset, item_loader, prompt_loader
@@ -34,13 +34,12 @@ from lit_dlm.modules.rollout_batch import RolloutBatch
 from lit_dlm.modules.rollout_items import RolloutItem
 from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
 from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
-from lit_dlm.modules.rollouts import RolloutEngine, rollout_prompts
+from lit_dlm.modules.rollouts import RolloutEngine, in_order, rollout_prompts
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.ops.advantages import GroupAdvantage
 from lit_dlm.rewards import GroupFilter, Reward, Rewarder
 from lit_dlm.tasks import Task
-from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +77,7 @@ class RolloutDataModule(LightningDataModule):
         max_rollout_rounds: rounds of rollouts per RL step; from the second on dropped groups are
             made up for by new prompts.
         overlong_is_wrong: calls training responses that fill their budget wrong, unread.
+        overlong_margin: so many cells short of it count as filled, too (5 in dLLM-RL).
         advantage: how rewards of a group are compared.
         passes: passes over the items of an RL step; random states are drawn anew in each.
         val_responses: responses to each held-out prompt.
@@ -106,6 +106,7 @@ class RolloutDataModule(LightningDataModule):
         filters: list[GroupFilter] | None = None,
         max_rollout_rounds: int = 1,
         overlong_is_wrong: bool = True,
+        overlong_margin: int = 0,
         advantage: GroupAdvantage = "group_zscore",
         passes: int = 1,
         val_responses: int = 1,
@@ -156,6 +157,7 @@ class RolloutDataModule(LightningDataModule):
         self.filters = filters or []
         self.max_rollout_rounds = max_rollout_rounds
         self.overlong_is_wrong = overlong_is_wrong
+        self.overlong_margin = overlong_margin
         self.advantage: GroupAdvantage = advantage
         self.passes = passes
         self.val_responses = val_responses
@@ -198,7 +200,7 @@ class RolloutDataModule(LightningDataModule):
             self._collector = OnlineCollector(
                 self._engine(module.method),
                 rewarder,
-                self._encoded(self.tasks),
+                encoded_prompts(module, self.tasks, max_length=self.max_prompt_length),
                 filters=self.filters,
                 num_prompts=self.prompts_per_step,
                 num_responses=self.responses_per_prompt,
@@ -214,8 +216,12 @@ class RolloutDataModule(LightningDataModule):
                 num_workers=self.num_workers,
             )
             self._rewarders.append(rewarder)
-            module.validation = RolloutValidation(self._engine(module.val_method), rewarder)
-            self._val_prompts = self._encoded(self.val_tasks)
+            module.validation = RolloutValidation(
+                {method: self._engine(method) for method in module.val_methods}, rewarder
+            )
+            self._val_prompts = encoded_prompts(
+                module, self.val_tasks, max_length=self.max_prompt_length
+            )
 
     def _module(self) -> TraceRLModule:
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -229,29 +235,8 @@ class RolloutDataModule(LightningDataModule):
             method=method,
             response_length=self.response_length,
             batch_size=self.rollout_batch_size,
+            overlong_margin=self.overlong_margin,
         )
-
-    def _encoded(self, tasks: Sequence[Task]) -> list[EncodedPrompt]:
-        module, found, dropped = self._module(), [], 0
-        for task in tasks:
-            for example in task.examples():
-                ids = module.encode(example)
-                if len(ids) > self.max_prompt_length:
-                    dropped += 1
-                    continue
-                found.append(EncodedPrompt(example=example, ids=ids))
-        if dropped:
-            logger.warning(
-                "left out %d prompts with more than max_prompt_length = %d tokens",
-                dropped,
-                self.max_prompt_length,
-            )
-        if not found:
-            raise ValueError(
-                f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
-                f"max_prompt_length = {self.max_prompt_length} tokens"
-            )
-        return found
 
     def teardown(self, stage: str) -> None:
         """Ends the grading threads."""
@@ -317,7 +302,20 @@ class RolloutDataModule(LightningDataModule):
                     f"RL step {now.step}: no response has a token to train on; look at the "
                     f"decoder '{module.method}'"
                 )
-        facts = self._fill_advantages(module, items, kept, rank, world_size)
+        estimates = fill_advantages(
+            module,
+            items,
+            kept,
+            kind=self.advantage,
+            batch_size=self.batch_size,
+            move=self._move,
+            rank=rank,
+            world_size=world_size,
+            reduce=self._sum,
+        )
+        dropped = [] if is_empty else [r for r in collected.records if not r.meta["kept"]]
+        collected.records = in_order(estimates.noted([*kept, *dropped]))
+        facts = {} if module.value is None else {"rollout/value_mean": estimates.value_mean}
         seconds["value"] = time.perf_counter() - begin
         begin = time.perf_counter()
         batches = deal(
@@ -361,26 +359,6 @@ class RolloutDataModule(LightningDataModule):
             return self._collector.collect(now.step)
         return self._collector.collect(
             now.step, now.cursor, self.trainer, version=self.trainer.global_step, progress=bar
-        )
-
-    def _fill_advantages(
-        self,
-        module: TraceRLModule,
-        items: Sequence[RolloutItem],
-        records: Sequence[Trajectory],
-        rank: int,
-        world_size: int,
-    ) -> dict[str, float]:
-        return fill_advantages(
-            module,
-            items,
-            records,
-            kind=self.advantage,
-            batch_size=self.batch_size,
-            move=self._move,
-            rank=rank,
-            world_size=world_size,
-            reduce=self._sum,
         )
 
     def _move(self, batch: RolloutBatch) -> RolloutBatch:
@@ -456,9 +434,9 @@ class RolloutDataModule(LightningDataModule):
         if not self.val_tasks:
             return []
         rank, world_size = place(self.trainer)
-        method = self._module().val_method
         prompts = [
             response
+            for method in self._module().val_methods
             for number, prompt in enumerate(self._val_prompts)
             for response in rollout_prompts(
                 prompt.example,

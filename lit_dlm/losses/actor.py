@@ -13,6 +13,9 @@ KLEstimator = Literal["k3", "k1"]
 
 MAX_LOG_RATIO = 10.0
 """Logarithms of ratios are cut here, so that one token cannot overflow a batch."""
+MAX_DIVERGENCE = 10.0
+"""The divergence of a token is cut here, in nats: beyond it the gradient of ``k3`` grows with the
+inverse probability, and a single token that the policy has given up decides an update."""
 
 
 def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
@@ -73,7 +76,8 @@ def actor_loss(
         clip_low: how far a ratio may fall before its gradient is cut.
         clip_high: how far it may rise; ``clip_low`` by default.
         beta: weight of the divergence.
-        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities.
+        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities; of a token at most
+            :data:`MAX_DIVERGENCE`.
         reference: ``(N,)`` log-probabilities that the divergence is measured to; the old ones by
             default.
         kl_weight: ``(N,)`` weight of each token's divergence; ``weight`` by default.
@@ -104,6 +108,7 @@ def actor_loss(
     anchor = old_log_prob if reference is None else reference
     anchor = torch.where(counted, anchor.detach(), 0.0)
     divergence = k3(log_prob, anchor) if kl == "k3" else log_prob - anchor
+    divergence = divergence.clamp(-MAX_DIVERGENCE, MAX_DIVERGENCE)
     divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
     count = counted.sum().clamp_min(1)
     with torch.no_grad():

@@ -8,7 +8,7 @@ in evaluation mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,54 @@ from lit_dlm.ops.advantages import (
     outcome_rewards,
     step_gae,
 )
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What rewards are worth to the tokens of the records trained on."""
+
+    advantages: Tensor
+    """``(num_records, G)`` float32 advantage of each token."""
+    values: Tensor | None = None
+    """``(num_records, G)`` float32 value of each token before it was written."""
+    members: Tensor
+    """``(num_records, G)`` bool, the tokens that have them."""
+
+    @property
+    def value_mean(self) -> float:
+        """Mean value of the tokens; NaN without a value model."""
+        if self.values is None:
+            return float("nan")
+        return float((self.values * self.members).sum() / self.members.sum().clamp_min(1))
+
+    def noted(self, records: Sequence[Trajectory]) -> list[Trajectory]:
+        """The records with their rows as signals, for shards and the viewer.
+
+        Args:
+            records: those the estimates are of, behind them those that are not trained on.
+
+        Returns:
+            Copies with the signals ``commit_advantage``, and ``commit_value`` where there is a
+            value model; NaN where a token has none.
+        """
+        tables = {"commit_advantage": self.advantages, "commit_value": self.values}
+        known = {
+            name: torch.where(self.members, table, torch.nan).numpy()
+            for name, table in tables.items()
+            if table is not None
+        }
+        found = []
+        for number, record in enumerate(records):
+            signals = dict(record.signals)
+            for name, table in known.items():
+                row = np.full(record.num_generated, np.nan, dtype=SIGNAL_DTYPES[name])
+                if number < len(table):
+                    row[:] = table[number, : record.num_generated]
+                signals[name] = row
+            found.append(replace(record, signals=signals))
+        return found
+
 
 Move = Callable[[RolloutBatch], RolloutBatch]
 """Brings a batch to the device of the module."""
@@ -93,7 +140,7 @@ def fill_advantages(
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, float]:
+) -> Estimates:
     """Gives every unit of every item its advantage, and with a value model its return and value.
 
     Values are those of the states that the decode went through, whatever states the items have;
@@ -111,7 +158,7 @@ def fill_advantages(
         reduce: adds up a tensor over processes; needed with several and a value model.
 
     Returns:
-        Facts for the log: ``value_mean`` with a value model.
+        Advantages and values of all tokens.
     """
     rewards = torch.tensor([float(record.meta["reward"]) for record in records])
     compared = torch.zeros_like(rewards)
@@ -120,12 +167,14 @@ def fill_advantages(
     G = max(record.num_generated for record in records)
     value = module.value
     has_token_rewards = any("token_rewards" in record.meta for record in records)
+    shrink = 1 if value is None else value.shrink
+    _, responses = module.rows.batch_of(records)
     if value is None and not has_token_rewards:
         for item in items:
             item.advantage = compared[item.record].expand(item.num_units).clone()
-        return {}
-    shrink = 1 if value is None else value.shrink
-    _, responses = module.rows.batch_of(records)
+        return Estimates(
+            advantages=compared[:, None].expand(-1, G).clone(), members=responses.maskable
+        )
     steps, members = order_of_writing(responses, shrink=shrink)
     token_rewards = outcome_rewards(compared, steps, members)
     for number, record in enumerate(records):
@@ -134,12 +183,11 @@ def fill_advantages(
             token_rewards[number, : len(given)] += (
                 torch.tensor(given) * members[number, : len(given)]
             )
-    values, facts = torch.zeros(len(records), G), {}
+    values = torch.zeros(len(records), G)
     if value is not None:
         values = _trace_values(module, records, G, batch_size, move, rank, world_size)
         if reduce is not None:
             values = reduce(values)
-        facts["value_mean"] = float((values * members).sum() / members.sum().clamp_min(1))
     estimates = step_gae(
         token_rewards,
         values,
@@ -152,7 +200,11 @@ def fill_advantages(
         item.advantage = pick(estimates.advantages, item)
         if value is not None:
             item.returns = pick(estimates.returns, item)
-    return facts
+    return Estimates(
+        advantages=estimates.advantages,
+        values=None if value is None else values,
+        members=members,
+    )
 
 
 @torch.no_grad()

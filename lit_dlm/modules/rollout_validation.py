@@ -1,8 +1,9 @@
-"""Validation by rollouts: held-out prompts, the same decoder, the same rewards."""
+"""Validation by rollouts: held-out prompts, one or several decoders, the same rewards."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,12 +26,12 @@ class RolloutValidation:
     """Decodes, scores and adds up.
 
     Args:
-        engine: what decodes.
+        engines: what decodes, by decoder; prompts name theirs in ``meta``.
         rewarder: what scores.
     """
 
-    def __init__(self, engine: RolloutEngine, rewarder: Rewarder) -> None:
-        self.engine = engine
+    def __init__(self, engines: Mapping[str, RolloutEngine], rewarder: Rewarder) -> None:
+        self.engines = dict(engines)
         self.rewarder = rewarder
         self.last: dict[str, float] = {}
         """Means of the last validation."""
@@ -38,7 +39,7 @@ class RolloutValidation:
 
     def begin(self) -> None:
         """Starts over."""
-        self._rows: list[list[float]] = []
+        self._rows: dict[str, list[list[float]]] = {method: [] for method in self.engines}
 
     def add(self, batch: ValidationBatch) -> None:
         """Decodes and scores a batch.
@@ -46,11 +47,17 @@ class RolloutValidation:
         Args:
             batch: prompts of this process.
         """
-        rollouts = self.engine.generate(batch.prompts)
-        scores = self.rewarder.score([[rollout] for rollout in rollouts])
-        for rollout, (score,), is_real in zip(rollouts, scores, batch.is_real, strict=True):
-            if is_real:
-                self._rows.append(_facts(rollout, score))
+        for method, engine in self.engines.items():
+            chosen = [
+                (prompt, is_real)
+                for prompt, is_real in zip(batch.prompts, batch.is_real, strict=True)
+                if prompt.meta["method"] == method
+            ]
+            rollouts = engine.generate([prompt for prompt, _ in chosen])
+            scores = self.rewarder.score([[rollout] for rollout in rollouts])
+            for rollout, (score,), (_, is_real) in zip(rollouts, scores, chosen, strict=True):
+                if is_real:
+                    self._rows[method].append(_facts(rollout, score))
 
     def result(self, strategy: Strategy, device: torch.device) -> dict[str, float]:
         """Means over the prompts of all processes; every process must call it.
@@ -60,22 +67,22 @@ class RolloutValidation:
             device: of the tensors that travel.
 
         Returns:
-            ``reward`` and ``reward_stderr`` (one standard error over prompts), ``accuracy``,
-            ``response_length`` in tokens, ``num_steps`` and ``num_prompts``.
+            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts),
+            ``accuracy``, ``response_length`` in tokens, ``num_steps`` and ``num_prompts``; of the
+            others the same behind their name and a slash.
         """
-        local = torch.zeros(len(_FACTS) + 2, dtype=torch.float64)
-        for row in self._rows:
-            local += torch.tensor([*row, row[0] ** 2, 1.0], dtype=torch.float64)
+        local = torch.zeros(len(self._rows), len(_FACTS) + 2, dtype=torch.float64)
+        for number, rows in enumerate(self._rows.values()):
+            for row in rows:
+                local[number] += torch.tensor([*row, row[0] ** 2, 1.0], dtype=torch.float64)
         # In float32 where the device has nothing better.
         local = local.to(torch.float32 if device.type == "mps" else torch.float64)
-        total = strategy.reduce(local.to(device), reduce_op="sum").tolist()
-        count = max(total[-1], 1.0)
-        means = {name: value / count for name, value in zip(_FACTS, total[:-2], strict=True)}
-        variance = max(total[-2] / count - means["reward"] ** 2, 0.0)
-        means["reward_stderr"] = math.sqrt(variance / max(count - 1.0, 1.0))
-        means["num_prompts"] = total[-1]
-        self.last = means
-        return means
+        totals = strategy.reduce(local.to(device), reduce_op="sum").tolist()
+        self.last = {}
+        for number, (method, total) in enumerate(zip(self._rows, totals, strict=True)):
+            prefix = f"{method}/" if number else ""
+            self.last |= {f"{prefix}{name}": value for name, value in _means(total).items()}
+        return self.last
 
 
 _FACTS = ("reward", "accuracy", "response_length", "num_steps")
@@ -89,3 +96,12 @@ def _facts(rollout: Rollout, score: RewardScore) -> list[float]:
         float(record.meta["num_tokens"]),
         float(record.num_steps),
     ]
+
+
+def _means(total: list[float]) -> dict[str, float]:
+    count = max(total[-1], 1.0)
+    means = {name: value / count for name, value in zip(_FACTS, total[:-2], strict=True)}
+    variance = max(total[-2] / count - means["reward"] ** 2, 0.0)
+    means["reward_stderr"] = math.sqrt(variance / max(count - 1.0, 1.0))
+    means["num_prompts"] = total[-1]
+    return means

@@ -86,13 +86,20 @@ class RolloutEngine:
         method: name of the decoder.
         response_length: cells of every response.
         batch_size: responses decoded together; results do not depend on it beyond rounding.
+        overlong_margin: cells short of the budget at which a response counts as overlong.
 
     Raises:
-        ValueError: the module has no such decoder.
+        ValueError: the module has no such decoder, or a number is out of range.
     """
 
     def __init__(
-        self, module: DecodeModule, *, method: str, response_length: int, batch_size: int
+        self,
+        module: DecodeModule,
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+        overlong_margin: int = 0,
     ) -> None:
         if method not in module.decoders:
             raise ValueError(
@@ -104,10 +111,16 @@ class RolloutEngine:
                 "response_length and batch size of rollouts: expected at least 1, got "
                 f"{response_length} and {batch_size}"
             )
+        if not 0 <= overlong_margin < response_length:
+            raise ValueError(
+                f"overlong_margin: expected 0 to {response_length - 1}, fewer cells than a response "
+                f"has, got {overlong_margin}"
+            )
         self.module = module
         self.method = method
         self.response_length = response_length
         self.batch_size = batch_size
+        self.overlong_margin = overlong_margin
 
     def generate(
         self, prompts: Sequence[RolloutPrompt], *, report: Callable[[int], None] | None = None
@@ -155,7 +168,7 @@ class RolloutEngine:
                 trajectory=replace(record, signals={**record.signals, SAMPLED: log_prob}),
                 example=prompt.example,
                 text=text,
-                is_overlong=length >= self.response_length,
+                is_overlong=length >= self.response_length - self.overlong_margin,
                 length=min(length + 1, self.response_length),  # the end of text included
                 decode=self._text,
             )

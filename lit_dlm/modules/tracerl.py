@@ -68,7 +68,8 @@ class TraceRLModule(FinetuneModule):
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
             (coupled-GRPO) or ``MaskedPrompt`` (diffu-GRPO).
         method: decoder of rollouts; the first one by default.
-        val_method: decoder of validation; that of rollouts by default.
+        val_method: decoder of validation, or several, such as a static and a dynamic one; that of
+            rollouts by default. The first one gives ``val/reward``, others ``val/NAME/reward``.
         objective: policy loss.
         value: value model; ``null`` for none, then every token has the advantage of its response.
         value_backbone: its own model, with ``value.backbone: full``.
@@ -95,7 +96,7 @@ class TraceRLModule(FinetuneModule):
         decoders: dict[str, Decoder],
         corruption: Corruption | None = None,
         method: str | None = None,
-        val_method: str | None = None,
+        val_method: str | list[str] | None = None,
         objective: PolicyObjective | None = None,
         value: ValueObjective | None = None,
         value_backbone: HFBackbone | None = None,
@@ -124,8 +125,10 @@ class TraceRLModule(FinetuneModule):
         if not self.decoders:
             raise ValueError("decoders: expected at least one, which rolls out, got none")
         self.method = method or next(iter(self.decoders))
-        self.val_method = val_method or self.method
-        for name in (self.method, self.val_method):
+        chosen = [val_method] if isinstance(val_method, str) else val_method
+        self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
+        """Decoders of validation, the first one in charge."""
+        for name in (self.method, *self.val_methods):
             if name not in self.decoders:
                 raise ValueError(
                     f"method: expected one of {', '.join(self.decoders)}, got {name!r}"
@@ -370,7 +373,7 @@ class TraceRLModule(FinetuneModule):
         if self.value is not None:
             self._trains_value = self.trainer.current_epoch % self.value.train_every == 0
         if self._facts:
-            self.log_dict(self._facts, on_step=False, on_epoch=True)
+            self.log_dict(self._facts, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Looks at the clock."""

@@ -35,7 +35,9 @@ TRACES_PAGE = "traces.html"
 
 
 def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
-    """Writes ``summary.json``, ``summary.md`` and ``front.png`` and prints the tables.
+    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
+
+    ``front_dark.png`` is the plot for dark pages.
 
     Args:
         summaries: in the order wanted.
@@ -45,6 +47,7 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Cons
     write_summary(folder / "summary.json", summaries)
     write_atomically(folder / "summary.md", markdown_tables(summaries))
     plot_front(summaries, folder / "front.png")
+    plot_front(summaries, folder / "front_dark.png", theme="dark")
     for table in terminal_tables(summaries):
         console.print(table)
     console.print(f"Summary, table and plot: {folder}")

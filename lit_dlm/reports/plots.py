@@ -29,7 +29,7 @@ def family(method: str) -> str:
     return _NUMBER.sub("", method) or method
 
 
-def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
+def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "light") -> None:
     """Accuracy against average steps, one panel per task.
 
     Methods that differ only in a trailing number are points of one curve. Bars are one standard
@@ -38,8 +38,9 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path) -> None:
     Args:
         summaries: what to draw; ungraded ones are left out, and nothing is written without others.
         path: file to write; the suffix gives the format.
+        theme: ``light`` or ``dark``.
     """
-    figure = front_figure(summaries)
+    figure = front_figure(summaries, theme=theme)
     if figure is not None:
         save_figure(figure, path)
 

@@ -154,8 +154,8 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
         ``(G,)`` float32 by name, NaN where there is no value: ``confidence`` (probability of the
         written token), ``entropy`` (nats, before the step that wrote), ``margin`` (lead over the
         best candidate that was passed over, in the policy's own score), ``policy_score`` (that
-        score), ``log_prob``, and what the record's ``meta`` has of :data:`META_SIGNALS`. Only what
-        was recorded.
+        score), ``log_prob``, ``value`` and ``advantage`` (of training), and what the record's
+        ``meta`` has of :data:`META_SIGNALS`. Only what was recorded.
 
     Raises:
         ValueError: an entry of ``meta`` is no list of one number or null per position.
@@ -166,6 +166,8 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
         ("margin", "commit_margin"),
         ("policy_score", "commit_score"),
         ("log_prob", "commit_log_prob"),
+        ("value", "commit_value"),
+        ("advantage", "commit_advantage"),
     ):
         if source in record.signals:
             found[name] = record.signals[source].astype(np.float32)

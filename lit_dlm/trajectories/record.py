@@ -32,6 +32,8 @@ SIGNAL_DTYPES: dict[str, np.dtype] = {
     "commit_margin": np.dtype(np.float16),
     "commit_score": np.dtype(np.float16),
     "commit_log_prob": np.dtype(np.float32),
+    "commit_value": np.dtype(np.float16),
+    "commit_advantage": np.dtype(np.float16),
     "step_time_us": np.dtype(np.uint32),
     "step_prob": np.dtype(np.float16),
     "step_entropy": np.dtype(np.float16),

@@ -22,6 +22,8 @@ SIGNAL_TAGS: dict[str, tuple[str, Dtype]] = {
     "commit_margin": ("CMRG", Dtype.F16),
     "commit_score": ("CSCO", Dtype.F16),
     "commit_log_prob": ("ROLD", Dtype.F32),
+    "commit_value": ("CVAL", Dtype.F16),
+    "commit_advantage": ("CADV", Dtype.F16),
     "step_time_us": ("STMU", Dtype.U32),
     "step_prob": ("RCNF", Dtype.F16),
     "step_entropy": ("RENT", Dtype.F16),

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lit_dlm.reports.reward_curve import read_points
+from lit_dlm.reports.viewer_columns import position_signals
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, run
 
@@ -20,6 +21,7 @@ SMALL = [
     "--data.prompts_per_step=3",
     "--data.responses_per_prompt=4",
     "--data.filters=null",
+    '--model.val_method=["evaluation","rollout"]',
     '--data.val_tasks=[{"class_path":"WordProblems","init_args":{"num_examples":6}}]',
 ]
 
@@ -31,6 +33,7 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = read_points(tmp_path / "reward_curve.jsonl")
     assert [point["step"] for point in first] == [0, 1]
     assert 0.0 < first[0]["val/reward"] <= 1.0
+    assert first[1]["val/rollout/num_prompts"] == first[1]["val/num_prompts"] == 6
     assert {"time/rollout", "time/reward", "time/train", "train/ratio"} <= first[1].keys()
     last = tmp_path / "checkpoints" / "last.ckpt"
     run("fit", *SMALL, at, "--trainer.max_epochs=2", f"--ckpt_path={last}")
@@ -42,6 +45,8 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     records = list(TrajectoryShardReader(tmp_path / "rollouts"))
     assert len(records) == 24
     assert {record.meta["policy_version"] for record in records} == {0, points[1]["updates"]}
+    assert all({"commit_value", "commit_advantage"} <= record.signals.keys() for record in records)
+    assert {"value", "advantage"} <= position_signals(records[0]).keys()
     weights = load_file(tmp_path / "policy" / "adapter_model.safetensors")
     assert weights
     assert all("lora" in name and "value" not in name for name in weights)

@@ -69,6 +69,22 @@ def test_tokens_without_weight_take_no_part() -> None:
     assert all(value.isfinite() for value in terms.parts.values())
 
 
+@pytest.mark.parametrize("kl", ["k3", "k1"])
+def test_a_token_that_was_given_up_does_not_decide_the_update(kl: str) -> None:
+    """d = -12: k3 would be 160,000 nats with as large a gradient; it counts as 10 with none."""
+    log_prob = torch.tensor([-13.0, -0.5], requires_grad=True)
+    terms = actor_loss(
+        log_prob, torch.tensor([-1.0, -1.0]), torch.zeros(2), torch.ones(2), beta=0.5, kl=kl
+    )
+    terms.total.backward()
+    assert log_prob.grad[0] == 0.0
+    slope = 1.0 - math.exp(-0.5) if kl == "k3" else 1.0
+    assert abs(float(log_prob.grad[1]) - 0.5 * slope) < 1e-6
+    first = 10.0 if kl == "k3" else -10.0
+    second = math.exp(-0.5) - 0.5 if kl == "k3" else 0.5
+    assert abs(float(terms.total) - 0.5 * (first + second)) < 1e-5
+
+
 def test_a_huge_ratio_stays_finite() -> None:
     log_prob = torch.tensor([0.0], requires_grad=True)
     terms = actor_loss(log_prob, torch.tensor([-200.0]), torch.tensor([-1.0]), torch.ones(1))

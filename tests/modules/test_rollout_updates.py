@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,9 +76,16 @@ def test_advantages_without_values_are_those_of_the_response() -> None:
     backbone = policy()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, kind="group_zscore", batch_size=4, move=as_is)
+    found = fill_advantages(rl, items, records, kind="group_zscore", batch_size=4, move=as_is)
+    assert np.isnan(found.value_mean)
+    more = replace(records[0], uid="not trained on")
+    noted = found.noted([*records, more])
+    assert np.isnan(noted[-1].signals["commit_advantage"]).all()
+    assert "commit_value" not in noted[0].signals
     table = unit_table(items, "advantage", 6)
     for row, record in enumerate(records):
+        signal = noted[row].signals["commit_advantage"]
+        assert signal[answer_cells(record)].tolist() == table[row, answer_cells(record)].tolist()
         assert table[row, answer_cells(record)].unique().tolist() == [[-1.0], [1.0]][row % 2]
 
 
@@ -122,7 +130,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 parameter.normal_(std=0.3)
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    facts = fill_advantages(rl, items, records, kind="none", batch_size=3, move=as_is)
+    found = fill_advantages(rl, items, records, kind="none", batch_size=3, move=as_is)
     reader = own or backbone
     for item in items:
         record = records[item.record]
@@ -136,7 +144,17 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 ).hidden
                 value = float(rl.value_head(hidden[0, record.num_prompt + cell]))
             assert abs(advantage - (reward - value)) < 1e-5
-    assert facts["value_mean"] != 0.0
+    known = found.noted(records)
+    means = []
+    for record, row in zip(known, found.members, strict=True):
+        value, advantage = (record.signals[f"commit_{n}"] for n in ("value", "advantage"))
+        cells = row[: record.num_generated].numpy()
+        assert np.isnan(value[~cells]).all()
+        expected = record.meta["reward"] - value[cells].astype(np.float32)
+        np.testing.assert_allclose(advantage[cells], expected, atol=1e-2)
+        means.extend(value[cells].tolist())
+    assert abs(found.value_mean - np.mean(means)) < 1e-2
+    assert found.value_mean != 0.0
 
 
 def test_old_log_probs_are_those_of_the_training_forward() -> None:

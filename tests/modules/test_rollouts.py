@@ -55,6 +55,20 @@ def test_a_response_belongs_to_its_name_and_not_to_its_batch() -> None:
     assert first[4].trajectory.prompt_ids.tolist() == [13, 14]
 
 
+def test_responses_that_almost_fill_their_budget_can_count_as_overlong() -> None:
+    """dLLM-RL takes five cells off: with a margin of 3, five tokens of eight are too many."""
+    strict = engine()
+    strict.overlong_margin = 3
+    pairs = list(zip(engine().generate(prompts()), strict.generate(prompts()), strict=True))
+    lengths = [one.trajectory.meta["num_tokens"] for one, _ in pairs]
+    assert [one.is_overlong for one, _ in pairs] == [length >= 8 for length in lengths]
+    assert [other.is_overlong for _, other in pairs] == [length >= 5 for length in lengths]
+    with pytest.raises(ValueError, match="overlong_margin: expected 0 to 3"):
+        RolloutEngine(
+            module(policy()), method="random", response_length=4, batch_size=1, overlong_margin=4
+        )
+
+
 def test_the_samplers_probabilities_are_those_of_its_filtered_distribution() -> None:
     """Temperature 0.5 and top-k 5, recomputed from the state of every step."""
     rollouts = engine(temperature=0.5)

@@ -52,6 +52,8 @@ _TAGS = {
     "RENT": "entropy per step",
     "RPRP": "proposal per step",
     "ROLD": "log-probability of writes",
+    "CVAL": "value before writes",
+    "CADV": "advantage of writes",
 }
 
 
