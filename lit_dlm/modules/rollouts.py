@@ -113,8 +113,8 @@ class RolloutEngine:
             )
         if not 0 <= overlong_margin < response_length:
             raise ValueError(
-                f"overlong_margin: expected 0 to {response_length - 1}, fewer cells than a response "
-                f"has, got {overlong_margin}"
+                f"overlong_margin: expected 0 to {response_length - 1}, less than a response has "
+                f"cells, got {overlong_margin}"
             )
         self.module = module
         self.method = method

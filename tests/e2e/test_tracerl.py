@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -11,6 +13,7 @@ from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.reports.viewer_columns import position_signals
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, run
+from tests.rewards.judge_server import JudgeServer
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +68,50 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, value in first[1].items():
         if name.startswith(("train/", "val/", "rollout/")):
             assert again[name] == value, name
+
+
+def test_a_judge_pays_the_parts_of_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A local judge that dislikes odd sums of digits; tokens are paid where responses differ."""
+    monkeypatch.chdir(ROOT)
+    server = JudgeServer(lambda shown: sum(int(sign) for sign in shown if sign.isdigit()) % 2 == 1)
+    judge = {"class_path": "HttpStepJudge", "init_args": {"url": server.url, "model": "judge"}}
+    rewards = [
+        {"class_path": "Graded", "init_args": {"weight": 0.0}},
+        {
+            "class_path": "ProcessReward",
+            "init_args": {"judge": judge, "reward_chunk_length": 4, "k_sample": 2},
+        },
+    ]
+    try:
+        run(
+            "fit",
+            "--config=configs/exp/tracerl_tiny.yaml",
+            *SMALL[1:],
+            f"--run_dir={tmp_path}",
+            "--trainer.max_epochs=1",
+            "--trainer.num_sanity_val_steps=0",
+            "--data.prompts_per_step=10",
+            f"--data.rewards={json.dumps(rewards)}",
+        )
+    finally:
+        server.close()
+    records = list(TrajectoryShardReader(tmp_path / "rollouts"))
+    chunks = sum(-(-min(record.meta["num_tokens"] + 1, 32) // 4) for record in records)
+    assert len(server.requests) == 2 * chunks
+    assert {"role", "content"} <= server.requests[0]["messages"][0].keys()
+    paid = [np.flatnonzero(record.meta["token_rewards"]) for record in records]
+    assert any(len(cells) for cells in paid)
+    for record, cells in zip(records, paid, strict=True):
+        if len(cells):
+            steps = record.commit_step[cells]
+            advantage = record.signals["commit_advantage"].astype(np.float32)
+            late = (record.commit_step > steps.max()) & ~np.isnan(advantage)
+            assert (advantage[late] == 0.0).all()  # nothing is paid after the last part
+    assert any(np.unique(r.signals["commit_advantage"]).size > 2 for r in records)
+    point = read_points(tmp_path / "reward_curve.jsonl")[-1]
+    assert {"rollout/reward/process", "train/policy_loss"} <= point.keys()
 
 
 def test_mistakes_are_one_line(

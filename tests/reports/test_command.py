@@ -49,7 +49,8 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     out = tmp_path / "out"
     assert main([str(tmp_path / "base"), str(tmp_path / "tuned"), "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {
-        "summary.json", "summary.md", "front.png", "front_dark.png", "report.html", "report.md", "traces.html",
+        "summary.json", "summary.md", "front.png", "front_dark.png",
+        "report.html", "report.md", "traces.html",
     }  # fmt: skip
     page = (out / "report.html").read_text()
     links = Links()

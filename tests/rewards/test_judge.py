@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,51 +10,14 @@ import pytest
 from lit_dlm.rewards import HttpStepJudge, ProcessReward
 from lit_dlm.rewards.judge import StepQuestion, read_grade
 from tests.rewards.groups import right, wrong
-
-
-class _Http(ThreadingHTTPServer):
-    request_queue_size = 64  # all opinions arrive at once
-
-
-class Server:
-    """Calls a part good unless a 13 is shown; refuses the first ``num_failures`` requests."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.num_failures = 0
-        self.status = 500
-        self.body: bytes | None = None
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append(body)
-                if len(outer.requests) <= outer.num_failures:
-                    self.send_error(outer.status)
-                    return
-                shown = body["messages"][1]["content"].rpartition("to check:\n")[2]
-                text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if '13' in shown.split() else 1}}}"
-                reply = {"choices": [{"message": {"content": text}}]}
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(outer.body or json.dumps(reply).encode())
-
-            def log_message(self, *arguments: Any) -> None:
-                del arguments
-
-        self.server = _Http(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
-        serve = self.server.serve_forever
-        threading.Thread(target=serve, args=(0.01,), daemon=True).start()
+from tests.rewards.judge_server import JudgeServer
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    running = Server()
+def server() -> Iterator[JudgeServer]:
+    running = JudgeServer()
     yield running
-    running.server.shutdown()
-    running.server.server_close()
+    running.close()
 
 
 QUESTION = StepQuestion(
@@ -65,7 +25,7 @@ QUESTION = StepQuestion(
 )
 
 
-def test_rewards_through_the_endpoint_are_the_same_every_time(server: Server) -> None:
+def test_rewards_through_the_endpoint_are_the_same_every_time(server: JudgeServer) -> None:
     """Chunks of 10 over 20 tokens: 13 is in the second chunk of the long response only.
 
     Chunk 0: both 1, no spread. Chunk 1: -1 for the first response, 1 for the one whose 13 is not
@@ -98,7 +58,7 @@ def test_rewards_through_the_endpoint_are_the_same_every_time(server: Server) ->
     )  # fmt: skip
 
 
-def test_an_endpoint_that_recovers_is_asked_again(server: Server) -> None:
+def test_an_endpoint_that_recovers_is_asked_again(server: JudgeServer) -> None:
     server.num_failures = 1
     judge = HttpStepJudge(url=server.url, model="judge")
     judge.endpoint.pause_s = 0.01
@@ -106,7 +66,7 @@ def test_an_endpoint_that_recovers_is_asked_again(server: Server) -> None:
     assert len(server.requests) == 2
 
 
-def test_a_refusal_is_final_and_names_the_sample(server: Server) -> None:
+def test_a_refusal_is_final_and_names_the_sample(server: JudgeServer) -> None:
     server.num_failures, server.status = 9, 404
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*404"):
         HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)
@@ -114,7 +74,7 @@ def test_a_refusal_is_final_and_names_the_sample(server: Server) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{}", b"<html>", b'{"choices": []}'])
-def test_a_reply_of_another_protocol_is_an_error(server: Server, body: bytes) -> None:
+def test_a_reply_of_another_protocol_is_an_error(server: JudgeServer, body: bytes) -> None:
     server.body = body
     with pytest.raises(ValueError, match="did not reply as chat completions do"):
         HttpStepJudge(url=server.url, model="judge").grade(QUESTION, 0)

@@ -1,0 +1,55 @@
+"""A local judge whose replies follow from the request alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class _Http(ThreadingHTTPServer):
+    request_queue_size = 64  # all opinions arrive at once
+
+
+class JudgeServer:
+    """Grades the text it is shown; refuses the first ``num_failures`` requests.
+
+    Args:
+        is_bad: what gets -1 and not 1; by default what has the word 13.
+    """
+
+    def __init__(self, is_bad: Callable[[str], bool] = lambda shown: "13" in shown.split()) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.num_failures = 0
+        self.status = 500
+        self.body: bytes | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append(body)
+                if len(outer.requests) <= outer.num_failures:
+                    self.send_error(outer.status)
+                    return
+                shown = body["messages"][1]["content"].rpartition("to check:\n")[2]
+                text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
+                reply = {"choices": [{"message": {"content": text}}]}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(outer.body or json.dumps(reply).encode())
+
+            def log_message(self, *arguments: Any) -> None:
+                del arguments
+
+        self.server = _Http(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/chat/completions"
+        serve = self.server.serve_forever
+        threading.Thread(target=serve, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stops the server."""
+        self.server.shutdown()
+        self.server.server_close()
