@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+import peak_memory
 import torch
 from torch import Tensor
 from torch.nn.functional import linear_cross_entropy
@@ -94,14 +93,6 @@ def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
     return float(loss.detach())
 
 
-def _status_bytes(field: str) -> int:
-    """A ``kB`` line of ``/proc/self/status``."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status: no field {field}; the CPU measurement needs Linux")
-
-
 def extra_peak_cuda(run: Callable[[], float]) -> float:
     """Extra peak of the allocator in GiB."""
     torch.cuda.synchronize()
@@ -114,25 +105,13 @@ def extra_peak_cuda(run: Callable[[], float]) -> float:
 
 def extra_peak_cpu(run: Callable[[], float]) -> float:
     """Extra peak resident memory in GiB, measured in a forked child."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
-            before = _status_bytes("VmHWM")
-            run()
-            os.write(write_end, str(_status_bytes("VmHWM") - before).encode())
-            status = 0
-        finally:
-            os._exit(status)  # the rest of the program is the parent's
-    os.close(write_end)
-    with os.fdopen(read_end) as stream:
-        text = stream.read()
-    _, status = os.waitpid(child, 0)
-    if status or not text:
-        raise RuntimeError(f"the measuring process ended with status {status}")
-    return int(text) / GIB
+
+    def extra() -> int:
+        before = peak_memory.reset_peak()
+        run()
+        return peak_memory.peak() - before
+
+    return peak_memory.in_child(extra) / GIB
 
 
 def measure(arguments: argparse.Namespace, *, trainable: bool) -> dict[str, dict[str, float]]:

@@ -34,15 +34,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
+import peak_memory
 import torch
 from torch import Tensor
 
@@ -69,7 +68,6 @@ from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.tasks import PythonFunctions
 from lit_dlm.trajectories.record import Trajectory
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _WRONG = "def f(*arguments):\n    return None"
 _FORMS = ("ours", "unpacked", "naive", "rowwise")
 
@@ -114,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
         Ratios, medians by phase, and the largest relative difference of gradients.
     """
     on_cuda = torch.device(options.device).type == "cuda"
-    megabytes = {} if on_cuda else _in_child(partial(_memory, options))
+    megabytes = {} if on_cuda else peak_memory.in_child(partial(_memory, options))
     step = _Step(options)
     meter = _Meter(torch.device(options.device))
     step.warm()
@@ -413,13 +411,12 @@ class _Meter:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device) / 2**20
-        _CLEAR.write_text("5")
-        return _kilobytes("VmRSS") / 1024
+        return peak_memory.reset_peak() / 2**20
 
     def _peak(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return _kilobytes("VmHWM") / 1024
+        return peak_memory.peak() / 2**20
 
 
 def _medians(values: Mapping[str, list[float]]) -> dict[str, float]:
@@ -438,33 +435,6 @@ def _memory(options: argparse.Namespace) -> dict[str, float]:
     for form in _FORMS:
         step.train(form, records, gauge)
     return _medians(gauge.megabytes)
-
-
-def _in_child(work: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Runs something in a forked child, which passes its result back as JSON."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.write(writer, json.dumps(work()).encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read()
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise SystemExit("the process that measures memory failed")
-    result: dict[str, float] = json.loads(text)
-    return result
-
-
-def _kilobytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise SystemExit(f"{_STATUS} has no {field}: memory can be measured on Linux only")
 
 
 if __name__ == "__main__":

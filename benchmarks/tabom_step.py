@@ -20,15 +20,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+import peak_memory
 import torch
 from torch import Tensor
 
 from lit_dlm.losses.ranking import entropy_ranking
 from lit_dlm.ops.fused_head import token_stats
-
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def main() -> None:
@@ -78,9 +76,9 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
             started = time.perf_counter()
             form()
             seconds[name].append(time.perf_counter() - started)
-            memory[name].append(_kilobytes("VmHWM") - before)
+            memory[name].append(peak_memory.peak() - before)
     middle = {name: statistics.median(values) for name, values in seconds.items()}
-    peak = {name: statistics.median(values) / 1024 for name, values in memory.items()}
+    peak = {name: statistics.median(values) / 2**20 for name, values in memory.items()}
     return {
         "memory_ratio": peak["ours"] / peak["full"],
         "time_ratio": middle["ours"] / middle["full"],
@@ -144,22 +142,14 @@ class _Step:
         return loss.detach(), hidden.grad.float()
 
 
-def _kilobytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise SystemExit(f"{_STATUS} has no {field}: memory can be measured on Linux only")
-
-
 def _reset_peak() -> int:
-    """Sets the peak to what is resident now, which it returns.
+    """Sets the peak to what is resident now, which it returns in bytes.
 
     Memory that earlier steps gave back to the allocator goes back to the system first: a step that
     found enough of it would seem to need none.
     """
     ctypes.CDLL(None).malloc_trim(0)
-    _CLEAR.write_text("5")
-    return _kilobytes("VmRSS")
+    return peak_memory.reset_peak()
 
 
 if __name__ == "__main__":

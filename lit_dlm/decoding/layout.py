@@ -105,6 +105,15 @@ class _PlacedLayout(_RegionLayout):
         del mask_id
         return self._canvas(canvas, self.place(canvas.ids.shape[1] - canvas.start).region_ids())
 
+    def _need_lengths(self) -> None:
+        """Only the last region may take what is left."""
+        for region in self.regions[:-1]:
+            if region.length is None:
+                raise ValueError(
+                    f"layout: region {region.name!r}: expected a length; only the last region may "
+                    "take what is left"
+                )
+
 
 class FixedLayout(_PlacedLayout):
     """Regions of given lengths, one behind the other."""
@@ -118,13 +127,9 @@ class FixedLayout(_PlacedLayout):
             rest: rules of the cells outside all regions.
         """
         super().__init__(regions, rest=rest)
-        for number, region in enumerate(self.regions):
+        for region in self.regions:
             self._allow(region, "length", "start")
-            if region.length is None and number < len(self.regions) - 1:
-                raise ValueError(
-                    f"layout: region {region.name!r}: expected a length; only the last region may "
-                    "take what is left"
-                )
+        self._need_lengths()
 
     def place(self, length: int) -> BlockLayout:
         """The blocks of a response of ``length`` cells."""
@@ -184,13 +189,9 @@ class TemplateLayout(_PlacedLayout):
         super().__init__(regions, rest=rest)
         for number, region in enumerate(self.regions):
             self._allow(region, "length", "marker")
-            if region.length is None and number < len(self.regions) - 1:
-                raise ValueError(
-                    f"layout: region {region.name!r}: expected a length; only the last region may "
-                    "take what is left"
-                )
             if region.marker is None and number > 0:
                 raise ValueError(f"layout: region {region.name!r}: expected a marker, got none")
+        self._need_lengths()
 
     def place(self, length: int) -> BlockLayout:
         """The blocks of a response of ``length`` cells."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -17,9 +17,6 @@ from lit_dlm.reports.tables import HEADERS, by_task, markdown_tables, table_cell
 ASSETS = Path(__file__).resolve().parent / "assets" / "report"
 MAX_TEXT = 1200
 """Characters of a completion that the page shows."""
-
-LinkOf = Callable[[ResultRow], str | None]
-"""Address of a sample's trace; ``None`` where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
