@@ -49,6 +49,13 @@ METHODS = {
 }
 """Arms and their names in the plot."""
 
+PANELS = {
+    "val/reward": "held-out reward, greedy",
+    "val/rollout/reward": "held-out reward, temperature 1",
+    "val/num_steps": "steps of a greedy decode",
+}
+"""Values that are drawn, and what they are called."""
+
 
 def main() -> None:
     """Runs what is missing, then reports."""
@@ -85,7 +92,7 @@ def main() -> None:
                 curves.setdefault(METHODS[method], []).append(read_points(path))
     report = summary(curves)
     if options.plot is not None and curves:
-        plot_runs(curves, options.plot)
+        plot_runs(curves, options.plot, values=PANELS)
     if options.json:
         print(json.dumps(report))
         return
@@ -178,31 +185,33 @@ def summary(curves: dict[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str
         curves: by label, the curves of its seeds.
 
     Returns:
-        By label: ``start`` and ``end`` (means over seeds of the held-out reward), ``rise`` with its
-        standard error over prompts and seeds (``stderr``) and in such errors (``rise_in_stderr``),
-        ``best`` (mean of each seed's best), ``seeds``, and ``cpu_seconds`` of a run.
+        By label and value of :data:`PANELS`: ``start``, ``end`` and ``best`` (means over seeds),
+        and of rewards the ``rise`` with its standard error (``stderr``); ``seeds``, and
+        ``cpu_seconds`` of a run. The error adds those over prompts and over seeds. All seeds share
+        the prompts, so more seeds make only the second one smaller, and both ends are taken for
+        independent though they are not: it is rather too large.
     """
     report = {}
     for label, seeds in curves.items():
-        scored = [[point for point in points if "val/reward" in point] for points in seeds]
-        start = [points[0]["val/reward"] for points in scored]
-        end = [points[-1]["val/reward"] for points in scored]
-        # Prompts are the same, so taking both ends for independent errs on the safe side.
-        variance = (
-            sum(points[at]["val/reward_stderr"] ** 2 for points in scored for at in (0, -1))
-            / len(scored) ** 2
-        )
-        rise = statistics.mean(end) - statistics.mean(start)
-        report[label] = {
-            "start": statistics.mean(start),
-            "end": statistics.mean(end),
-            "rise": rise,
-            "stderr": math.sqrt(variance),
-            "rise_in_stderr": rise / math.sqrt(variance),
-            "best": statistics.mean(max(p["val/reward"] for p in points) for points in scored),
-            "seeds": float(len(scored)),
-            "cpu_seconds": statistics.mean(points[-1].get("cpu_seconds", 0.0) for points in seeds),
-        }
+        found = {"seeds": float(len(seeds))}
+        for name in PANELS:
+            scored = [[point for point in points if name in point] for points in seeds]
+            ends = [points[-1][name] for points in scored]
+            start, end = statistics.mean(p[0][name] for p in scored), statistics.mean(ends)
+            found |= {f"{name}/start": start, f"{name}/end": end}
+            if name.endswith("reward"):
+                of_prompts = [
+                    points[at][f"{name}_stderr"] ** 2 for points in scored for at in (0, -1)
+                ]
+                of_seeds = statistics.variance(ends) / len(ends) if len(ends) > 1 else 0.0
+                best = statistics.mean(max(p[name] for p in points) for points in scored)
+                found |= {
+                    f"{name}/best": best,
+                    f"{name}/rise": end - start,
+                    f"{name}/stderr": math.sqrt(2 * statistics.mean(of_prompts) + of_seeds),
+                }
+        found["cpu_seconds"] = statistics.mean(p[-1].get("cpu_seconds", 0.0) for p in seeds)
+        report[label] = found
     return report
 
 

@@ -76,29 +76,43 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
 
 
 def plot_runs(
-    runs: Mapping[str, Sequence[Sequence[Point]]], path: Path, *, value: str = "val/reward"
+    runs: Mapping[str, Sequence[Sequence[Point]]],
+    path: Path,
+    *,
+    values: Mapping[str, str] | None = None,
 ) -> None:
-    """Mean curves of several methods, each over its seeds, with one standard error.
+    """Mean curves of several methods, each over its seeds, with one standard error over them.
 
     Args:
         runs: by label, the curves of its seeds.
         path: file to write.
-        value: what is drawn; points without it are passed over.
+        values: what is drawn and how it is called, a panel each; ``val/reward`` by default. Points
+            without a value are passed over.
     """
-    figure, axis = plt.subplots(figsize=(5.8, 3.8), layout="constrained")
-    for number, (label, curves) in enumerate(runs.items()):
-        tables = [{p["step"]: p[value] for p in curve if value in p} for curve in curves]
-        steps = sorted(set.intersection(*(set(table) for table in tables)))
-        values = np.array([[table[step] for step in steps] for table in tables])
-        mean, colour = values.mean(0), COLOURS[number % len(COLOURS)]
-        axis.plot(steps, mean, color=colour, label=f"{label} (n = {len(curves)})", linewidth=1.5)
-        if len(curves) > 1:
-            error = values.std(0, ddof=1) / np.sqrt(len(curves))
-            axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
-    axis.set(xlabel="RL step", ylabel=value)
-    _tidy(axis)
-    axis.legend(fontsize="small")
+    values = values or {"val/reward": "reward of held-out prompts"}
+    figure, axes = plt.subplots(
+        1, len(values), figsize=(1.2 + 4.3 * len(values), 3.8), layout="constrained", squeeze=False
+    )
+    for axis, (name, title) in zip(axes[0], values.items(), strict=True):
+        for number, (label, curves) in enumerate(runs.items()):
+            _draw_mean(axis, label, curves, name, COLOURS[number % len(COLOURS)])
+        axis.set(xlabel="RL step", ylabel=title)
+        _tidy(axis)
+    axes[0, 0].legend(fontsize="small")
     _save(figure, path)
+
+
+def _draw_mean(
+    axis: Axes, label: str, curves: Sequence[Sequence[Point]], name: str, colour: str
+) -> None:
+    tables = [{p["step"]: p[name] for p in curve if name in p} for curve in curves]
+    steps = sorted(set.intersection(*(set(table) for table in tables)))
+    found = np.array([[table[step] for step in steps] for table in tables])
+    mean = found.mean(0)
+    axis.plot(steps, mean, color=colour, label=f"{label} (n = {len(curves)})", linewidth=1.5)
+    if len(curves) > 1:
+        error = found.std(0, ddof=1) / np.sqrt(len(curves))
+        axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
 
 
 def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:

@@ -22,7 +22,8 @@ def test_points_survive_a_file_and_are_drawn(tmp_path: Path) -> None:
     assert read_points(path) == POINTS
     plot_run(POINTS, tmp_path / "run.png")
     plot_run(POINTS[:1], tmp_path / "begin.png")  # nothing but the beginning yet
-    plot_runs({"one": [POINTS], "two": [POINTS, POINTS]}, tmp_path / "runs.png")
+    values = {"val/reward": "held out", "rollout/reward": "rollouts"}
+    plot_runs({"one": [POINTS], "two": [POINTS, POINTS]}, tmp_path / "runs.png", values=values)
     assert all(p.stat().st_size > 5000 for p in tmp_path.glob("*.png"))
     assert len(list(tmp_path.iterdir())) == 4  # no drafts are left
 
