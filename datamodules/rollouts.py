@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -59,7 +60,8 @@ class RolloutDataModule(LightningDataModule):
 
     Set ``trainer.reload_dataloaders_every_n_epochs: 1`` and ``max_epochs`` to the number of RL
     steps. Everything random follows from seeds, names and the number of the RL step, so a run that
-    is stopped between two RL steps and resumed goes on as if it had not been.
+    is stopped between two RL steps and resumed goes on as if it had not been. A ``ModelCheckpoint``
+    that leaves open when it saves does so at the end of RL steps.
 
     Args:
         tasks: training prompts.
@@ -185,6 +187,7 @@ class RolloutDataModule(LightningDataModule):
         if self._collector is not None or stage not in ("fit", "validate", None):
             return
         module = self._module()
+        self._save_between_steps()
         if self.source == "shards":
             assert self.shards is not None
             self._collector = ShardCollector(self.shards, mask_id=module.backbone.spec.mask_id)
@@ -222,6 +225,19 @@ class RolloutDataModule(LightningDataModule):
             self._val_prompts = encoded_prompts(
                 module, self.val_tasks, max_length=self.max_prompt_length
             )
+
+    def _save_between_steps(self) -> None:
+        """Lightning would save after validation, within the RL step, where none can be resumed."""
+        assert self.trainer is not None
+        for callback in self.trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint) or not callback._every_n_epochs:
+                continue
+            if callback._save_on_train_epoch_end is False:
+                raise ValueError(
+                    "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that "
+                    "is saved before its end cannot be resumed, got false"
+                )
+            callback._save_on_train_epoch_end = True
 
     def _module(self) -> TraceRLModule:
         module = self.trainer.lightning_module if self.trainer is not None else None

@@ -99,6 +99,12 @@ def test_stored_rollouts_replay_the_same_updates(tmp_path: Path) -> None:
         ShardCollector(tmp_path / "rollouts", mask_id=9)
 
 
+def test_checkpoints_within_rl_steps_are_refused(tmp_path: Path) -> None:
+    early = ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)
+    with pytest.raises(ValueError, match="save_on_train_epoch_end: expected true"):
+        fit(learner(), rollout_data(), tmp_path, callbacks=[early])
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_curve_and_weights(tmp_path: Path) -> None:
     """Stopped after two of four RL steps: same rewards, same weights, optimiser state included."""

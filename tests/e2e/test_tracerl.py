@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.reports.viewer_columns import position_signals
 from lit_dlm.trajectories.shards import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, run
+from tests.e2e.runs import ROOT, fails, run, start
 from tests.rewards.judge_server import JudgeServer
 
 pytestmark = pytest.mark.slow
@@ -68,6 +71,35 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, value in first[1].items():
         if name.startswith(("train/", "val/", "rollout/")):
             assert again[name] == value, name
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL after the first of three RL steps: same curve, weights and rollouts, each once."""
+    monkeypatch.chdir(ROOT)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    steps = [*SMALL, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"]
+    run("fit", *steps, f"--run_dir={whole}")
+    last = killed / "checkpoints" / "last.ckpt"
+    process = start("fit", *steps, f"--run_dir={killed}")
+    deadline = time.monotonic() + 240.0
+    while not last.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None, process.stderr.read().decode()[-4000:]  # type: ignore[union-attr]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(read_points(killed / "reward_curve.jsonl")) < 4
+    run("fit", *steps, f"--run_dir={killed}", f"--ckpt_path={last}")
+    curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, killed)]
+    for expected, found in zip(*curves, strict=True):
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert found[name] == value or name.startswith("time/"), name
+    ours, theirs = (load_file(f / "policy" / "adapter_model.safetensors") for f in (whole, killed))
+    assert all(weight.equal(theirs[name]) for name, weight in ours.items())
+    uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, killed)]
+    assert sorted(uids[0]) == sorted(uids[1])
 
 
 def test_a_judge_pays_the_parts_of_responses(
