@@ -1,0 +1,97 @@
+"""What the progress bar says of a whole run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from callbacks import ProgressBar
+
+NUM_BATCHES = 4
+
+
+class Clock:
+    """Ten seconds pass with every training batch."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Model(LightningModule):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        self.clock.now += 10.0
+        return (self.weight * batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Heard(ProgressBar):
+    """Keeps the description after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.texts.append(self.train_progress_bar.description)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr("callbacks.progress.time.monotonic", clock.monotonic)
+    return clock
+
+
+def fit(clock: Clock, **limits: int) -> list[str]:
+    bar = Heard()
+    Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[bar],
+        **limits,
+    ).fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
+    return bar.texts
+
+
+def test_time_left_is_that_of_the_run(clock: Clock) -> None:
+    """Two epochs of four batches of 10 s: after three batches, 50 s are left."""
+    texts = fit(clock, max_epochs=2)
+    assert texts[2] == "Epoch 1 of 2, 0:00:50 left"
+    assert texts[4] == "Epoch 2 of 2, 0:00:30 left"
+    assert texts[-1] == "Epoch 2 of 2"
+
+
+def test_steps_end_a_run_without_epochs(clock: Clock) -> None:
+    """The second of six batches of 10 s leaves 40 s."""
+    texts = fit(clock, max_epochs=-1, max_steps=6)
+    assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
+    assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
+
+
+def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches of 10 s and a line every 30 s: four lines would need 120 s, the run has 80."""
+    with caplog.at_level(logging.INFO, logger="callbacks.progress"):
+        fit(clock, max_epochs=2)
+    lines = [r.getMessage() for r in caplog.records if r.name == "callbacks.progress"]
+    assert len(lines) == 2
+    assert lines[0].startswith("Epoch 1 of 2")
+    assert "3/4" in lines[0]
