@@ -82,6 +82,11 @@ class AdapterCheckpoint(Callback):
                 write_atomically(self.folder / "scores.json", text + "\n")
         trainer.strategy.barrier("adapters")
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells where the folders are."""
+        if trainer.is_global_zero:
+            logger.info("weights of epochs, best and last: %s", self.folder)
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.reports.reward_curve import plot_run, write_points
+
+logger = logging.getLogger(__name__)
 
 
 class RewardCurve(Callback):
@@ -70,6 +73,7 @@ class RewardCurve(Callback):
         """Draws the whole curve."""
         if trainer.is_global_zero and self.points:
             self._draw()
+            logger.info("Reward curve: %s", self.folder / "reward_curve.png")
 
     def _draw(self) -> None:
         plot_run(self.points, self.folder / "reward_curve.png")

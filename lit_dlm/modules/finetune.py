@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ LossNorm = Literal["local", "global"]
 
 _VALIDATION_SEED = 1_000_003
 """Added to the seed for the fixed noise of validation."""
+
+logger = logging.getLogger(__name__)
 
 
 class FinetuneModule(DecodeModule):
@@ -282,6 +285,9 @@ class FinetuneModule(DecodeModule):
         """Writes the last weights where ``export_dir`` asks for them."""
         if self.export_dir is not None:
             self.export(self.export_dir)
+            kind = "model" if self.backbone.adapter is None else "adapter"
+            if self.trainer.is_global_zero:
+                logger.info("wrote the %s to %s", kind, self.export_dir)
 
     def export(self, folder: str | Path) -> None:
         """Writes the adapter, or the whole model where there is none; every process must call it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.export import copy_tokenizer
 from lit_dlm.ops.muon import MuonAdamW
 from lit_dlm.ops.schedules import trapezoid
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -173,6 +176,7 @@ class PretrainModule(DecodeModule):
         self.backbone.export(self.export_dir, dtype=self.export_dtype)
         if self.trainer.is_global_zero:
             copy_tokenizer(self.tokenizer_path, self.export_dir)
+            logger.info("wrote the model to %s", self.export_dir)
 
 
 def _split_parameters(backbone: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
