@@ -74,12 +74,11 @@ class ProgressBar(RichProgressBar):
         batch_idx: int,
     ) -> None:
         """Counts the batch and tells the time left of the run."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         bar = self.train_progress_bar_id
         if not self.is_disabled and self.progress is not None and bar is not None:
             text = self._get_train_description(trainer.current_epoch, batch_idx + 1)
             self.progress.update(bar, description=text)
-            self.refresh()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _get_train_description(self, current_epoch: int, num_batches: int = 0) -> str:
         trainer = self.trainer
@@ -182,9 +181,12 @@ def _draws(console: Any) -> bool:
 
 
 def _line(task: Any) -> str:
-    """Description, count and time left of one bar."""
+    """Description, count and time left of one bar; only what the description lacks."""
     total = "?" if task.total in (None, float("inf")) else int(task.total)
-    text = f"{task.description.strip()} {int(task.completed)}/{total}"
-    if task.time_remaining is not None:
-        text += f", {timedelta(seconds=int(task.time_remaining))} left"
-    return text
+    count = f"{int(task.completed)}/{total}"
+    parts = [task.description.strip()]
+    if count not in parts[0]:
+        parts.append(count)
+    if task.time_remaining is not None and not parts[0].endswith(" left"):
+        parts.append(f"{timedelta(seconds=int(task.time_remaining))} left")
+    return ", ".join(parts)

@@ -92,6 +92,7 @@ def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="callbacks.progress"):
         fit(clock, max_epochs=2)
     lines = [r.getMessage() for r in caplog.records if r.name == "callbacks.progress"]
-    assert len(lines) == 2
-    assert lines[0].startswith("Epoch 1 of 2")
-    assert "3/4" in lines[0]
+    assert lines == [
+        "Epoch 1 of 2, 0:00:50 left, 3/4",
+        "Epoch 2 of 2, 0:00:20 left, 2/4",
+    ]
