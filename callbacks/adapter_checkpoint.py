@@ -56,6 +56,7 @@ class AdapterCheckpoint(Callback):
         self.monitor = monitor
         self.mode = mode
         self.scores: dict[str, float] = {}
+        self._epochs_ended: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the module."""
@@ -64,14 +65,29 @@ class AdapterCheckpoint(Callback):
                 f"AdapterCheckpoint: expected a FinetuneModule, got {type(pl_module).__name__}"
             )
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the folder of an epoch whose last batch was the last thing before a restart.
+
+        Such an epoch counts as over when the run goes on: it is not validated, so it has no score.
+        """
+        number = trainer.current_epoch
+        if self._epochs_ended is not None and self._epochs_ended < number:
+            self._write(trainer, pl_module, number - 1, has_score=False)
+        self._epochs_ended = number
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the folders; validation has run where there is one."""
+        self._epochs_ended = trainer.current_epoch + 1
+        self._write(trainer, pl_module, trainer.current_epoch, has_score=self.monitor is not None)
+
+    def _write(
+        self, trainer: Trainer, pl_module: LightningModule, number: int, *, has_score: bool
+    ) -> None:
         assert isinstance(pl_module, FinetuneModule)
-        number = trainer.current_epoch
         pl_module.export(self.folder / "last")
         if (number + 1) % self.every_n_epochs:
             return
-        is_best = self._score(trainer, number)
+        is_best = has_score and self._is_best(trainer, number)
         if trainer.is_global_zero:
             if self.keep_epochs:
                 _replace(self.folder / "last", self.folder / f"epoch-{number:02d}")
@@ -99,10 +115,8 @@ class AdapterCheckpoint(Callback):
             pl_module.export(self.folder / "last")
             logger.warning("weights before the error: %s", self.folder / "last")
 
-    def _score(self, trainer: Trainer, number: int) -> bool:
+    def _is_best(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value; whether it is the best so far."""
-        if self.monitor is None:
-            return False
         if self.monitor not in trainer.callback_metrics:
             raise ValueError(
                 f"monitor: nothing was logged as {self.monitor!r}, known: "
@@ -118,12 +132,13 @@ class AdapterCheckpoint(Callback):
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores so far, for a resumed run."""
-        return {"scores": dict(self.scores)}
+        """The scores so far and the number of epochs, for a resumed run."""
+        return {"scores": dict(self.scores), "epochs_ended": self._epochs_ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes them up again."""
         self.scores = dict(state_dict["scores"])
+        self._epochs_ended = state_dict.get("epochs_ended")  # not in checkpoints of old
 
 
 def _replace(source: Path, target: Path) -> None:

@@ -69,9 +69,15 @@ class DiscriminationScore(Callback):
         self.scores: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks module and decoder before anything is trained."""
+        """Checks module and decoder before anything is trained.
+
+        Puts itself in front of the other callbacks, so that one which monitors the score is given
+        that of the epoch at hand wherever it stands in the list.
+        """
         if stage not in ("fit", "validate"):
             return
+        # A new list: the trainer is walking along the old one.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
         if not isinstance(pl_module, FinetuneModule):
             raise ValueError(
                 f"DiscriminationScore: expected a FinetuneModule, got {type(pl_module).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.rollouts import rl_step_of
+from lit_dlm.trajectories.shards import completed_uids
 
 
 class RolloutWriter(Callback):
@@ -16,8 +19,9 @@ class RolloutWriter(Callback):
 
     ``RolloutDataModule`` with ``source: shards`` trains on what is written here. A thread encodes
     and writes beside the updates, one shard per RL step and process, which is on disk before the
-    step's checkpoint. Records that the folder holds already are left out, so a resumed run never
-    writes one twice.
+    step's checkpoint. Of what the folder holds, a resumed run keeps the RL steps that its
+    checkpoint has behind it and writes the others anew, so the folder is that of one run. A run
+    that begins anew wants a folder without rollouts.
 
     Args:
         folder: folder of the trajectory set.
@@ -49,9 +53,19 @@ class RolloutWriter(Callback):
                 f"{type(trainer.datamodule).__name__}"  # type: ignore[attr-defined]
             )
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses a folder with rollouts before time is spent on a new run."""
+        self._require_own(trainer, completed_uids(self.folder))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recovers the folder on rank 0 and opens this process's writer."""
+        """Recovers the folder on rank 0 and opens this process's writer.
+
+        Raises:
+            ValueError: the run is not resumed, but the folder holds rollouts.
+        """
         assert isinstance(pl_module, DecodeModule)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        is_resumed, begin = trainer.ckpt_path is not None, data.step
         self._target = TrajectoryFolder(
             self.folder,
             trainer,
@@ -60,7 +74,17 @@ class RolloutWriter(Callback):
             split="train",
             level=self.level,
             max_gigabytes=self.max_gigabytes,
+            is_stale=(lambda uid: rl_step_of(uid) >= begin) if is_resumed else None,
         )
+        self._require_own(trainer, self._target.held)
+
+    def _require_own(self, trainer: Trainer, held: Collection[str]) -> None:
+        if held and trainer.ckpt_path is None:
+            raise ValueError(
+                f"{self.folder}: expected a folder without rollouts, since this run begins anew, "
+                f"got {len(held)} of a former one; resume that one with --ckpt_path, choose "
+                "another run_dir, or delete the folder"
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Queues the rollouts of this RL step that were made by this process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lit_dlm.trajectories.shards import (
     SizeLimitError,
     TrajectoryShardWriter,
     completed_uids,
+    drop_shards,
     merge_manifest,
     recover,
 )
@@ -42,6 +43,7 @@ class TrajectoryFolder:
         split: str,
         max_queue_bytes: int = 256 * 2**20,
         max_gigabytes: float | None = None,
+        is_stale: Callable[[str], bool] | None = None,
         **options: Any,
     ) -> None:
         """Prepares the folder; all processes must call it.
@@ -54,10 +56,13 @@ class TrajectoryFolder:
             split: split of the set.
             max_queue_bytes: memory of records that wait for the disk; decoding waits beyond it.
             max_gigabytes: stop with an error when the folder has grown beyond this.
+            is_stale: of which uids what the folder holds is deleted, to be written anew; by default
+                of none.
             **options: further options of :class:`TrajectoryShardWriter`.
 
         Raises:
-            ValueError: If the folder belongs to a run with other settings.
+            ValueError: If the folder belongs to a run with other settings, or a shard holds stale
+                records and others.
             OSError: If it cannot be written.
         """
         self.folder = Path(folder)
@@ -67,6 +72,9 @@ class TrajectoryFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             run.save(self.folder)
             recover(self.folder)
+            dropped = 0 if is_stale is None else drop_shards(self.folder, is_stale)
+            if dropped:
+                logger.warning("%s: deleted %d records, to be made anew", self.folder, dropped)
         trainer.strategy.barrier("shards_recovered")
         self.held = completed_uids(self.folder)
         """Uids that the folder held when this run began."""
@@ -107,15 +115,7 @@ class TrajectoryFolder:
                 "the prediction carries no trajectories; use a module that captures them (level)"
             )
         uids = [decoded.uid(row) for row in range(len(decoded.examples))]
-        left = [row for row, uid in enumerate(uids) if uid not in self.held]
-        if len(left) < len(uids):
-            one = next(uid for uid in uids if uid in self.held)
-            logger.warning(
-                "%s (and %d more) is in %s already, left out",
-                one,
-                len(uids) - len(left) - 1,
-                self.folder,
-            )
+        left = self._not_held(uids)
         if not left:
             return
 
@@ -134,6 +134,19 @@ class TrajectoryFolder:
         except SizeLimitError as error:
             raise self._too_large() from error
 
+    def _not_held(self, uids: Sequence[str]) -> list[int]:
+        """Numbers of the uids that the folder did not hold when the run began."""
+        left = [row for row, uid in enumerate(uids) if uid not in self.held]
+        if len(left) < len(uids):
+            one = next(uid for uid in uids if uid in self.held)
+            logger.warning(
+                "%s (and %d more) is in %s already, left out",
+                one,
+                len(uids) - len(left) - 1,
+                self.folder,
+            )
+        return left
+
     def put_records(self, records: Sequence[Trajectory]) -> None:
         """Queues records; those that the folder held when the run began are left out.
 
@@ -144,9 +157,8 @@ class TrajectoryFolder:
             BaseException: What broke the writer since the last call.
         """
         try:
-            for record in records:
-                if record.uid not in self.held:
-                    self._writer.put(record)
+            for row in self._not_held([record.uid for record in records]):
+                self._writer.put(records[row])
         except SizeLimitError as error:
             raise self._too_large() from error
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from datamodules.prompt_mix import PromptMix, drawn_length
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.trajectories.shards import completed_uids, recover
 
 
@@ -61,9 +61,7 @@ class PromptDataModule(LightningDataModule):
             raise ValueError("tasks: expected at least one task, got none")
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-        names = [task.name for task in tasks]
-        if len(set(names)) < len(names):
-            raise ValueError(f"tasks: each task may be named once, got {', '.join(names)}")
+        tasks_by_name(tasks)
         self.tasks = tasks
         lengths = [response_length] if isinstance(response_length, int) else response_length
         if not lengths or min(lengths) < 1:

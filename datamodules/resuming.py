@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.epoch_plan import EpochPlan, FixedPlan
@@ -62,3 +63,25 @@ def batches_done(trainer: Trainer | None, batches_per_pass: int) -> int:
 def _as_is(batch: Any) -> Any:
     """The dataset collates; the loader must not."""
     return batch
+
+
+def save_at_ends_of_epochs(trainer: Trainer) -> None:
+    """Has checkpoints that leave it open saved at the end of RL steps, which are epochs.
+
+    Lightning would save after validation, within the RL step, where none can be resumed.
+
+    Args:
+        trainer: whose checkpoint callbacks are set.
+
+    Raises:
+        ValueError: one is told to save before the end.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint) or not callback._every_n_epochs:
+            continue
+        if callback._save_on_train_epoch_end is False:
+            raise ValueError(
+                "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that is "
+                "saved before its end cannot be resumed, got false"
+            )
+        callback._save_on_train_epoch_end = True

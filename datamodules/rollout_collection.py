@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,13 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.rollouts import RolloutEngine, in_order, rollout_prompts, with_score
+from lit_dlm.modules.rollouts import (
+    RolloutEngine,
+    RolloutPrompt,
+    in_order,
+    rollout_prompts,
+    with_score,
+)
 from lit_dlm.rewards import GroupFilter, Rewarder, Rollout
 from lit_dlm.tasks import PromptExample, Task
 from lit_dlm.trajectories.codec import decode_block, encode_block
@@ -44,11 +50,18 @@ def encoded_prompts(
         max_length: prompts with more tokens are left out, with a warning.
 
     Raises:
-        ValueError: no prompt is short enough.
+        ValueError: no prompt is short enough, or two problems have one uid.
     """
     found, dropped = [], 0
+    owners: dict[str, Task] = {}
     for task in tasks:
         for example in task.examples():
+            if example.uid in owners:
+                raise ValueError(
+                    f"tasks: expected every uid once, got {example.uid!r} of "
+                    f"{owners[example.uid].name!r} and of {task.name!r}"
+                )
+            owners[example.uid] = task
             ids = module.encode(example)
             if len(ids) > max_length:
                 dropped += 1
@@ -64,6 +77,31 @@ def encoded_prompts(
             f"max_prompt_length = {max_length} tokens"
         )
     return found
+
+
+def responses_of(
+    prompts: Iterable[tuple[int, EncodedPrompt]], *, method: str, step: int, num_responses: int
+) -> list[RolloutPrompt]:
+    """The responses that are asked for in one RL step, group by group.
+
+    Args:
+        prompts: problems with their place in the RL step.
+        method: decoder to use.
+        step: number of the RL step.
+        num_responses: responses to each.
+    """
+    return [
+        response
+        for place, prompt in prompts
+        for response in rollout_prompts(
+            prompt.example,
+            prompt.ids,
+            method=method,
+            step=step,
+            place=place,
+            num_responses=num_responses,
+        )
+    ]
 
 
 class PromptSampler:
@@ -205,18 +243,9 @@ class OnlineCollector:
         progress: Progress,
     ) -> list[Trajectory]:
         """Rollouts of this process, scored."""
-        asked = [
-            response
-            for place, prompt in prompts
-            for response in rollout_prompts(
-                prompt.example,
-                prompt.ids,
-                method=self.engine.method,
-                step=step,
-                place=place,
-                num_responses=self.num_responses,
-            )
-        ]
+        asked = responses_of(
+            prompts, method=self.engine.method, step=step, num_responses=self.num_responses
+        )
         begin = time.perf_counter()
         rollouts = self.engine.generate(
             asked, report=lambda done: progress("rollout", done, len(asked))

@@ -17,11 +17,11 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
         records: ordered by prompt and response, with scores in their meta.
 
     Returns:
-        By name: ``rollout/reward``, ``/correct`` (share), ``/reward_std`` (mean deviation within
-        a group), ``/overlong`` and ``/garbled`` (shares of responses that fill their budget and
-        whose text is no valid unicode), ``/response_length`` (tokens up to the end of text),
-        ``/num_steps``, ``/tokens_per_step``, ``/groups`` and ``/kept_groups`` (counts), and
-        ``/reward/{name}`` of each part of the reward.
+        By name: ``rollout/reward``, ``/correct`` (share of what was graded, if anything was),
+        ``/reward_std`` (mean deviation within a group), ``/overlong`` and ``/garbled`` (shares of
+        responses that fill their budget and whose text is no valid unicode), ``/response_length``
+        (tokens up to the end of text), ``/num_steps``, ``/tokens_per_step``, ``/groups`` and
+        ``/kept_groups`` (counts), and ``/reward/{name}`` of each part of the reward.
     """
     metas = [record.meta for record in records]
     groups = groups_of(records)
@@ -30,7 +30,6 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
     steps = np.array([record.num_steps for record in records], dtype=np.float64)
     facts = {
         "reward": rewards.mean(),
-        "correct": np.mean([meta.get("correct", False) for meta in metas]),
         "reward_std": np.mean([rewards[group].std() for group in groups]),
         "overlong": np.mean([meta.get("overlong", False) for meta in metas]),
         "garbled": np.mean([meta.get("garbled", False) for meta in metas]),
@@ -40,6 +39,9 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
         "groups": len(groups),
         "kept_groups": sum(bool(metas[group[0]]["kept"]) for group in groups),
     }
+    graded = [meta["correct"] for meta in metas if "correct" in meta]
+    if graded:
+        facts["correct"] = np.mean(graded)
     for name in sorted({name for meta in metas for name in meta.get("parts", {})}):
         given = [meta["parts"][name] for meta in metas if name in meta.get("parts", {})]
         facts[f"reward/{name}"] = np.mean(given)

@@ -17,30 +17,33 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.resuming import place
+from datamodules.resuming import place, save_at_ends_of_epochs
 from datamodules.rollout_collection import (
     Collected,
     OnlineCollector,
     ShardCollector,
     encoded_prompts,
+    responses_of,
 )
 from datamodules.rollout_facts import rollout_facts
 from datamodules.rollout_loader import ItemDataset, item_loader, prompt_loader
 from datamodules.rollout_progress import RolloutProgress
 from lit_dlm.modules.rollout_batch import RolloutBatch
-from lit_dlm.modules.rollout_items import RolloutItem
 from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
-from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
-from lit_dlm.modules.rollouts import RolloutEngine, in_order, rollout_prompts
+from lit_dlm.modules.rollout_validation import (
+    RolloutValidation,
+    ValidationBatch,
+    validation_rewards,
+)
+from lit_dlm.modules.rollouts import RolloutEngine, in_order
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.ops.advantages import GroupAdvantage
 from lit_dlm.rewards import GroupFilter, Reward, Rewarder
-from lit_dlm.tasks import Task
+from lit_dlm.tasks import Task, tasks_by_name
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +84,10 @@ class RolloutDataModule(LightningDataModule):
         overlong_is_wrong: calls training responses that fill their budget wrong, unread.
         overlong_margin: so many cells short of it count as filled, too (5 in dLLM-RL).
         advantage: how rewards of a group are compared.
-        passes: passes over the items of an RL step; random states are drawn anew in each.
+        passes: passes over the items of an RL step, each in updates of its own; random states are
+            drawn anew in each.
         val_responses: responses to each held-out prompt.
+        val_response_length: cells of those; as many as in training by default.
         smoothing: weight of the past in ``rollout/reward_smoothed``.
         num_workers: threads that grade.
         seed: seed of the order of prompts and items.
@@ -112,6 +117,7 @@ class RolloutDataModule(LightningDataModule):
         advantage: GroupAdvantage = "group_zscore",
         passes: int = 1,
         val_responses: int = 1,
+        val_response_length: int | None = None,
         smoothing: float = 0.9,
         num_workers: int = 1,
         seed: int = 0,
@@ -136,6 +142,7 @@ class RolloutDataModule(LightningDataModule):
             ("max_rollout_rounds", max_rollout_rounds),
             ("passes", passes),
             ("val_responses", val_responses),
+            ("val_response_length", 1 if val_response_length is None else val_response_length),
         ):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
@@ -163,6 +170,7 @@ class RolloutDataModule(LightningDataModule):
         self.advantage: GroupAdvantage = advantage
         self.passes = passes
         self.val_responses = val_responses
+        self.val_response_length = val_response_length or response_length
         self.smoothing = smoothing
         self.num_workers = num_workers
         self.seed = seed
@@ -187,21 +195,22 @@ class RolloutDataModule(LightningDataModule):
         if self._collector is not None or stage not in ("fit", "validate", None):
             return
         module = self._module()
-        self._save_between_steps()
+        assert self.trainer is not None
+        save_at_ends_of_epochs(self.trainer)
         if self.source == "shards":
             assert self.shards is not None
             self._collector = ShardCollector(self.shards, mask_id=module.backbone.spec.mask_id)
         else:
             rewarder = Rewarder(
                 self.rewards,
-                {task.name: task for task in self.tasks},
+                tasks_by_name(self.tasks),
                 filters=self.filters,
                 overlong_is_wrong=self.overlong_is_wrong,
                 num_workers=self.num_workers,
             )
             self._rewarders.append(rewarder)
             self._collector = OnlineCollector(
-                self._engine(module.method),
+                self._engine(module.method, self.response_length),
                 rewarder,
                 encoded_prompts(module, self.tasks, max_length=self.max_prompt_length),
                 filters=self.filters,
@@ -212,32 +221,22 @@ class RolloutDataModule(LightningDataModule):
             )
         if self.val_tasks:
             rewarder = Rewarder(
-                # A reward for groups that pass the filters says nothing about single responses.
-                [reward for reward in self.rewards if not reward.after_filters],
-                {task.name: task for task in self.val_tasks},
+                validation_rewards(self.rewards),
+                tasks_by_name(self.val_tasks, option="val_tasks"),
                 overlong_is_wrong=False,
                 num_workers=self.num_workers,
             )
             self._rewarders.append(rewarder)
             module.validation = RolloutValidation(
-                {method: self._engine(method) for method in module.val_methods}, rewarder
+                {
+                    method: self._engine(method, self.val_response_length)
+                    for method in module.val_methods
+                },
+                rewarder,
             )
             self._val_prompts = encoded_prompts(
                 module, self.val_tasks, max_length=self.max_prompt_length
             )
-
-    def _save_between_steps(self) -> None:
-        """Lightning would save after validation, within the RL step, where none can be resumed."""
-        assert self.trainer is not None
-        for callback in self.trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint) or not callback._every_n_epochs:
-                continue
-            if callback._save_on_train_epoch_end is False:
-                raise ValueError(
-                    "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that "
-                    "is saved before its end cannot be resumed, got false"
-                )
-            callback._save_on_train_epoch_end = True
 
     def _module(self) -> TraceRLModule:
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -245,11 +244,11 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(f"model: expected a TraceRLModule, got {type(module).__name__}")
         return module
 
-    def _engine(self, method: str) -> RolloutEngine:
+    def _engine(self, method: str, response_length: int) -> RolloutEngine:
         return RolloutEngine(
             self._module(),
             method=method,
-            response_length=self.response_length,
+            response_length=response_length,
             batch_size=self.rollout_batch_size,
             overlong_margin=self.overlong_margin,
         )
@@ -306,9 +305,8 @@ class RolloutDataModule(LightningDataModule):
         seconds = collected.seconds
         begin = time.perf_counter()
         kept = collected.kept
-        items: list[RolloutItem] = []
-        for number in range(self.passes if kept else 0):
-            items += module.rows.items(kept, epoch=number)
+        passes = [module.rows.items(kept, epoch=number) for number in range(self.passes)]
+        items = [item for part in passes for item in part]
         is_empty = not items
         if is_empty:
             # A forward must run all the same; its items have no weight.
@@ -335,7 +333,7 @@ class RolloutDataModule(LightningDataModule):
         seconds["value"] = time.perf_counter() - begin
         begin = time.perf_counter()
         batches = deal(
-            len(items) if not is_empty else 1,
+            *(len(part) for part in passes),
             batch_size=self.batch_size,
             accumulate=trainer.accumulate_grad_batches,
             rank=rank,
@@ -453,13 +451,10 @@ class RolloutDataModule(LightningDataModule):
         prompts = [
             response
             for method in self._module().val_methods
-            for number, prompt in enumerate(self._val_prompts)
-            for response in rollout_prompts(
-                prompt.example,
-                prompt.ids,
+            for response in responses_of(
+                enumerate(self._val_prompts),
                 method=method,
                 step=0,
-                place=number,
                 num_responses=self.val_responses,
             )
         ]
@@ -474,6 +469,11 @@ class RolloutDataModule(LightningDataModule):
         is_between = self._is_between_steps()
         progress = asdict(self._now if is_between else self._before)
         return {**progress, "is_between": is_between}
+
+    @property
+    def step(self) -> int:
+        """Number of the RL step that is trained on, from 0."""
+        return self._before.step
 
     def _is_between_steps(self) -> bool:
         if self.trainer is None:

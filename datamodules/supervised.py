@@ -7,12 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from datamodules.decode_checks import check_decodes
 from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
 from datamodules.resuming import batches_done, place, planned_loader
 from datamodules.supervised_sources import ModelFacts, SupervisedSource
@@ -71,8 +73,9 @@ class SupervisedDataModule(LightningDataModule):
         max_prompt_length: examples with longer prompts are left out.
         overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
-        missing_order: what stands for the steps of a response that was not decoded: ``none``, or
-            ``ltr`` for one cell a step from the left.
+        missing_order: what stands for the steps of a response that was not decoded, or whose row
+            in a trajectory file has too few: ``none``, or ``ltr`` for one cell a step from the
+            left.
         limit: most examples of all sources together; all by default.
         val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none.
         val_batch_size: examples per validation batch; ``batch_size`` by default.
@@ -132,8 +135,9 @@ class SupervisedDataModule(LightningDataModule):
         """Reads and tokenises all examples.
 
         Raises:
-            ValueError: the module cannot be fine-tuned, no example is left, two have one uid, or
-                one holds a token that the model may not produce.
+            ValueError: the module cannot be fine-tuned, no example is left, two have one uid, one
+                holds a token that the model may not produce, or lacks a decode that the module's
+                states are made from.
         """
         del stage
         if self._dataset is not None:
@@ -148,10 +152,12 @@ class SupervisedDataModule(LightningDataModule):
             tokenizer=module.tokenizer,
             spec=module.backbone.spec,
             vocab_size=module.backbone.vocab_size,
+            missing_order=self.missing_order,
         )
         examples = list(self._read(facts))
         for example in examples:
             check_learnable(example, facts.spec, num_padding=module.num_padding)
+        check_decodes(examples, module, response_length=self.response_length)
         self.set_examples(examples, facts.spec)
 
     def set_examples(self, examples: list[SupervisedExample], spec: BackboneSpec) -> None:
@@ -181,25 +187,26 @@ class SupervisedDataModule(LightningDataModule):
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
         seen: set[str] = set()
-        for source in self.sources:
-            for example in source.examples(facts):
-                if self.limit is not None and len(seen) == self.limit:
-                    return
-                if len(example.prompt_ids) > self.max_prompt_length:
-                    dropped["prompt"] += 1
+        for example in chain.from_iterable(one.examples(facts) for one in self.sources):
+            if self.limit is not None and len(seen) == self.limit:
+                break
+            if len(example.prompt_ids) > self.max_prompt_length:
+                dropped["prompt"] += 1
+                continue
+            if len(example.response_ids) > self.response_length:
+                if self.overlong == "drop":
+                    dropped["response"] += 1
                     continue
-                if len(example.response_ids) > self.response_length:
-                    if self.overlong == "drop":
-                        dropped["response"] += 1
-                        continue
-                    example = _cut(example, self.response_length)
-                if example.steps is None and self.missing_order == "ltr":
-                    steps = np.arange(len(example.response_ids), dtype=np.int32)
-                    example = replace(example, steps=steps)
-                if example.uid in seen:
-                    raise ValueError(f"sources: two examples have the uid {example.uid!r}")
-                seen.add(example.uid)
-                yield example
+                example = _cut(example, self.response_length)
+                dropped["cut"] += 1
+                dropped["end"] += not np.isin(example.response_ids, facts.spec.eos_ids).any()
+            if example.steps is None and self.missing_order == "ltr":
+                steps = np.arange(len(example.response_ids), dtype=np.int32)
+                example = replace(example, steps=steps)
+            if example.uid in seen:
+                raise ValueError(f"sources: two examples have the uid {example.uid!r}")
+            seen.add(example.uid)
+            yield example
         for what, limit in (("prompt", self.max_prompt_length), ("response", self.response_length)):
             if dropped[what]:
                 logger.warning(
@@ -208,11 +215,27 @@ class SupervisedDataModule(LightningDataModule):
                     what,
                     limit,
                 )
+        if dropped["cut"]:
+            logger.warning(
+                "cut %d responses to response_length, %d tokens, %d of them before their end of "
+                "text; overlong: drop leaves them out",
+                dropped["cut"],
+                self.response_length,
+                dropped["end"],
+            )
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled examples; starts where training stands."""
         assert self._dataset is not None
         rank, world_size = place(self.trainer)
+        if len(self.train_numbers) < self.batch_size * world_size:
+            logger.warning(
+                "batch_size: %d on %d processes is more than the %d training examples, so a batch "
+                "repeats some of them",
+                self.batch_size,
+                world_size,
+                len(self.train_numbers),
+            )
         plan = EpochPlan(
             np.zeros(len(self.train_numbers), dtype=np.int64),  # all in memory: one block
             batch_size=self.batch_size,
@@ -255,13 +278,12 @@ class SupervisedDataModule(LightningDataModule):
 
 
 def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
-    entropy = example.decode_entropy
-    return replace(
-        example,
-        response_ids=example.response_ids[:length],
-        steps=None if example.steps is None else example.steps[:length],
-        decode_entropy=None if entropy is None else entropy[:length],
-    )
+    arrays = {
+        name: getattr(example, name)[:length]
+        for name in ("response_ids", "steps", "decode_entropy", "non_ltr")
+        if getattr(example, name) is not None
+    }
+    return replace(example, **arrays)
 
 
 def check_learnable(

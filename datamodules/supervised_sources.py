@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from lit_dlm.tasks import Task
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.importers import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shard_files import MANIFEST_FILE
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ class ModelFacts:
     tokenizer: PreTrainedTokenizerBase
     spec: BackboneSpec
     vocab_size: int
+    missing_order: Literal["none", "ltr"] = "none"
+    """The data's option, for files that hold steps: whether rows without them are taken."""
 
 
 @runtime_checkable
@@ -138,6 +142,13 @@ class RecordedDecodes(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per record that passes the filters."""
+        if self.shards.is_dir() and not (self.shards / MANIFEST_FILE).is_file():
+            logger.warning(
+                "%s: there is no %s, which a run writes at its end; taking the records of a run "
+                "that did not finish",
+                self.shards,
+                MANIFEST_FILE,
+            )
         reader = TrajectoryShardReader(self.shards, features=False, worker=0, num_workers=1)
         yield from _examples_of(
             reader,
@@ -153,7 +164,8 @@ class TABOMFile(SupervisedSource):
     """Self-distilled trajectories in the JSONL of TABOM's release.
 
     Args:
-        path: the file; rows hold ``response_token_ids`` and ``decoding_order``.
+        path: the file, which may be gzipped; rows hold ``response_token_ids`` and
+            ``decoding_order``.
         methods: values of ``method`` to take; all by default.
         only_correct: leave out rows that say they are wrong; needs rows that were graded.
         limit: most rows to take; all by default.
@@ -177,7 +189,11 @@ class TABOMFile(SupervisedSource):
         if not self.path.is_file():
             raise ValueError(f"TABOMFile.path: there is no file {str(self.path)!r}")
         settings = ImportSettings(
-            mask_id=model.spec.mask_id, vocab_size=model.vocab_size, tokenizer=model.tokenizer
+            mask_id=model.spec.mask_id,
+            vocab_size=model.vocab_size,
+            tokenizer=model.tokenizer,
+            pad_id=model.spec.pad_id,
+            missing_order=model.missing_order,
         )
         yield from _examples_of(
             read_tabom(self.path, settings),
@@ -189,6 +205,9 @@ class TABOMFile(SupervisedSource):
         )
 
 
+_REWRITTEN = "given or rewritten tokens"
+
+
 def _examples_of(
     records: Iterator[Trajectory] | TrajectoryShardReader,
     origin: str,
@@ -198,14 +217,18 @@ def _examples_of(
     wanted: Mapping[str, Sequence[str] | None],
     limit: int | None,
 ) -> Iterator[SupervisedExample]:
-    taken = rewritten = 0
+    taken = 0
+    left_out: Counter[str] = Counter()
     for record in records:
         if taken == limit:
             break
-        if any(
-            values is not None and record.meta.get(name) not in values
+        misses = [
+            f"{name}s: {list(values)}"
             for name, values in wanted.items()
-        ):
+            if values is not None and record.meta.get(name) not in values
+        ]
+        if misses:
+            left_out[misses[0]] += 1
             continue
         if only_correct:
             if "correct" not in record.meta:
@@ -214,6 +237,7 @@ def _examples_of(
                     "made (its meta has no 'correct')"
                 )
             if not record.meta["correct"]:
+                left_out["only_correct"] += 1
                 continue
         if record.mask_id != model.spec.mask_id:
             raise ValueError(
@@ -221,7 +245,7 @@ def _examples_of(
                 f"{model.spec.mask_id}, that of the model"
             )
         if record.superseded is not None or record.given is not None:
-            rewritten += 1
+            left_out[_REWRITTEN] += 1
             continue
         taken += 1
         yield SupervisedExample(
@@ -230,9 +254,24 @@ def _examples_of(
             response_ids=record.tokens,
             steps=record.commit_step,
             decode_entropy=_commit_entropy(record),
+            non_ltr=_listed_non_ltr(record),
         )
-    if rewritten:
-        logger.warning("%s: left out %d records with given or rewritten tokens", origin, rewritten)
+    if rewritten := left_out[_REWRITTEN]:
+        logger.warning("%s: left out %d records with %s", origin, rewritten, _REWRITTEN)
+    reasons = ", ".join(f"{count} by {reason}" for reason, count in left_out.items() if count)
+    if not taken:
+        raise ValueError(
+            f"{origin}: expected at least one record, got "
+            + (f"none of {left_out.total()}: {reasons}" if reasons else "an empty source")
+        )
+    if reasons:
+        logger.info("%s: took %d records, left out %s", origin, taken, reasons)
+
+
+def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
+    """``(G,)`` bool of the list that came with an imported decode, where it did."""
+    listed = record.meta.get("non_ltr_positions")
+    return None if listed is None else np.isin(np.arange(record.num_generated), listed)
 
 
 def _commit_entropy(record: Trajectory) -> NDArray[np.float32] | None:

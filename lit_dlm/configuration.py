@@ -15,7 +15,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-_UNKNOWN_OPTION = re.compile(r"Option '([^']+)' is not accepted")
+_UNKNOWN_OPTION = re.compile(
+    r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
+)
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
@@ -57,18 +59,12 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     Returns:
         The place, the fault and a suggestion on one line.
     """
-    place = ".".join(_KEY.findall(message))
     message = _innermost(message)
+    place = ".".join(_KEY.findall(message))
     at = f"{place}: " if place else ""
+    classes = _CLASS.findall(message)
     if found := _UNKNOWN_OPTION.search(message):
-        owners = [target for name in _CLASS.findall(message) if callable(target := locate(name))]
-        known = _parameters(owners[-1:] or _own_classes())
-        owner = (
-            f"{_CLASS.findall(message)[-1].rsplit('.', 1)[-1]} has no option"
-            if owners
-            else "unknown option"
-        )
-        return f"{at}{owner} '{found[1]}'{nearest(found[1], known)}"
+        return at + _without_option(found[1], [*classes, *filter(None, [found[2]])])
     if found := _UNKNOWN_CLASS.search(message):
         names = [one.__name__ for one in _own_classes()]
         return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
@@ -77,8 +73,11 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         return f"unknown key '{key}'{nearest(key, _keys(parser))}"
     if found := _UNKNOWN_FLAG.search(message):
         flag = found[1].split("=")[0]
+        if classes:
+            return at + _without_option(flag.removeprefix("--"), classes)
         return f"unknown option '{flag}'{nearest(flag, (f'--{k}' for k in _keys(parser)))}"
-    told = " ".join(_KEY.sub("", message).replace(":\n", " ").split())
+    message = _KEY.sub("", _CLASS.sub("", message) if place else message)
+    told = " ".join(message.replace(":\n", " ").split())
     return f"{at}{told.removeprefix(': ')}"
 
 
@@ -92,6 +91,14 @@ def _innermost(message: str) -> str:
         faults = [item for item in items if "NoneType" not in item.split("\n")[0]]
         message = message[:start] + (faults or items)[0] + message[found.end() :]
     return message
+
+
+def _without_option(name: str, classes: list[str]) -> str:
+    """Says that the last of nested classes has no such option, and which one was meant."""
+    target = locate(classes[-1]) if classes else None
+    known = set(_parameters([target] if callable(target) else _own_classes())) - {name}
+    owner = f"{classes[-1].rsplit('.', 1)[-1]} has no option" if classes else "unknown option"
+    return f"{owner} '{name}'{nearest(name, known)}"
 
 
 def _own_classes() -> list[type]:
@@ -123,7 +130,9 @@ class Parser(LightningArgumentParser):
     """Argument parser whose errors say what is wrong, where, and what was probably meant."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Prints one short error and exits with status 2."""
+        """Prints one short error and exits with status 2; one inside a class goes to its parent."""
+        if not self.exit_on_error:  # parses a class; who asked knows its name and place
+            super().error(message, ex)
         sys.stderr.write(f"lit-dlm: error: {explain(message, self)}\n")
         raise SystemExit(2)
 

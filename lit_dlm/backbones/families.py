@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lit_dlm.backbones.architecture import Decoder
 
 Layout = Literal["hf", "llada"]
+PEFTTask = Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class Family:
     attention: Literal["full", "block"] = "full"
     ignored_keys: tuple[str, ...] = ()
     """Prefixes of weights that belong to other parts of the model and are left in the files."""
+    peft_task: PEFTTask = "CAUSAL_LM"
+    """What PEFT can take the family's own class for; Dream's lacks the methods of a causal one."""
 
 
 _DREAM_IDS = SpecialIds(
@@ -86,9 +89,21 @@ _VISION_KEYS = (
 )
 
 FAMILIES: dict[str, Family] = {
-    "dream": Family(model_types=("Dream",), layout="hf", decoder="qwen2", shift=1, ids=_DREAM_IDS),
+    "dream": Family(
+        model_types=("Dream",),
+        layout="hf",
+        decoder="qwen2",
+        shift=1,
+        ids=_DREAM_IDS,
+        peft_task="FEATURE_EXTRACTION",
+    ),
     "diffucoder": Family(
-        model_types=("Dream",), layout="hf", decoder="qwen2", shift=1, ids=_DREAM_IDS
+        model_types=("Dream",),
+        layout="hf",
+        decoder="qwen2",
+        shift=1,
+        ids=_DREAM_IDS,
+        peft_task="FEATURE_EXTRACTION",
     ),
     "llada": Family(model_types=("llada",), layout="llada", decoder="llama", ids=_LLADA_IDS),
     "mmada": Family(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,10 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from lit_dlm.backbones.families import PEFTTask
 from lit_dlm.backbones.keys import LLADA_MODULES, KeyMap
 from lit_dlm.backbones.location import read_json_object
 from lit_dlm.backbones.weights import plain_tensor, save_weights
@@ -194,7 +196,8 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
 def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Runs forwards of a decoder with another of its adapters, or with none.
 
-    Which one counts is decided when a forward runs; its backward may come later.
+    Which one counts is decided when a forward runs; its backward may come later, also where it
+    computes layers again (:func:`recomputed`).
 
     Args:
         model: the decoder.
@@ -212,6 +215,36 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     finally:
         for layer, names in zip(layers, before, strict=True):
             layer._active_adapter = names
+
+
+def recomputed(layer: nn.Module) -> Callable[..., Any]:
+    """Gradient checkpointing of a layer: its backward runs it again, with the adapter it ran with.
+
+    Without that, a layer that ran under :func:`using_adapter` would be computed again with the
+    adapter that is in use when gradients are taken.
+
+    Args:
+        layer: of a decoder.
+
+    Returns:
+        A function that takes another one and its arguments, as transformers expects.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        adapted = (part for part in layer.modules() if isinstance(part, LoraLayer))
+        first = next(adapted, None)
+        if first is None:
+            return checkpoint(function, *args, use_reentrant=False)
+        name = next(iter(first._active_adapter), None)
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), using_adapter(layer, name)),
+        )
+
+    return run
 
 
 def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[str, nn.Parameter]]:
@@ -298,6 +331,7 @@ def save_adapter(
     *,
     keys: KeyMap,
     layout: Literal["hf", "original"],
+    task: PEFTTask,
     base_name: str | None,
     write: bool = True,
 ) -> None:
@@ -309,6 +343,7 @@ def save_adapter(
         folder: created when absent.
         keys: the family's names.
         layout: ``hf`` for transformers' names, ``original`` for those of the family's own code.
+        task: what peft should take the base model for.
         base_name: folder or hub id of the base model, for the configuration.
         write: whether this process writes. Sharded weights are gathered by all of them.
     """
@@ -332,7 +367,7 @@ def save_adapter(
         )
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base_name,
         "r": settings.rank,
         "lora_alpha": settings.alpha,

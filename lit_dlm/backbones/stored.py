@@ -10,13 +10,11 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lit_dlm.backbones import lora as adapters
 from lit_dlm.backbones.architecture import Architecture
@@ -172,7 +170,7 @@ class StoredDecoder(nn.Module):
             # What transformers' own switch sets, less its hook that lets embeddings need gradients.
             for layer in self.model.model.layers:
                 layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+                layer._gradient_checkpointing_func = adapters.recomputed(layer)
         if compile:
             # Layer by layer: one graph serves all of them, and the hooks that read hidden states
             # stay outside. nn.Module.compile would put them inside, where later ones are not seen.
@@ -262,26 +260,31 @@ class StoredDecoder(nn.Module):
         adapters.merge(self.model)
         self._adapter = None
 
-    def save_adapter(self, folder: str | Path, *, layout: ExportLayout = "hf") -> None:
+    def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
         """Writes the adapter as a PEFT folder.
 
         Args:
             folder: created when absent; files of the same name are replaced. With sharded weights
                 every process must call this; the first one writes.
-            layout: ``hf`` for an adapter on our exports or on a family that has transformers'
-                names anyway; ``original`` for one on the family's own code.
+            layout: ``hf`` for an adapter on what :meth:`export` writes; ``original`` for one on the
+                family's own code; by default the one of the files that this model came from.
+                :meth:`load_adapter` reads both.
 
         Raises:
             ValueError: there is no adapter.
         """
         if self._adapter is None:
             raise ValueError("save_adapter: this backbone has no adapter")
+        if layout is None:
+            layout = "hf" if self._source_config is None else "original"
+        family = FAMILIES.get(self.architecture.family)
         adapters.save_adapter(
             self.model,
             self._adapter,
             Path(folder),
             keys=self._keys,
             layout=layout,
+            task=family.peft_task if family and layout == "original" else "CAUSAL_LM",
             base_name=self._base_name,
             write=_is_first_process(),
         )

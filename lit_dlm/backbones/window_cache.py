@@ -83,6 +83,8 @@ class _WindowLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Writes a window ``(n, h, W, d)``; returns what attention sees, ``(n, h, kv_end, d)``."""
+        # Under autocast rotated keys are float32; attention would round them in every forward.
+        key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None

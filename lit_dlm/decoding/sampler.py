@@ -57,7 +57,7 @@ class Sampler:
         self.score_dtype = score_dtype
 
     def _filtered(self, logits: Tensor) -> Tensor:
-        if self.temperature > 0.0:
+        if self.temperature not in (0.0, 1.0):
             logits = logits / self.temperature
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)
@@ -91,7 +91,7 @@ class Sampler:
         Args:
             state: the state before the step.
             denoised: aligned logits at some columns.
-            requires: which of ``entropy`` and ``margin`` to compute, and ``region``.
+            requires: which of ``entropy``, ``margin`` and ``drawn`` to compute, and ``region``.
 
         Returns:
             Proposals spread over the canvas, 0 where nothing was looked at (on a GPU columns
@@ -107,6 +107,9 @@ class Sampler:
         else:
             ids = self._perturbed(filtered, state, denoised).argmax(-1)
             prob = confidence(scored, ids)
+        drawn = None
+        if "drawn" in requires:
+            drawn = prob if scored is filtered else confidence(filtered, ids)
 
         def spread(values: Tensor) -> Tensor:
             canvas = values.new_zeros(state.ids.shape)
@@ -118,6 +121,7 @@ class Sampler:
             entropy=spread(entropy(scored)) if "entropy" in requires else None,
             margin=spread(margin(scored)) if "margin" in requires else None,
             hidden=denoised.hidden,
+            drawn=None if drawn is None else spread(drawn),
         )
 
 

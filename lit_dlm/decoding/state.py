@@ -179,6 +179,9 @@ class Proposal:
     """``(b, L)`` gap of the two largest probabilities, when somebody asked for it."""
     hidden: Tensor | None = None
     """``(b, L, H, D)`` aligned hidden snapshots, when somebody asked for them."""
+    drawn: Tensor | None = None
+    """``(b, L)`` probability under which the token was drawn, after temperature and filters
+    whatever ``prob`` is read from, when somebody asked for it."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def extract_code(completion: str, entry_point: str, *, stub: str = "") -> Extrac
         completion: What the model wrote.
         entry_point: The function (or class) that must be defined.
         stub: Beginning of the module that the prompt showed: imports, helpers, signature and
-            docstring. It is put in front, so its imports and helpers are there in any case.
+            docstring; it may end within a definition. Its imports and helpers are put in front in
+            any case.
 
     Returns:
         The code or the reason why there is none.
@@ -79,7 +80,8 @@ def extract_code(completion: str, entry_point: str, *, stub: str = "") -> Extrac
         pieces = [completion]
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
-    head = stub.rstrip() + "\n\n\n" if stub.strip() else ""
+    whole = _whole_part(stub).rstrip()
+    head = f"{whole}\n\n\n" if whole else ""
     for piece in pieces:
         for candidate in _as_module(piece, entry_point):
             if _parses(code := head + candidate):
@@ -113,16 +115,29 @@ def _as_continuation(stub: str, piece: str) -> Iterator[str]:
     if not body:
         return
     start = stub if stub.endswith("\n") else stub + "\n"
-    versions = [body]
-    if not body[0].isspace():
-        first, _, rest = body.partition("\n")
+    first, _, rest = body.partition("\n")
+    bare = textwrap.dedent(body)
+    versions = [body] if body[0].isspace() else []
+    for margin in dict.fromkeys(("    ", _margin(stub))):
         # A stripped first indentation, else a body written without any.
-        versions = [f"    {first}\n{rest}", textwrap.indent(body, "    ")]
-    whole = versions if len(versions) > 1 else []
-    for text in itertools.chain(whole, *map(_without_tail, versions)):
+        versions += [f"{margin}{first}\n{rest}"] if bare == body else []
+        versions += [textwrap.indent(bare, margin)]
+    for text in itertools.chain(versions, *map(_without_tail, versions)):
         if text.strip() and _parses(start + text):
             yield start + text
             return
+
+
+def _margin(stub: str) -> str:
+    """The indentation of what follows a stub's last line."""
+    last = stub.rstrip().rpartition("\n")[2]
+    margin = last[: len(last) - len(last.lstrip())]
+    return f"{margin}    " if last.endswith(":") else margin
+
+
+def _whole_part(stub: str) -> str:
+    """The stub, without an unfinished definition at its end."""
+    return next(filter(_parses, _without_tail(stub)), "")
 
 
 def _without_tail(text: str) -> Iterator[str]:
@@ -197,7 +212,7 @@ def grade_by_tests(
         entry_point,
         limits=limits,
         allow_code_execution=allow_code_execution,
-        preamble=stub,
+        preamble=_whole_part(stub),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -13,16 +14,18 @@ KLEstimator = Literal["k3", "k1"]
 
 MAX_LOG_RATIO = 10.0
 """Logarithms of ratios are cut here, so that one token cannot overflow a batch."""
-MAX_DIVERGENCE = 10.0
-"""The divergence of a token is cut here, in nats: beyond it the gradient of ``k3`` grows with the
-inverse probability, and a single token that the policy has given up decides an update."""
+MAX_FALL = 2.5
+"""Nats that a log-probability may fall before ``k3`` goes on as a straight line: its gradient grows
+with the inverse probability, and a single token that the policy has given up decides an update."""
 
 
 def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
     """Low-variance estimate of ``KL(policy || reference)`` from the policy's own samples.
 
     ``exp(-d) - 1 + d`` with ``d = log_prob - reference`` (J. Schulman, "Approximating KL
-    divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree.
+    divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree. Below
+    ``d = -MAX_FALL`` its tangent there, so that a token's gradient is at most ``exp(MAX_FALL) - 1``
+    and never 0.
 
     Args:
         log_prob: ``(N,)`` floating point.
@@ -31,8 +34,9 @@ def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
     Returns:
         ``(N,)`` nats.
     """
-    difference = (log_prob - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(-difference) + difference
+    difference = log_prob - reference
+    near = difference.clamp_min(-MAX_FALL)
+    return torch.expm1(-near) + near + math.expm1(MAX_FALL) * (near - difference)
 
 
 def clipped_objective(
@@ -76,8 +80,7 @@ def actor_loss(
         clip_low: how far a ratio may fall before its gradient is cut.
         clip_high: how far it may rise; ``clip_low`` by default.
         beta: weight of the divergence.
-        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities; of a token at most
-            :data:`MAX_DIVERGENCE`.
+        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities.
         reference: ``(N,)`` log-probabilities that the divergence is measured to; the old ones by
             default.
         kl_weight: ``(N,)`` weight of each token's divergence; ``weight`` by default.
@@ -108,7 +111,6 @@ def actor_loss(
     anchor = old_log_prob if reference is None else reference
     anchor = torch.where(counted, anchor.detach(), 0.0)
     divergence = k3(log_prob, anchor) if kl == "k3" else log_prob - anchor
-    divergence = divergence.clamp(-MAX_DIVERGENCE, MAX_DIVERGENCE)
     divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
     count = counted.sum().clamp_min(1)
     with torch.no_grad():

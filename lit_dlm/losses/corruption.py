@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lit_dlm.losses.grouping import group_rows, step_groups
 from lit_dlm.losses.states import (
@@ -20,6 +21,7 @@ from lit_dlm.losses.states import (
     NoisyStates,
     Responses,
     checked_weight,
+    counted_states,
     target_weights,
 )
 from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
@@ -94,6 +96,7 @@ class RandomMasking(Corruption):
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, t),
             per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
         )
 
 
@@ -131,6 +134,7 @@ class FixedRatio(Corruption):
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, ratio.expand(B, G)),
             per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
         )
 
 
@@ -192,6 +196,7 @@ class SemiAutoregressive(Corruption):
             supervised=supervised,
             weight=target_weights(self.noise.weight, supervised, maskable[sample], None),
             per_row=noisy.per_row,
+            counted=counted_states(self.noise.weight, maskable[sample]),
         )
 
 
@@ -248,6 +253,7 @@ class TraceMasking(Corruption):
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, None),
             per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
             share=share,
         )
 
@@ -273,6 +279,7 @@ class Autoregressive(Corruption):
             supervised=maskable,
             weight=target_weights(self.weight, maskable, maskable, None),
             per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
             causal=True,
         )
 
@@ -314,19 +321,35 @@ class TimeDelay(Corruption):
         self.cut_range: CutRange = cut_range
         self.cut_sampler = cut_sampler
 
-    def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample; without a target where it has no cut."""
-        steps = responses.steps
-        if steps is None:
+    def last_cuts(self, responses: Responses) -> Tensor:
+        """The largest cut of each response, ``(B,)`` int64; -1 where there is none to learn from.
+
+        Args:
+            responses: with the steps of a decode in every row.
+
+        Raises:
+            ValueError: a row has no steps.
+        """
+        if responses.steps is None or responses.has_steps is not None:
             raise ValueError(
                 "TimeDelay: expected responses with the steps of a decode; train on trajectories, "
                 "or set missing_order: ltr in the data"
             )
-        last = last_cuts(steps, responses.maskable, window=self.window, cut_range=self.cut_range)
+        return last_cuts(
+            responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range
+        )
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample; without a target where it has no cut."""
+        last, steps = self.last_cuts(responses), responses.steps
+        assert steps is not None
         zero = torch.zeros(len(steps), 1, dtype=torch.long, device=steps.device)
         noise = uniform_noise(responses.seeds, 0, zero, stream=_CUT)[:, 0]
         if self.cut_sampler == "non_ltr":
-            cut = non_ltr_cuts(last, steps, non_ltr_positions(steps), noise)
+            is_non_ltr = responses.non_ltr
+            if is_non_ltr is None:
+                is_non_ltr = non_ltr_positions(steps)
+            cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
         else:
             cut = uniform_cuts(last, noise)
         mask = time_delay_mask(steps, responses.maskable, cut, window=self.window, unit=self.unit)

@@ -56,11 +56,12 @@ def entropy_ranking(
 
     Args:
         entropy: ``(L,)`` or ``(B, L)`` floating point, predictive entropies in nats. Entries
-            outside the pairs may hold anything, NaN included, and get no gradient.
+            outside the pairs may hold anything, NaN included, and get no gradient. Those of a
+            backbone leave out forbidden ids (the mask), see ``HFBackbone.score_tokens``.
         steps: integer of the same shape, the step that wrote each position, or -1.
         supervised: bool of the same shape.
         cut: the step at which the decode was cut, a number or ``(B,)`` integers; -1 or ``None`` for
-            a row without one, in which nothing is supervised.
+            a row without one, in which nothing counts as supervised.
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.
         margin: by how much a later entropy should be larger, in nats.
         ties: what becomes of two positions of the same step. ``strict``: no pair. ``position``: the
@@ -70,8 +71,8 @@ def entropy_ranking(
             with ``rank`` only.
 
     Returns:
-        ``total``; in ``parts`` the ``pair_accuracy`` (share of pairs whose earlier entropy is
-        lower; 0 without pairs); and the terms of each row.
+        ``total``; in ``parts`` and ``sums`` the ``pair_accuracy`` (share of pairs whose earlier
+        entropy is lower; 0 without pairs); and the terms of each row.
 
     Raises:
         ValueError: shapes do not fit, or a setting is unknown, missing or out of range.
@@ -94,7 +95,7 @@ def entropy_ranking(
         entropy, steps, supervised = entropy[None], steps[None], supervised[None]
         decode_entropy = None if decode_entropy is None else decode_entropy[None]
     at = per_row(cut, steps, name="cut", missing=-1)
-    usable = supervised.bool() & (steps >= 0) & (steps >= at)
+    usable = supervised.bool() & (steps >= 0) & (at >= 0) & (steps >= at)
     if window is not None:
         usable = usable & (steps < at + window)
 
@@ -113,8 +114,14 @@ def entropy_ranking(
     hinge = (gap + margin).relu() * pair
     row_terms = hinge.sum((1, 2)) / num_pairs.clamp_min(1)
     total = row_terms.sum() / (num_pairs > 0).sum().clamp_min(1)
-    ordered = ((gap.detach() < 0.0) & pair).sum() / num_pairs.sum().clamp_min(1)
-    return RankingTerms(total, {"pair_accuracy": ordered}, row_terms=row_terms, num_pairs=num_pairs)
+    ordered, count = ((gap.detach() < 0.0) & pair).sum(), num_pairs.sum()
+    return RankingTerms(
+        total,
+        {"pair_accuracy": ordered / count.clamp_min(1)},
+        {"pair_accuracy": (ordered, count)},
+        row_terms=row_terms,
+        num_pairs=num_pairs,
+    )
 
 
 def _decoding_order(steps: Tensor, usable: Tensor, decode_entropy: Tensor | None) -> Tensor:

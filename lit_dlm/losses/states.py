@@ -10,9 +10,10 @@ from torch import Tensor
 
 LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
 """How the targets of a state are weighed. ``none``: every target of the batch alike. The others
-average over states: ``1/num_targets`` the mean of each state, ``1/length`` its sum divided by the
-length of the answer, ``1/t`` likewise with each target divided by its noise level (the bound of
-MDLM, 2406.07524, and LLaDA, 2502.09992)."""
+average over states: ``1/num_targets`` the mean of each state that has a target, ``1/length`` its
+sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
+level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise
+hid nothing counts as 0: without it the others would stand for too much."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,13 +28,21 @@ class Responses:
     """``(B, G)`` int64 step that wrote each cell, -1 where none did; ``None`` without a decode."""
     blocks: Tensor | None = None
     """``(B, G)`` int64 block of each cell, for a model with block attention; else ``None``."""
+    has_steps: Tensor | None = None
+    """``(B,)`` bool, rows whose ``steps`` are of a decode; ``None`` where all or no rows are."""
+    non_ltr: Tensor | None = None
+    """``(B, G)`` bool, cells that count as decoded out of order where the data say so; ``None``
+    takes what the steps say."""
 
     def steps_or_ltr(self) -> Tensor:
-        """``(B, G)`` int64 steps; one cell a step from the left where there was no decode."""
-        if self.steps is not None:
-            return self.steps
+        """``(B, G)`` int64 steps; one cell a step from the left in rows without a decode."""
         columns = torch.arange(self.maskable.shape[1], device=self.maskable.device)
-        return columns.expand_as(self.maskable)
+        columns = columns.expand_as(self.maskable)
+        if self.steps is None:
+            return columns
+        if self.has_steps is None:
+            return self.steps
+        return torch.where(self.has_steps[:, None], self.steps, columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +58,9 @@ class NoisyStates:
     weight: Tensor
     """``(R, G)`` float32 weight of each target; its sum is divided by the number of units."""
     per_row: bool
-    """Whether a unit is a state with targets; else a target."""
+    """Whether a unit is a state; else a target."""
+    counted: Tensor | None = None
+    """``(R,)`` bool: states that are units, with ``per_row``; ``None`` for those with targets."""
     cut: Tensor | None = None
     """``(R,)`` int64 cut of a recorded decode, -1 where there is none."""
     causal: bool = False
@@ -69,7 +80,9 @@ class NoisyStates:
 
     def num_units(self) -> Tensor:
         """What the weighted sum of a batch is divided by, a scalar."""
-        return (self.supervised.any(1) if self.per_row else self.supervised).sum()
+        if not self.per_row:
+            return self.supervised.sum()
+        return (self.supervised.any(1) if self.counted is None else self.counted).sum()
 
 
 @runtime_checkable
@@ -117,6 +130,19 @@ def target_weights(
         raise ValueError("weight: '1/t' needs a noise level, which these states do not have")
     # A level of 0 hides nothing, so this never meets a target.
     return value / t.clamp_min(1e-6).float()
+
+
+def counted_states(weight: LossWeight, maskable: Tensor) -> Tensor | None:
+    """Which states are units of the mean, see :data:`LossWeight`.
+
+    Args:
+        weight: the rule.
+        maskable: ``(R, G)`` bool, cells of the answer.
+
+    Returns:
+        ``(R,)`` bool states whose sample has such cells; ``None`` for those with targets.
+    """
+    return maskable.any(1) if weight in ("1/t", "1/length") else None
 
 
 def checked_weight(weight: LossWeight) -> LossWeight:

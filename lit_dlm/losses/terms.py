@@ -18,3 +18,6 @@ class LossTerms:
     """Scalar, differentiable, already normalised over the local batch."""
     parts: dict[str, Tensor] = field(default_factory=dict)
     """Detached scalars by name, for logging only."""
+    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Of parts that are means: the detached sum and the number of its units, both scalars, from
+    which the mean over several batches follows. Parts that are not here are counts."""

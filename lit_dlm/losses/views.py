@@ -16,6 +16,7 @@ from lit_dlm.losses.states import (
     LossWeight,
     NoisyStates,
     Responses,
+    counted_states,
     target_weights,
 )
 from lit_dlm.ops.noise import uniform_noise
@@ -68,6 +69,7 @@ class CoupledMasking(Corruption):
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, None),
             per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
         )
 
 

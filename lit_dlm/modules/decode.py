@@ -128,7 +128,8 @@ class DecodeModule(LightningModule):
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
         if self.device_mesh is not None:
-            shard_trained(self, self.device_mesh["data_parallel"])
+            mesh = self.device_mesh["data_parallel"]
+            shard_trained(self, mesh, precision=str(self.trainer.precision))
 
     def capture(self) -> TrajectoryCapture | None:
         """The observer of one batch, when the module captures."""

@@ -95,6 +95,7 @@ class FinetuneModule(DecodeModule):
         self.lr_floor = lr_floor
         self.export_dir = None if export_dir is None else Path(export_dir)
         self._step_uids: list[str] = []  # since the last optimiser step
+        self._val_sums: dict[str, Tensor] = {}  # (2,) float64 sum and units of each part
 
     # -- the loss --------------------------------------------------------------------------------
 
@@ -103,28 +104,42 @@ class FinetuneModule(DecodeModule):
     ) -> LossTerms:
         """Loss of scored states; the cross-entropy here.
 
+        Ids that the model may not produce (the mask) have no probability in it: no answer holds
+        them, and decoding gives them none either.
+
         Args:
             batch: the batch.
             states: states of its samples.
             stats: scores of their targets, state by state.
 
         Returns:
-            The total, and in ``parts`` what is logged beside it.
+            The total, and in ``parts`` and ``sums`` what is logged beside it.
         """
         del batch
         loss = self.cross_entropy(states, stats)
-        count = states.supervised.sum()
+        hits, count = stats.is_top.sum(), states.supervised.sum()
         parts = {
             "loss_ce": loss.detach(),
             "num_supervised": count.float(),
-            "accuracy": stats.is_top.sum() / count.clamp_min(1),
+            "accuracy": hits / count.clamp_min(1),
         }
-        return LossTerms(loss, parts)
+        sums = {
+            "loss_ce": (_weighted_ce(states, stats).detach(), states.num_units()),
+            "accuracy": (hits, count),
+        }
+        return LossTerms(loss, parts, sums)
+
+    def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The total of a loss's parts; the cross-entropy here.
+
+        Args:
+            parts: scalars by name, such as means over a whole validation.
+        """
+        return parts["loss_ce"]
 
     def cross_entropy(self, states: NoisyStates, stats: TokenStats) -> Tensor:
         """Weighted cross-entropy of the targets, divided by the number of units."""
-        weighted = (stats.ce * states.weight[states.supervised].to(stats.ce.dtype)).sum()
-        return weighted / self.divisor(states.num_units())
+        return _weighted_ce(states, stats) / self.divisor(states.num_units())
 
     def divisor(self, count: Tensor) -> Tensor:
         """What a sum over this process's batch is divided by.
@@ -190,7 +205,10 @@ class FinetuneModule(DecodeModule):
             blamed=lambda: [] if bool(is_finite) else _non_finite_samples(batch, states, stats),
         )
         self._step_uids += batch.uids
-        self._log("train", terms, batch)
+        values = {"loss": terms.total.detach(), **terms.parts}
+        self.log_dict(
+            {f"train/{name}": value for name, value in values.items()}, batch_size=len(batch.ids)
+        )
         return terms.total
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -208,18 +226,31 @@ class FinetuneModule(DecodeModule):
             finite_gradients(gradients), self.trainer, what="a gradient", blamed=lambda: uids
         )
 
-    def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
-        """The same loss with noise that does not change between validations."""
-        self._log("val", self.terms(batch, seed=self.seed + _VALIDATION_SEED), batch)
+    def on_validation_epoch_start(self) -> None:
+        """Forgets the sums of the last validation."""
+        self._val_sums = {}
 
-    def _log(self, stage: str, terms: LossTerms, batch: SupervisedBatch) -> None:
-        values: Mapping[str, Tensor] = {"loss": terms.total.detach(), **terms.parts}
-        self.log_dict(
-            {f"{stage}/{name}": value for name, value in values.items()},
-            prog_bar=False,
-            batch_size=len(batch.ids),
-            sync_dist=stage == "val",
-        )
+    def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
+        """Sums of the same loss, with noise that does not change between validations."""
+        terms = self.terms(batch, seed=self.seed + _VALIDATION_SEED)
+        for name, value in terms.parts.items():
+            found = terms.sums.get(name, (value, torch.zeros_like(value)))
+            pair = torch.stack([one.double() for one in found])
+            self._val_sums[name] = self._val_sums.get(name, 0.0) + pair
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs means over all targets, pairs or states of all processes, and counts in total.
+
+        Neither the batch size nor the number of processes changes them.
+        """
+        sums = torch.stack(list(self._val_sums.values()))  # (parts, 2)
+        if self.trainer.world_size > 1:
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        means = (sums[:, 0] / sums[:, 1].clamp_min(1)).float()  # counts have no units
+        parts = dict(zip(self._val_sums, means, strict=True))
+        values = {"loss": self.combined(parts), **parts}
+        # Equal on all processes; Lightning warns about values of epochs that are not reduced.
+        self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
 
     # -- optimisation ----------------------------------------------------------------------------
 
@@ -297,6 +328,10 @@ class FinetuneModule(DecodeModule):
         """
         is_first = self._trainer is None or self.trainer.is_global_zero
         export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
+
+
+def _weighted_ce(states: NoisyStates, stats: TokenStats) -> Tensor:
+    return (stats.ce * states.weight[states.supervised].to(stats.ce.dtype)).sum()
 
 
 def _non_finite_samples(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.actor import KLEstimator
+from lit_dlm.losses.corruption import TraceMasking
+from lit_dlm.losses.states import Corruption
 from lit_dlm.modules.rollout_items import Normalise
 
 
@@ -56,6 +59,33 @@ class PolicyObjective:
                 f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
             )
 
+    def check(self, backbone: HFBackbone, corruption: Corruption) -> None:
+        """Tells whether it can be pursued with a policy and its training states.
+
+        Args:
+            backbone: the policy.
+            corruption: the states.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if backbone.adapter is not None and backbone.adapter.dropout:
+            raise ValueError(
+                "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
+                f"compared, got {backbone.adapter.dropout}"
+            )
+        if self.kl_to == "initial" and backbone.adapter is None:
+            raise ValueError(
+                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
+                "give it lora settings or use 'old'"
+            )
+        is_exact = isinstance(corruption, TraceMasking) and corruption.shrink == 1
+        if self.old_log_prob == "behaviour" and not is_exact:
+            raise ValueError(
+                "objective.old_log_prob: 'behaviour' is the probability in the state that the "
+                "sampler saw, so the corruption must be TraceMasking with shrink 1; use 'recompute'"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueObjective:
@@ -70,8 +100,9 @@ class ValueObjective:
     """Discount per step."""
     lam: float = 1.0
     """Weight of longer advantage estimates."""
-    shrink: int = 1
-    """Consecutive steps that count as one in returns and advantages."""
+    shrink: int | None = None
+    """Consecutive steps that count as one in returns and advantages; as many as in the states that
+    are trained on by default, 1 where these are not of traces."""
     clip: float = 0.2
     """How far a value may move in one RL step before its gradient is cut."""
     lr: float = 5e-6
@@ -90,11 +121,40 @@ class ValueObjective:
                     f"value.{name}: expected a number in [0, 1], got {getattr(self, name)}"
                 )
         for name in ("shrink", "train_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"value.{name}: expected at least 1, got {getattr(self, name)}")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"value.{name}: expected at least 1, got {number}")
         if self.clip <= 0.0 or self.lr < 0.0:
             raise ValueError(
                 f"value.clip, value.lr: expected positive numbers, got {self.clip}, {self.lr}"
             )
         if self.lora.dropout:
             raise ValueError("value.lora.dropout: expected 0, values of two forwards are compared")
+
+    def trace(self, corruption: Corruption) -> TraceMasking:
+        """The states whose values make returns and advantages.
+
+        Args:
+            corruption: the states that are trained on.
+        """
+        shrink = self.shrink
+        if shrink is None:
+            shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
+        return TraceMasking(shrink=shrink, padding="replayed")
+
+    def needs_whole_trace(self, corruption: Corruption) -> bool:
+        """Whether advantages take values of more states than those that are trained on.
+
+        With ``gamma = lam = 1`` the values of later steps cancel, and a token's advantage is its
+        return less its own value; so a cap on the rows of a response caps the values as well.
+
+        Args:
+            corruption: the states that are trained on.
+        """
+        return not (
+            self.gamma == self.lam == 1.0
+            and isinstance(corruption, TraceMasking)
+            and corruption.rows_per_sample is not None
+            and corruption.padding == "replayed"
+            and corruption.shrink == self.trace(corruption).shrink
+        )

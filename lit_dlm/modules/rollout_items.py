@@ -6,6 +6,7 @@ the same items from the same records and only the dealing differs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.grouping import NEVER, step_groups
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses
+from lit_dlm.losses.views import CoupledMasking, MaskedPrompt
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
@@ -124,7 +127,8 @@ class RowBuilder:
         copies: states of one response in one row, for block models; 1 keeps them apart.
 
     Raises:
-        ValueError: an option is unknown, or several states in a row for full attention.
+        ValueError: an option is unknown, several states are in a row for full attention, or the
+            corruption does not fit rollouts or the model.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class RowBuilder:
                 f"attention (a state with full attention is a row of its own), got {copies} for "
                 f"{spec.attention} attention"
             )
+        _check_corruption(corruption, spec)
         self.corruption = corruption
         self.spec = spec
         self.seed = seed
@@ -260,6 +265,31 @@ class RowBuilder:
             weight = one / count.gather(1, place).clamp_min(1)
         undivided = self.normalise == "reference" and responses.blocks is None
         return weight, one if undivided else weight
+
+
+def _check_corruption(corruption: Corruption, spec: BackboneSpec) -> None:
+    if isinstance(corruption, Autoregressive):
+        raise ValueError(
+            "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
+            "they can be seen; expected states with masks, such as TraceMasking"
+        )
+    if isinstance(corruption, MaskedPrompt) and spec.attention == "block":
+        raise ValueError(
+            "corruption: MaskedPrompt changes the prompt of every state, which rows of a block "
+            "model share; expected a model with full attention"
+        )
+    noise = corruption.noise if isinstance(corruption, CoupledMasking) else corruption
+    if getattr(noise, "level", "row") == "block" and spec.attention != "block":
+        raise ValueError(
+            "corruption.level: 'block' needs a model with block attention, got "
+            f"{spec.attention} attention"
+        )
+    weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
+    if weight is not None and getattr(corruption, "weight", weight.default) != weight.default:
+        raise ValueError(
+            "corruption.weight: has no part in training on rollouts, whose terms "
+            "objective.normalise weighs; leave it out"
+        )
 
 
 def _rank_within(sample: Tensor, taken: Tensor) -> Tensor:

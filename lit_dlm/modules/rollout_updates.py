@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
 from lit_dlm.modules.rollout_items import RolloutItem, RowBuilder, order_of_writing, pick
 from lit_dlm.modules.rollouts import SAMPLED, groups_of
@@ -89,8 +88,7 @@ class Slot:
 
 
 def deal(
-    num_items: int,
-    *,
+    *num_items: int,
     batch_size: int,
     accumulate: int = 1,
     rank: int = 0,
@@ -99,32 +97,42 @@ def deal(
 ) -> list[list[Slot]]:
     """Deals shuffled items to batches so that every process takes equally many.
 
-    Updates hold ``batch_size * accumulate * world_size`` items, the last one what is left. Its
-    items weigh more, so that every update is the mean over its own items; processes that get fewer
-    fill up with copies of weight 0.
+    Every pass is shuffled and dealt on its own: no update mixes two passes. Its items are spread
+    evenly over as few updates as have room for them, each of at most ``batch_size * accumulate *
+    world_size``. Items of smaller updates weigh more, so that every update is the mean over its
+    own; batches and processes that get none hold a copy of weight 0.
 
     Args:
-        num_items: items of the RL step, at least 1.
+        num_items: items of each pass over the RL step; those of a pass are numbered
+            behind those of the passes before it.
         batch_size: items per batch and process.
         accumulate: batches per update.
         rank: number of this process.
         world_size: processes.
-        seed: what the shuffle follows from, the same on all processes.
+        seed: what the shuffles follow from, the same on all processes.
 
     Returns:
-        The batches of this process, in order.
+        The batches of this process, in order: ``accumulate`` of each update, of the last one those
+        it needs.
     """
-    order = np.random.default_rng(list(seed)).permutation(num_items)
+    generator = np.random.default_rng(list(seed))
     per_update = batch_size * accumulate * world_size
+    updates: list[np.ndarray] = []
+    first = 0
+    for count in filter(None, num_items):
+        order = first + generator.permutation(count)
+        updates += np.array_split(order, -(-count // per_update))
+        first += count
     batches: list[list[Slot]] = []
-    for first in range(0, num_items, per_update):
-        chosen = order[first : first + per_update]
-        count = -(-len(chosen) // (batch_size * world_size))  # batches of each process
+    for at, chosen in enumerate(updates):
+        # The trainer counts batches, so only the last update may have fewer.
+        is_last = at == len(updates) - 1
+        num_batches = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
         # Batch n of all processes lie next to each other, so that one process with twice the
         # accumulation trains on the same.
-        for number in range(count):
-            mine = chosen[number * world_size + rank :: count * world_size]
-            slots = [Slot(int(at), per_update / len(chosen)) for at in mine]
+        for number in range(num_batches):
+            mine = chosen[number * world_size + rank :: num_batches * world_size]
+            slots = [Slot(int(item), per_update / len(chosen)) for item in mine]
             batches.append(slots or [Slot(int(chosen[0]), 0.0)])
     return batches
 
@@ -144,7 +152,8 @@ def fill_advantages(
     """Gives every unit of every item its advantage, and with a value model its return and value.
 
     Values are those of the states that the decode went through, whatever states the items have;
-    every process evaluates its share of the records.
+    where that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`). Every
+    process evaluates its share of the records.
 
     Args:
         module: policy and value model.
@@ -167,7 +176,7 @@ def fill_advantages(
     G = max(record.num_generated for record in records)
     value = module.value
     has_token_rewards = any("token_rewards" in record.meta for record in records)
-    shrink = 1 if value is None else value.shrink
+    shrink = 1 if value is None else value.trace(module.corruption).shrink
     _, responses = module.rows.batch_of(records)
     if value is None and not has_token_rewards:
         for item in items:
@@ -184,8 +193,15 @@ def fill_advantages(
                 torch.tensor(given) * members[number, : len(given)]
             )
     values = torch.zeros(len(records), G)
+    known = members
     if value is not None:
-        values = _trace_values(module, records, G, batch_size, move, rank, world_size)
+        mine = range(rank, len(records), world_size)
+        if value.needs_whole_trace(module.corruption):
+            states = _trace_items(module, records, mine)
+        else:
+            states = [item for item in items if item.record in mine]
+            known = _cells_of(items, members)
+        values = _values(module, states, records, G, batch_size, move)
         if reduce is not None:
             values = reduce(values)
     estimates = step_gae(
@@ -203,39 +219,53 @@ def fill_advantages(
     return Estimates(
         advantages=estimates.advantages,
         values=None if value is None else values,
-        members=members,
+        members=known,
     )
 
 
-@torch.no_grad()
-def _trace_values(
-    module: TraceRLModule,
-    records: Sequence[Trajectory],
-    length: int,
-    batch_size: int,
-    move: Move,
-    rank: int,
-    world_size: int,
-) -> Tensor:
-    """``(num_records, G)`` values of tokens before they were written; this process's share."""
+def _cells_of(items: Sequence[RolloutItem], members: Tensor) -> Tensor:
+    """``(num_records, G)`` bool, the cells that some item scores."""
+    found = torch.zeros_like(members)
+    for item in items:
+        found[item.record, item.cells] = True
+    return found
+
+
+def _trace_items(
+    module: TraceRLModule, records: Sequence[Trajectory], mine: range
+) -> list[RolloutItem]:
+    """The states of every step of some records."""
     assert module.value is not None
     builder = RowBuilder(
-        TraceMasking(shrink=module.value.shrink, padding="replayed"),
+        module.value.trace(module.corruption),
         module.row_spec,
         num_padding=module.num_padding,
         copies=module.rows.copies,
     )
-    mine = range(rank, len(records), world_size)
-    own = [records[number] for number in mine]
-    items = builder.items(own)
+    items = builder.items([records[number] for number in mine])
+    for item in items:
+        item.record = mine[item.record]
+    return items
+
+
+@torch.no_grad()
+def _values(
+    module: TraceRLModule,
+    items: Sequence[RolloutItem],
+    records: Sequence[Trajectory],
+    length: int,
+    batch_size: int,
+    move: Move,
+) -> Tensor:
+    """``(num_records, G)`` values of the items' tokens before they were written, else 0."""
     values = torch.zeros(len(records), length)
     for first in range(0, len(items), batch_size):
         chosen = items[first : first + batch_size]
-        batch = collate_items([(item, 1.0) for item in chosen], own, module.row_spec)
+        batch = collate_items([(item, 1.0) for item in chosen], records, module.row_spec)
         found = module.values(move(batch)).float().cpu()
         parts = found.split([item.num_units for item in chosen])
         for item, part in zip(chosen, parts, strict=True):
-            values[mine[item.record], item.cells] = part
+            values[item.record, item.cells] = part
     return values
 
 
@@ -276,6 +306,7 @@ def fill_old_scores(
     if objective.old_log_prob == "behaviour":
         _take_behaviour(batches, items, records)
     wants_values = module.value is not None
+    trained = {slot.item for slots in batches for slot in slots if slot.factor}
     for done, slots in enumerate(batches):
         chosen = [items[slot.item] for slot in slots]
         batch = move(collate_items([(item, 1.0) for item in chosen], records, module.row_spec))
@@ -288,6 +319,8 @@ def fill_old_scores(
         sizes = [item.num_units for item in chosen]
         ends = np.cumsum(sizes).tolist()
         for item, slot, end in zip(chosen, slots, ends, strict=True):
+            if not slot.factor and slot.item in trained:
+                continue  # its copy with weight, in another batch, says what is compared
             part = slice(end - item.num_units, end)
             if objective.old_log_prob == "recompute":
                 item.old_log_prob = log_prob[part].clone()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from lightning.pytorch.strategies import Strategy
 
 from lit_dlm.modules.rollouts import RolloutEngine, RolloutPrompt
-from lit_dlm.rewards.base import RewardScore, Rollout
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
 
 
@@ -20,6 +20,28 @@ class ValidationBatch:
 
     prompts: list[RolloutPrompt]
     is_real: list[bool] = field(default_factory=list)
+
+
+def validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
+    """The rewards of a run that say something about single responses.
+
+    Args:
+        rewards: those of training.
+
+    Returns:
+        All but those that come after the filters, which only see groups worth training on.
+
+    Raises:
+        ValueError: none is left.
+    """
+    found = [reward for reward in rewards if not reward.after_filters]
+    if rewards and not found:
+        raise ValueError(
+            "val_tasks: validation takes the rewards that do not come after the filters, but "
+            f"{', '.join(reward.name for reward in rewards)} does; add one to rewards, such as "
+            "Graded with weight 0"
+        )
+    return found
 
 
 class RolloutValidation:
@@ -68,8 +90,8 @@ class RolloutValidation:
 
         Returns:
             Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts),
-            ``accuracy``, ``response_length`` in tokens, ``num_steps`` and ``num_prompts``; of the
-            others the same behind their name and a slash.
+            ``response_length`` in tokens, ``num_steps``, ``num_prompts``, and ``accuracy`` of what
+            was graded, if anything was; of the others the same behind their name and a slash.
         """
         local = torch.zeros(len(self._rows), len(_FACTS) + 2, dtype=torch.float64)
         for number, rows in enumerate(self._rows.values()):
@@ -85,16 +107,17 @@ class RolloutValidation:
         return self.last
 
 
-_FACTS = ("reward", "accuracy", "response_length", "num_steps")
+_FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 def _facts(rollout: Rollout, score: RewardScore) -> list[float]:
     record = rollout.trajectory
     return [
         float(score.total),
-        float(score.is_correct),
         float(record.meta["num_tokens"]),
         float(record.num_steps),
+        float(score.is_correct),
+        float(score.is_graded),
     ]
 
 
@@ -104,4 +127,7 @@ def _means(total: list[float]) -> dict[str, float]:
     variance = max(total[-2] / count - means["reward"] ** 2, 0.0)
     means["reward_stderr"] = math.sqrt(variance / max(count - 1.0, 1.0))
     means["num_prompts"] = total[-1]
+    correct, graded = means.pop("correct"), means.pop("graded")
+    if graded:
+        means["accuracy"] = correct / graded
     return means

@@ -78,6 +78,15 @@ def rollout_prompts(
     ]
 
 
+def rl_step_of(uid: str) -> int:
+    """The RL step in a name that :func:`rollout_prompts` gave.
+
+    Args:
+        uid: name of a response.
+    """
+    return int(uid.rpartition("/")[2].partition(".")[0])
+
+
 class RolloutEngine:
     """Decodes in place with the module's weights and one of its decoders.
 
@@ -183,13 +192,13 @@ class RolloutEngine:
 
 
 class SampledLogProb(Observer):
-    """Observer that keeps the log-probability under which each response token was proposed.
+    """Observer that keeps the log-probability under which each response token was drawn.
 
-    It is that of the sampler's scores: of the filtered, tempered distribution with
-    ``score_on: filtered``, of the raw one otherwise.
+    It is that of the distribution after temperature and filters, also where the order of writing is
+    decided by raw scores. Of greedy decodes, whose tokens are not drawn, it is the model's own.
     """
 
-    requires: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset({"drawn"})
 
     def __init__(self) -> None:
         self.log_prob = torch.empty(0)
@@ -204,7 +213,8 @@ class SampledLogProb(Observer):
         """Notes the proposals that were written."""
         state, region = record.state, slice(record.state.start, None)
         written = (record.new_ids != state.ids)[:, region]
-        log_prob = record.proposal.prob[:, region].float().log()
+        assert record.proposal.drawn is not None
+        log_prob = record.proposal.drawn[:, region].float().log()
         new = torch.where(record.commit[:, region], log_prob, torch.nan)
         before: Tensor = self.log_prob[state.rows]
         self.log_prob.index_copy_(0, state.rows, torch.where(written, new, before))
@@ -223,18 +233,20 @@ def with_score(rollout: Rollout, score: RewardScore, *, kept: bool, version: int
         version: optimiser steps that the policy had taken.
 
     Returns:
-        The record; its meta gains ``reward``, ``correct``, ``overlong``, ``kept``,
-        ``policy_version``, the ``parts`` of the reward, and ``token_rewards`` where there are any.
+        The record; its meta gains ``reward``, ``overlong``, ``kept``, ``policy_version``, the
+        ``parts`` of the reward, ``correct`` where the task told, and ``token_rewards`` where there
+        are any.
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
-        "correct": bool(score.is_correct),
         "overlong": rollout.is_overlong,
         "garbled": "\ufffd" in rollout.text,
         "kept": kept,
         "policy_version": version,
         "parts": {name: float(value) for name, value in score.parts.items()},
     }
+    if score.is_graded:
+        facts["correct"] = bool(score.is_correct)
     if score.token_rewards is not None:
         facts["token_rewards"] = [float(value) for value in score.token_rewards]
     return rollout.trajectory.with_meta(**facts)

@@ -4,21 +4,82 @@ Lightning's ``ModelParallelStrategy`` gives a device mesh and leaves the shardin
 ``configure_model``. Parameters are split one by one, so frozen weights and adapters mix freely.
 Decoder layers are gathered for their own forward and backward only; embedding, final norm and head
 stay whole from a backbone's forward to its backward, since losses read the head there.
+
+With ``precision: bf16-mixed`` decoders are gathered in bfloat16 and their gradients summed in
+float32; shards, optimiser states and what is exported keep the dtype of the weights.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import PreTrainedModel
 
 
-def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole.
+
+    Lightning writes the processes' files into the folder that is there, so a save that is cut
+    short mixes two training steps. Options are those of ``ModelParallelStrategy``.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes beside the target and renames at the end; every process must call it.
+
+        A former checkpoint stays under its name until the new one is complete. Between the two
+        renames it is ``{stem}-former{suffix}``, which ``--ckpt_path last`` finds, too.
+
+        Args:
+            checkpoint: what the trainer collected, changed in place.
+            filepath: the folder; the first process decides.
+            storage_options: not supported by Lightning's strategy.
+
+        Raises:
+            TypeError: there are storage options.
+        """
+        if not self._save_distributed_checkpoint:  # one file, which Lightning replaces as a whole
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        draft = path.with_name(f".{path.name}-partial")
+        if self.is_global_zero:
+            _remove(draft)
+        self.barrier("no former draft")
+        super().save_checkpoint(checkpoint, draft, storage_options)
+        if self.is_global_zero:  # its part of the save ends after those of the others
+            former = path.with_name(f"{path.stem}-former{path.suffix}")
+            if path.exists():
+                _remove(former)
+                path.rename(former)
+            draft.rename(path)
+            _remove(former)
+        self.barrier("checkpoint in place")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-true") -> None:
     """Shards every child of a module that has something to train; a second call does nothing.
 
     In each such child the decoder layers are split first, found by their class through any
@@ -30,6 +91,9 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         module: the LightningModule.
         mesh: one-dimensional mesh of the data-parallel processes.
+        precision: the trainer's. With ``bf16-mixed`` decoder layers and parts with
+            ``forward_methods`` compute with bfloat16 copies of their shards; other parts, such as
+            heads, are left to autocast.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter belongs to the module itself,
@@ -47,11 +111,15 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh) -> None:
             "trainer.strategy: ModelParallelStrategy shards the children that are trained, "
             f"got {found}; use ddp"
         )
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16-mixed":
+        # Autocast alone would gather float32 weights and keep bfloat16 copies beside them.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for child in trained.values():
-        _shard(child, mesh)
+        _shard(child, mesh, policy)
 
 
-def _shard(child: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(child: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     layer_names = {
         name
         for part in child.modules()
@@ -65,8 +133,10 @@ def _shard(child: nn.Module, mesh: DeviceMesh) -> None:
     for part in (*layers, *units, child):
         if isinstance(part, FSDPModule):
             continue
-        fully_shard(part, mesh=mesh)
-        for method in getattr(part, "forward_methods", ()):
+        methods = getattr(part, "forward_methods", ())
+        is_decoder = bool(methods) or part in layers
+        fully_shard(part, mesh=mesh, mp_policy=policy if is_decoder else MixedPrecisionPolicy())
+        for method in methods:
             register_fsdp_forward_method(part, method)
 
 
@@ -76,7 +146,7 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
     Inside, a forward is a local matter: processes may decode different numbers of steps, and one
     of them alone may write the weights to disk. Do not train inside. Each process holds the full
-    weights meanwhile. Without sharding this does nothing.
+    weights meanwhile, in the dtype that forwards compute in. Without sharding this does nothing.
 
     Args:
         module: anything that holds sharded parts.

@@ -16,6 +16,7 @@ from lit_dlm.backbones.visibility import position_ids_for
 from lit_dlm.losses.states import NoisyStates, Responses
 from lit_dlm.losses.views import hidden_prompt
 from lit_dlm.ops.alignment import first_real_columns
+from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
 from lit_dlm.ops.noise import sample_seed
 
@@ -34,6 +35,9 @@ class SupervisedExample:
     """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
     decode_entropy: NDArray[np.float32] | None = None
     """``(n,)`` predictive entropy in nats at the step that wrote each token, where recorded."""
+    non_ltr: NDArray[np.bool_] | None = None
+    """``(n,)`` bool, tokens decoded out of order by the data's own list; ``None`` takes what the
+    steps say."""
     epoch: int = 0
     """Pass over the data; random masks differ from pass to pass."""
     is_real: bool = True
@@ -53,9 +57,13 @@ class SupervisedBatch:
     answer_length: Tensor
     """``(B,)`` int64 response cells up to the first end of text, which counts; 0 on copies."""
     steps: Tensor | None
-    """``(B, G)`` int64 steps, -1 where none wrote; ``None`` where a sample has no decode."""
+    """``(B, G)`` int64 steps, -1 where none wrote; ``None`` where no sample has a decode."""
     decode_entropy: Tensor | None
     """``(B, G)`` float32 nats; ``None`` where a sample has none."""
+    has_steps: Tensor | None = None
+    """``(B,)`` bool samples with a decode; ``None`` where all or none have one."""
+    non_ltr: Tensor | None = None
+    """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
     uids: list[str] = field(default_factory=list)
     """``B`` names."""
     epochs: list[int] = field(default_factory=list)
@@ -113,18 +121,32 @@ def collate_supervised(
             steps[row, :size] = example.steps
         if example.decode_entropy is not None:
             entropy[row, :size] = example.decode_entropy
-    has_steps = all(example.steps is not None for example in examples)
+    has_steps = np.array([example.steps is not None for example in examples])
     has_entropy = all(example.decode_entropy is not None for example in examples)
     return SupervisedBatch(
         ids=torch.from_numpy(ids),
         pad_mask=None if real.all() else torch.from_numpy(real),
         start=start,
         answer_length=torch.from_numpy(answer_length),
-        steps=torch.from_numpy(steps) if has_steps else None,
+        steps=torch.from_numpy(steps) if has_steps.any() else None,
         decode_entropy=torch.from_numpy(entropy) if has_entropy else None,
+        has_steps=None if has_steps.all() == has_steps.any() else torch.from_numpy(has_steps),
+        non_ltr=_non_ltr(examples, torch.from_numpy(steps)),
         uids=[example.uid for example in examples],
         epochs=[example.epoch for example in examples],
     )
+
+
+def _non_ltr(examples: Sequence[SupervisedExample], steps: Tensor) -> Tensor | None:
+    """``(B, G)`` bool: lists of the data, and what the steps say in rows without one."""
+    if all(example.non_ltr is None for example in examples):
+        return None
+    found = non_ltr_positions(steps)
+    for row, example in enumerate(examples):  # ragged lists, on the host
+        if example.non_ltr is not None:
+            found[row] = False
+            found[row, : len(example.non_ltr)] = torch.from_numpy(example.non_ltr)
+    return found
 
 
 def responses_of(
@@ -154,7 +176,14 @@ def responses_of(
         canvas = batch.ids.shape[1] if batch.pad_mask is None else batch.pad_mask
         blocks = block_numbers(canvas, spec.block_size, origin=origin, device=tokens.device)
         blocks = blocks[:, batch.start :].expand_as(tokens)
-    return Responses(maskable=maskable, seeds=batch.seeds(seed), steps=batch.steps, blocks=blocks)
+    return Responses(
+        maskable=maskable,
+        seeds=batch.seeds(seed),
+        steps=batch.steps,
+        blocks=blocks,
+        has_steps=batch.has_steps,
+        non_ltr=batch.non_ltr,
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,6 +7,7 @@ of a recorded decode, plus a ranking of predictive entropies by the order of tha
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -127,7 +128,11 @@ class TABOMModule(FinetuneModule):
     def loss_terms(
         self, batch: SupervisedBatch, states: NoisyStates, stats: TokenStats
     ) -> LossTerms:
-        """Cross-entropy and ranking of scored states."""
+        """Cross-entropy and ranking of scored states.
+
+        Both are over the ids that the model may produce: a mask in the softmax would shift
+        entropies by what decoding, whose order they are compared with, never sees.
+        """
         ce = super().loss_terms(batch, states, stats)
         assert states.cut is not None
         assert batch.steps is not None
@@ -158,10 +163,22 @@ class TABOMModule(FinetuneModule):
             "loss_rank": loss_rank.detach(),
             "num_pairs": ranking.num_pairs.sum().float(),
             **ranking.parts,
-            # Over the supervised window; the callback measures it over all open positions.
-            "tds": variance.sum() / counts.sum().clamp_min(1),
+            # Over the supervised window; `val/tds` of the callback is over all open positions.
+            "tds_window": variance.sum() / counts.sum().clamp_min(1),
         }
-        return LossTerms(ce.total + self.rank_weight * loss_rank, parts)
+        ranked_rows = (ranking.num_pairs > 0).sum()
+        sums = {
+            **ce.sums,
+            "loss_rank": (ranking.row_terms.detach().sum(), ranked_rows),
+            **ranking.sums,
+            "tds_window": (variance.sum(), counts.sum()),
+        }
+        total = self.combined({"loss_ce": ce.total, "loss_rank": loss_rank})
+        return LossTerms(total, parts, sums)
+
+    def combined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Cross-entropy plus the weighted ranking loss."""
+        return parts["loss_ce"] + self.rank_weight * parts["loss_rank"]
 
     def _ranking_loss(self, row_terms: Tensor, num_pairs: Tensor) -> Tensor:
         """Mean over rows with pairs, of this batch or of all processes' batches."""

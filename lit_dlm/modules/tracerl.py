@@ -75,6 +75,8 @@ class TraceRLModule(FinetuneModule):
         value_backbone: its own model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in
             decoding, ``response`` as in dLLM-RL; ``null`` leaves it to the backbone.
+        block_size: cells of a block in training rows; the model's own by default. A larger one
+            grows the blocks while rollouts still have the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart.
         num_padding: cells of fill behind an answer that are trained, ``null`` for all
             (``post_num`` in dLLM-RL).
@@ -101,6 +103,7 @@ class TraceRLModule(FinetuneModule):
         value: ValueObjective | None = None,
         value_backbone: HFBackbone | None = None,
         block_alignment: Literal["absolute", "response"] | None = None,
+        block_size: int | None = None,
         packing: int = 1,
         num_padding: int | None = 0,
         seed: int = 0,
@@ -136,8 +139,15 @@ class TraceRLModule(FinetuneModule):
         self.objective = objective or PolicyObjective()
         self.value = value
         self.reset_optimizer = reset_optimizer
-        self._check_policy()
+        self.objective.check(backbone, self.corruption)
         spec = backbone.spec
+        if block_size is not None:
+            if spec.attention != "block" or block_size < 1:
+                raise ValueError(
+                    "block_size: expected a positive number with block attention, got "
+                    f"{block_size} with {spec.attention} attention"
+                )
+            spec = replace(spec, block_size=block_size)
         if block_alignment is not None:
             if spec.attention != "block":
                 raise ValueError(
@@ -166,25 +176,6 @@ class TraceRLModule(FinetuneModule):
         self.train_seconds = 0.0
         """Seconds that the updates of the RL step have taken so far."""
         self._began = time.perf_counter()
-
-    def _check_policy(self) -> None:
-        backbone, objective = self.backbone, self.objective
-        if backbone.adapter is not None and backbone.adapter.dropout:
-            raise ValueError(
-                "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
-                f"compared, got {backbone.adapter.dropout}"
-            )
-        if objective.kl_to == "initial" and backbone.adapter is None:
-            raise ValueError(
-                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
-                "give it lora settings or use 'old'"
-            )
-        sampler = self.decoders[self.method].sampler
-        if objective.old_log_prob == "behaviour" and sampler.score_on != "filtered":
-            raise ValueError(
-                "objective.old_log_prob: 'behaviour' is the probability under which the sampler "
-                "drew, which it scores with score_on: filtered; got score_on: raw"
-            )
 
     def _build_value(
         self, value: ValueObjective | None, value_backbone: HFBackbone | None

@@ -64,6 +64,11 @@ class RewardScore:
     is_correct: bool = False
     """Whether the response is right; filters and accuracies read this, never ``total``."""
 
+    @property
+    def is_graded(self) -> bool:
+        """Whether anything said if the response is right."""
+        return self.verdict is not None and self.verdict.status != "ungraded"
+
 
 @runtime_checkable
 class Reward(Protocol):

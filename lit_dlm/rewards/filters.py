@@ -19,6 +19,9 @@ from lit_dlm.rewards.base import RewardScore
 class GroupFilter(Protocol):
     """Keeps or drops all responses to one prompt."""
 
+    needs_verdict: bool = False
+    """Whether it looks at what is right, so that the task must have graded the responses."""
+
     def keep(self, scores: Sequence[RewardScore]) -> bool:
         """Whether the group is trained on.
 
@@ -35,6 +38,8 @@ class MeanCorrectnessFilter(GroupFilter):
         min: least share of right responses, inclusive.
         max: greatest share of right responses, inclusive.
     """
+
+    needs_verdict = True
 
     def __init__(self, min: float = 0.2, max: float = 0.8) -> None:
         if not 0 <= min <= max <= 1:

@@ -29,15 +29,16 @@ class Rewarder:
     Args:
         rewards: the rewards of the run, with different names.
         tasks: the tasks of the prompts, by name.
-        filters: filters of the run. They decide here only which groups are worth the rewards that
-            ask to come after them; dropping a group is left to the caller.
+        filters: filters of the run. They decide here only whether there are verdicts and which
+            groups are worth the rewards that ask to come after them; dropping a group is left to
+            the caller.
         overlong_is_wrong: calls a response that fills its budget wrong without grading it, as
             dLLM-RL does in training.
         num_workers: threads that grade at the same time.
 
     Raises:
-        ValueError: without rewards, for names that repeat, or if a task would run model-written
-            code without permission.
+        ValueError: without rewards, for names that repeat, if a task would run model-written
+            code without permission, or if a filter needs verdicts that a task does not give.
     """
 
     def __init__(
@@ -66,6 +67,12 @@ class Rewarder:
                     f"{task.name}: its reward runs model-written code; set "
                     "allow_code_execution: true in the task to allow it"
                 )
+            for keep in filters:
+                if keep.needs_verdict and not task.is_graded:
+                    raise ValueError(
+                        f"filters: {type(keep).__name__} looks at what is right, which task "
+                        f"{task.name!r} cannot tell"
+                    )
         self.rewards = tuple(rewards)
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
@@ -110,11 +117,13 @@ class Rewarder:
 
     def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
         """The groups with a verdict on every rollout."""
-        if not any(reward.needs_verdict for reward in self.rewards):
+        askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
+        if not any(asker.needs_verdict for asker in askers):
             return [list(group) for group in groups]
-        futures: dict[tuple[str, str], Future[Verdict]] = {}
+        # By the problem itself, not its name: what two tasks call alike is graded apart.
+        futures: dict[tuple[int, str], Future[Verdict]] = {}
         for rollout in (rollout for group in groups for rollout in group):
-            key = (rollout.example.uid, rollout.text)
+            key = (id(rollout.example), rollout.text)
             if key not in futures and not self._is_wrong_unread(rollout):
                 futures[key] = self._pool.submit(self._grade, rollout)
         return [
@@ -123,7 +132,7 @@ class Rewarder:
                     rollout,
                     verdict=Verdict(status="wrong", detail=OVERLONG)
                     if self._is_wrong_unread(rollout)
-                    else futures[rollout.example.uid, rollout.text].result(),
+                    else futures[id(rollout.example), rollout.text].result(),
                 )
                 for rollout in group
             ]

@@ -11,7 +11,7 @@ from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
 from lit_dlm.tasks.prompts_file import PromptsFile
 from lit_dlm.tasks.python_functions import PythonFunctions
 from lit_dlm.tasks.sudoku import Sudoku
-from lit_dlm.tasks.table import TASKS, build_task
+from lit_dlm.tasks.table import TASKS, build_task, tasks_by_name
 from lit_dlm.tasks.word_problems import WordProblems
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "Task",
     "WordProblems",
     "build_task",
+    "tasks_by_name",
 ]

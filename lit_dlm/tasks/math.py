@@ -32,6 +32,7 @@ class MATH(Task):
         split: name of the split.
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
+        name: name of the task in results and uids, to tell several files apart.
     """
 
     name = "math"
@@ -44,7 +45,9 @@ class MATH(Task):
         split: str = "test",
         limit: int | None = None,
         seed: int | None = None,
+        name: str = "math",
     ) -> None:
+        self.name = name
         self.split = split
         rows = read_rows(path or HUB_ID, split=split, required=())
         for row in rows:

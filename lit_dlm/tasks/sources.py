@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import logging
 import random
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lit_dlm.trajectories.text_lines import numbered_lines
 
 logger = logging.getLogger(__name__)
 
@@ -139,17 +139,9 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
-    index = 0
-    line_number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for line_number, line in enumerate(file, start=1):
-                if line.strip():
-                    origin = f"{path}, line {line_number}"
-                    yield Row(index=index, origin=origin, fields=_parse_object(line, origin))
-                    index += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: damaged or cut off after line {line_number} ({error})") from None
+    for index, (number, line) in enumerate(numbered_lines(path)):
+        origin = f"{path}, line {number}"
+        yield Row(index=index, origin=origin, fields=_parse_object(line, origin))
 
 
 def _parse_object(line: bytes, origin: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from lit_dlm.tasks.addition import Addition
@@ -59,6 +60,29 @@ def build_task(name: str, **kwargs: Any) -> Task:
                 f"task {name!r}: unknown setting {argument!r}{_nearest(argument, known)}"
             )
     return TASKS[name](**kwargs)
+
+
+def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
+    """The tasks of a run by their names, which graders look them up by.
+
+    Args:
+        tasks: the tasks.
+        option: what to call them in errors.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found: dict[str, Task] = {}
+    for task in tasks:
+        if task.name in found:
+            other = found[task.name]
+            raise ValueError(
+                f"{option}: expected tasks of different names, got {task.name!r} twice "
+                f"({type(other).__name__} of split {other.split!r} and {type(task).__name__} of "
+                f"split {task.split!r}); give one another name"
+            )
+        found[task.name] = task
+    return found
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
 from lit_dlm.trajectories.withheld import WithheldTrajectory
 
 _ROWS_PER_GROUP = 1024
+_RELEASE_METHODS = {"confidence": "default"}
+"""What TABOM's release calls our decoders, where it differs; its filters know no other names."""
 
 
 def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
@@ -33,24 +36,24 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     Returns:
         ``prompt`` (without the chat template), ``response``, ``response_token_ids``,
         ``decoding_order`` (position to step, -1 where no step wrote), ``non_ltr_positions``
-        (positions that some position to their left was written after), ``method``,
-        ``data_source``, and our own fields.
+        (those in ``meta``, else :func:`non_ltr_positions`), ``method``, ``data_source``, and our
+        own fields.
 
     Raises:
         ValueError: the record does not fit the format.
     """
     _check_single_writes(record)
     order = record.commit_step
-    latest_before = np.maximum.accumulate(np.concatenate([[-1], order[:-1]]))
-    out_of_order = np.flatnonzero((order >= 0) & (latest_before > order))
+    computed = np.flatnonzero(non_ltr_positions(order)).tolist()
+    method = record.meta.get("method", "default")
     row = {
         "id": record.uid,
         "prompt": _user_text(record, tokenizer),
         "response": _text(record.tokens[record.tokens != record.mask_id], tokenizer),
         "response_token_ids": record.tokens.tolist(),
         "decoding_order": order.tolist(),
-        "non_ltr_positions": out_of_order.tolist(),
-        "method": record.meta.get("method", "default"),
+        "non_ltr_positions": record.meta.get("non_ltr_positions", computed),
+        "method": _RELEASE_METHODS.get(method, method),
         "data_source": record.meta.get("task", ""),
         "prompt_token_ids": record.prompt_ids.tolist(),
         **_own_fields(record),
@@ -58,6 +61,18 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     if record.given is not None:
         row["given_positions"] = np.flatnonzero(record.given).tolist()
     return row
+
+
+def non_ltr_positions(order: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Positions that some position to their left was written after.
+
+    Args:
+        order: ``(G,)`` int32 step of each position, -1 where no step wrote.
+
+    Returns:
+        ``(G,)`` bool; equal to :func:`lit_dlm.ops.cuts.non_ltr_positions`, without torch.
+    """
+    return (order >= 0) & (np.maximum.accumulate(order) > order)
 
 
 def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Token ids in a row win over its texts. A row with texts only is tokenised, and refused when the
 number of tokens is not that of its steps: re-tokenised text is the known source of shifted step
-maps.
+maps. Ids that end before the steps do are padded, as TABOM's release pads them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from lit_dlm.trajectories.exporters import non_ltr_positions
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Status, Trajectory
+from lit_dlm.trajectories.text_lines import numbered_lines
 
 _PROMPT_KEYS = ("prompt", "instruction", "question")
 _RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
@@ -33,12 +35,18 @@ class ImportSettings:
     """For rows without token ids."""
     first_step: int = 0
     """Number that the source gives to its first step: 1 for dLLM-RL's block models."""
+    pad_id: int | None = None
+    """Id behind token ids that end before the steps of their row do."""
+    missing_order: Literal["none", "ltr"] = "none"
+    """``ltr`` takes the ids of a row from left to right where its ``decoding_order`` is missing or
+    shorter than they are; ``none`` refuses such a row."""
 
 
 def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
-    """Reads TABOM's JSONL (``decoding_order``).
+    """Reads TABOM's JSONL (``decoding_order``), also gzipped.
 
     Positions with order -1 were never decoded; they become masks, whatever id pads them there.
+    Where a row's ``non_ltr_positions`` are not what its order gives, ``meta`` keeps them.
 
     Args:
         path: the file, one JSON object a line.
@@ -50,24 +58,52 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     Raises:
         ValueError: naming the file and line: a field is missing or does not fit.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row = _object(where, line)
-            if "decoding_order" not in row:
-                raise ValueError(f"{where}: the row has no decoding_order")
-            order = _integers(where, "decoding_order", row["decoding_order"])
-            prompt = _prompt_ids(where, row, "prompt_token_ids", settings, templated=False)
-            tokens = _response_ids(where, row, "response_token_ids", settings)
-            if len(order) < len(tokens):
-                raise ValueError(
-                    f"{where}: decoding_order has {len(order)} entries for {len(tokens)} tokens"
-                )
-            given = np.zeros(len(tokens), dtype=bool)
-            given[_integers(where, "given_positions", row.get("given_positions", []))] = True
-            yield _record(where, row, settings, path, number, prompt, tokens, order, given)
+    for number, line in numbered_lines(path):
+        where = f"{path}:{number}"
+        row = _object(where, line)
+        prompt = _prompt_ids(where, row, "prompt_token_ids", settings, templated=False)
+        tokens = _response_ids(where, row, "response_token_ids", settings)
+        row, tokens, order = _ordered(where, row, tokens, settings)
+        given = _cells(where, row, "given_positions", len(tokens))
+        record = _record(where, row, settings, path, number, prompt, tokens, order, given)
+        if row.get("non_ltr_positions") is not None:
+            listed = _cells(where, row, "non_ltr_positions", len(tokens))
+            if not np.array_equal(listed, non_ltr_positions(record.commit_step)):
+                record = record.with_meta(non_ltr_positions=np.flatnonzero(listed).tolist())
+        yield record
+
+
+def _ordered(
+    where: str, row: dict[str, Any], tokens: Any, settings: ImportSettings
+) -> tuple[dict[str, Any], Any, Any]:
+    """The row, its tokens and their order, as many entries as tokens."""
+    order = None
+    if row.get("decoding_order") is not None:
+        order = _integers(where, "decoding_order", row["decoding_order"])
+    has_ids = "response_token_ids" in row
+    found = (
+        "the row has no decoding_order"
+        if order is None
+        else f"decoding_order has {len(order)} entries"
+    )
+    found = f"{where}: {found} for {len(tokens)} tokens"
+    if order is None or len(order) < len(tokens):
+        if settings.missing_order != "ltr":
+            raise ValueError(
+                f"{found}; only training with the data's missing_order: ltr takes such a row"
+            )
+        if not has_ids:
+            # Its text does not say where the answer ends.
+            raise ValueError(f"{found}, and no response_token_ids; read it as a ResponsesFile")
+        # What the row says of its decode is not of this order.
+        kept = {k: v for k, v in row.items() if k not in ("num_steps", "non_ltr_positions")}
+        return kept, tokens, np.arange(len(tokens))
+    if len(order) > len(tokens):
+        if not has_ids:
+            raise ValueError(f"{found} of its text; expected equal numbers or response_token_ids")
+        pad_id = _fact(where, row, "pad_id", settings.pad_id)
+        tokens = np.concatenate([tokens, np.full(len(order) - len(tokens), pad_id)])
+    return row, tokens, order
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
@@ -78,7 +114,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     Yields:
         One record per entry, in order.
     """
-    rows = _parsed(str(path), path.read_text(encoding="utf-8"))
+    rows = _parsed(str(path), path.read_bytes())
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list, got {type(rows).__name__}")
     for number, row in enumerate(rows):
@@ -93,7 +129,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
                 f"{where}: step_map has {len(steps)} entries (from {settings.first_step}) for "
                 f"{len(tokens)} tokens"
             )
-        length = max(int(row.get("response_length", 0)), len(tokens))
+        length = max(_whole(where, row, "response_length", 0), len(tokens))
         mask_id = _fact(where, row, "mask_id", settings.mask_id)
         padding = length - len(tokens)
         tokens = np.concatenate([tokens, np.full(padding, mask_id)])
@@ -193,28 +229,23 @@ def _record(
 ) -> Trajectory:
     """A record from one row; steps of -1 become masks, except in given cells."""
     mask_id = _fact(where, row, "mask_id", settings.mask_id)
-    order = np.where(given, -1, order[: len(tokens)])
+    order = np.where(given, -1, order)
     tokens = np.where((order < 0) & ~given, mask_id, tokens)
-    num_steps = int(row.get("num_steps", order.max(initial=-1) + 1))
     status: Status = row.get("status") or (
         "complete" if (tokens != mask_id).all() else "step_limit"
     )
-    meta = dict(row.get("meta") or {})
-    for key, name in (("method", "method"), ("data_source", "task"), ("reward", "score")):
-        if row.get(key) not in (None, "") and not meta and "meta" not in row:
-            meta[name] = row[key]
     record = Trajectory(
-        uid=str(row.get("id", f"{path.stem}/{number}")),
+        uid=str(row.get("id", f"{Path(path.name.removesuffix('.gz')).stem}/{number}")),
         prompt_ids=prompt,
         tokens=tokens,
         commit_step=order,
-        num_steps=num_steps,
+        num_steps=_whole(where, row, "num_steps", int(order.max(initial=-1)) + 1),
         mask_id=mask_id,
         vocab_size=_fact(where, row, "vocab_size", settings.vocab_size),
-        seed=int(row.get("seed", 0)),
+        seed=_whole(where, row, "seed", 0),
         status=status,
         given=given,
-        meta=meta,
+        meta=_meta(where, row),
     )
     try:
         record.validate()
@@ -223,31 +254,72 @@ def _record(
     return record
 
 
-def _object(where: str, line: str) -> dict[str, Any]:
+def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """``meta`` of an export of ours, else what the other tools' fields say."""
+    if row.get("meta") is not None:
+        if not isinstance(row["meta"], dict):
+            raise ValueError(f"{where}: meta must be an object, got {type(row['meta']).__name__}")
+        return dict(row["meta"])
+    named = (("method", "method"), ("data_source", "task"), ("reward", "score"))
+    meta = {name: row[key] for key, name in named if row.get(key) not in (None, "")}
+    correct = row.get("correct")
+    if correct is not None:
+        if correct not in (0, 1):
+            raise ValueError(f"{where}: correct must be true, false or null, got {correct!r}")
+        meta["correct"] = bool(correct)
+    return meta
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
     row = _parsed(where, line)
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     return row
 
 
-def _parsed(where: str, text: str) -> Any:
+def _parsed(where: str, text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # also where the bytes are no text
         raise ValueError(f"{where}: not JSON: {error}") from error
 
 
 def _integers(where: str, name: str, values: Any) -> Any:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise ValueError(f"{where}: {name} must be a list of integers")
+    for value in values:
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{where}: {name} holds {value}, which has more than 32 bits")
     return np.array(values, dtype=np.int64)
 
 
-def _fact(where: str, row: Mapping[str, Any], name: str, default: int | None) -> int:
-    value = row.get(name, default)
+def _cells(where: str, row: Mapping[str, Any], name: str, length: int) -> Any:
+    """``(length,)`` bool, ``True`` at the positions that a field lists."""
+    positions = _integers(where, name, row.get(name) or [])
+    outside = positions[(positions < 0) | (positions >= length)]
+    if len(outside):
+        raise ValueError(
+            f"{where}: {name} holds {outside[0]}, expected positions below {length}, "
+            "the number of tokens"
+        )
+    cells = np.zeros(length, dtype=bool)
+    cells[positions] = True
+    return cells
+
+
+def _whole(where: str, row: Mapping[str, Any], name: str, default: int) -> int:
+    value = row.get(name)
     if value is None:
+        return default
+    if type(value) is not int:
+        raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
+    return value
+
+
+def _fact(where: str, row: Mapping[str, Any], name: str, default: int | None) -> int:
+    if row.get(name) is None and default is None:
         raise ValueError(f"{where}: the row has no {name}; give --{name}")
-    return int(value)
+    return _whole(where, row, name, default or 0)
 
 
 def _prompt_ids(
@@ -256,7 +328,7 @@ def _prompt_ids(
     """Prompt ids of a row; texts pass through the chat template unless they already did."""
     if ids_key in row:
         return _integers(where, ids_key, row[ids_key])
-    text = _first_text(where, row, _PROMPT_KEYS)
+    text = _first_text(where, row, _PROMPT_KEYS, role="user")
     tokenizer = _tokenizer(where, ids_key, settings)
     if templated or getattr(tokenizer, "chat_template", None) is None:
         return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
@@ -271,16 +343,25 @@ def _response_ids(
 ) -> Any:
     if ids_key in row:
         return _integers(where, ids_key, row[ids_key])
-    text = _first_text(where, row, _RESPONSE_KEYS)
+    text = _first_text(where, row, _RESPONSE_KEYS, role="assistant")
     tokenizer = _tokenizer(where, ids_key, settings)
     return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
 
 
-def _first_text(where: str, row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _first_text(where: str, row: Mapping[str, Any], keys: tuple[str, ...], *, role: str) -> str:
+    """The first text of a row, or the first turn of a role in its ``messages``."""
     for key in keys:
         if isinstance(row.get(key), str):
             return str(row[key])
-    raise ValueError(f"{where}: expected one of the texts {', '.join(keys)}")
+    turns = row.get("messages")
+    for turn in turns if isinstance(turns, list) else []:
+        if isinstance(turn, dict) and turn.get("role") == role:
+            if isinstance(turn.get("content"), str):
+                return str(turn["content"])
+            break
+    raise ValueError(
+        f"{where}: expected one of the texts {', '.join(keys)}, or a turn of the {role} in messages"
+    )
 
 
 def _tokenizer(where: str, ids_key: str, settings: ImportSettings) -> Any:

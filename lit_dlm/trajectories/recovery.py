@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,6 +89,39 @@ def recover(folder: str | Path) -> list[Recovered]:
             )
             reports.append(report)
     return reports
+
+
+def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
+    """Deletes the finished shards of records that are to be written anew.
+
+    One process does so, after :func:`recover` and while no other writes there. The manifest goes,
+    too, until the folder is merged again.
+
+    Args:
+        folder: folder of the set.
+        is_stale: whether a record of that uid is to go.
+
+    Returns:
+        How many records went.
+
+    Raises:
+        ShardError: a shard holds such records and others; nothing is deleted then.
+    """
+    folder = Path(folder)
+    stale = [side for side in side_files(folder) if any(map(is_stale, side.uids))]
+    for side in stale:
+        kept = [uid for uid in side.uids if not is_stale(uid)]
+        if kept:
+            raise ShardError(
+                f"{folder / side.shard}: expected records that are all to be replaced or all to "
+                f"be kept, got {len(kept)} to keep ({kept[0]!r}) of {side.num_records}"
+            )
+    for side in stale:
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        # In this order: should the process die in between, a shard alone is recovered.
+        side_path(folder / side.shard).unlink()
+        (folder / side.shard).unlink()
+    return sum(side.num_records for side in stale)
 
 
 def merge_manifest(folder: str | Path) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Shards of trajectories: the names to import.
 
 Files are written by :class:`TrajectoryShardWriter` (in a thread: :class:`BackgroundWriter`), read
-by :class:`TrajectoryShardReader`, and kept in order by :func:`recover`, :func:`completed_uids` and
-:func:`merge_manifest`.
+by :class:`TrajectoryShardReader`, and kept in order by :func:`recover`, :func:`completed_uids`,
+:func:`drop_shards` and :func:`merge_manifest`.
 """
 
 from lit_dlm.trajectories.background import BackgroundWriter, QueueFullError, Ticket
 from lit_dlm.trajectories.provenance import RunRecord
-from lit_dlm.trajectories.recovery import Recovered, merge_manifest, recover
+from lit_dlm.trajectories.recovery import Recovered, drop_shards, merge_manifest, recover
 from lit_dlm.trajectories.shard_files import ShardName, SideFile, completed_uids
 from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
 from lit_dlm.trajectories.shard_writer import SizeLimitError, TrajectoryShardWriter
@@ -24,6 +24,7 @@ __all__ = [
     "TrajectoryShardReader",
     "TrajectoryShardWriter",
     "completed_uids",
+    "drop_shards",
     "merge_manifest",
     "recover",
 ]

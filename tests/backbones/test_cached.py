@@ -141,3 +141,21 @@ def test_taking_rows_keeps_their_keys():
     seen, values = cache.update(torch.full((1, 1, 1, 1), 99.0), torch.zeros(1, 1, 1, 1), 0)
     assert seen.flatten().tolist() == [99, 9, 10]
     assert values.flatten().tolist() == [0, -9, -10]
+
+
+@torch.no_grad()
+def test_under_autocast_keys_are_kept_in_half_precision_and_predict_the_same(make_backbone):
+    """Rotation leaves keys in float32, which attention rounds: rounding them once is the same."""
+    backbone = make_backbone()
+    ids = torch.arange(3, 11)[None]
+    canvas = _canvas(backbone, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        canvas.forward(ids, [Span(0, 8, 8)])
+        canvas.forward(ids, [Span(4, 8, 8)])
+        found = canvas.read(torch.arange(8)[None]).logits
+        expected = backbone.denoise(ids).logits
+    layer = canvas._cache._window_layers[0]
+    assert layer.keys is not None
+    assert layer.values is not None
+    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+    assert found.equal(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
 from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
+from lit_dlm.modules.export import export_trained
 from tests.backbones.conftest import SHARED
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
 from tests.backbones.test_variants import IDS, write
@@ -107,12 +110,67 @@ def test_peft_itself_reads_our_adapter_on_our_export(tmp_path: Path):
     folder = str(write(tmp_path / "base", LLADA, random_tensors(LLADA)))
     backbone = HFBackbone(folder, lora=LoRASettings(rank=2, targets=["ff_out", "v_proj"])).eval()
     randomise(backbone)
-    backbone.save_adapter(tmp_path / "adapter")
+    backbone.save_adapter(tmp_path / "adapter", layout="hf")
     load_backbone(folder).export(tmp_path / "hf")
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), str(tmp_path / "adapter")
     )
     torch.testing.assert_close(theirs(IDS).logits, backbone(IDS))
+
+
+class OwnCode(PreTrainedModel):
+    """Modules under a release's names, and of its methods only what peft looks at."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(PretrainedConfig())
+        for key in tensors:
+            if not key.endswith(".weight"):
+                continue
+            *path, name, _ = key.split(".")
+            parent: nn.Module = self
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            shape = tensors[key].shape
+            module = (
+                nn.Linear(shape[1], shape[0], key.replace("weight", "bias") in tensors)
+                if len(shape) == 2
+                else nn.RMSNorm(shape[0])
+            )
+            parent.add_module(name, module)
+        self.load_state_dict(tensors)
+
+
+class CausalOwnCode(OwnCode):
+    """As of a family whose class generates the way transformers' do."""
+
+    def prepare_inputs_for_generation(self) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all"])
+@pytest.mark.parametrize(("words", "own"), [(LLADA, CausalOwnCode), (HF, OwnCode)])
+def test_peft_itself_puts_our_adapter_on_the_released_names(
+    tmp_path: Path, words: dict[str, Any], own: type[OwnCode], targets: Any
+):
+    """Every weight of the adapter finds its place: merged by peft, the release gives our logits."""
+    tensors = random_tensors(words)
+    backbone = HFBackbone(
+        str(write(tmp_path / "base", words, tensors)), lora=LoRASettings(rank=2, targets=targets)
+    ).eval()
+    randomise(backbone)
+    export_trained(backbone, "tiny", tmp_path / "adapter", write=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that keys are missing is only warned about
+        theirs = PeftModel.from_pretrained(own(tensors), str(tmp_path / "adapter"))
+    merged: Any = theirs.merge_and_unload()
+    found = HFBackbone(str(write(tmp_path / "merged", words, merged.state_dict()))).eval()
+    # Merged weights round once more, before two layers of products.
+    torch.testing.assert_close(found(IDS), backbone(IDS), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(backbone(IDS), HFBackbone(str(tmp_path / "base"))(IDS), atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -292,3 +350,24 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
     for name in ("value", "default"):
         with pytest.raises(ValueError, match="there is an adapter named"):
             model.add_side_adapter(name, LoRASettings())
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int) -> None:
+    """Gradients are taken after ``using_adapter`` has ended, where the policy's is in use again."""
+    gradients = []
+    for recompute in (False, True):
+        model = HFBackbone("tiny", lora=LoRASettings(rank=2), gradient_checkpointing=recompute)
+        model.add_side_adapter("value", LoRASettings(rank=rank, targets="all"))
+        generator = torch.Generator().manual_seed(0)
+        for name, value in model.named_parameters():
+            if ".lora_" in name:
+                value.data = torch.randn(value.shape, generator=generator) * 0.1
+        model.train()
+        with model.using_adapter("value"):
+            values = model.encode_rows(IDS, torch.ones_like(IDS, dtype=torch.bool))
+        scores = model.encode_rows(IDS, torch.ones_like(IDS, dtype=torch.bool))
+        (values.square().sum() + scores.sum()).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert all(value is not None for value in gradients[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 
 from callbacks.adapter_checkpoint import AdapterCheckpoint
@@ -59,6 +60,40 @@ def test_the_best_score_survives_a_restart(tmp_path: Path) -> None:
     run(module(), data(), tmp_path, steps=3, total=3, callbacks=(callback,))
     assert not (tmp_path / "a" / "best").exists()
     assert (tmp_path / "a" / "last").is_dir()
+
+
+class SaveAtLastBatches(Callback):
+    """Saves as ``ModelCheckpoint`` with a number of steps does: before validation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.is_last_batch:
+            trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 3, "total": -1}])
+def test_an_epoch_that_ended_in_the_checkpoint_gets_its_folder(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    """Three batches an epoch are two updates."""
+
+    def go(name: str, resume: Path | None = None) -> Path:
+        callback = AdapterCheckpoint(str(tmp_path / name), monitor="val/loss")
+        given = {"steps": 6, "total": 6, "accumulate_grad_batches": 2, **options}
+        savers = (SaveAtLastBatches(tmp_path), callback)
+        run(module(), data(), tmp_path, resume=resume, callbacks=savers, **given)  # type: ignore[arg-type]
+        return tmp_path / name
+
+    whole = go("whole")
+    resumed = go("resumed", tmp_path / "epoch1.ckpt")
+    epochs = ["epoch-00", "epoch-01", "epoch-02"]
+    assert sorted(path.name for path in whole.glob("epoch-*")) == epochs
+    assert sorted(path.name for path in resumed.glob("epoch-*")) == epochs[1:]
+    assert all(same(whole / name, resumed / name) for name in [*epochs[1:], "last"])
+    scores = json.loads((resumed / "scores.json").read_text())["scores"]
+    assert sorted(scores) == ["epoch-00", "epoch-02"]  # the second one was not validated again
 
 
 def test_an_unknown_monitor_is_named(tmp_path: Path) -> None:

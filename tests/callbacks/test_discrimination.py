@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from callbacks.adapter_checkpoint import AdapterCheckpoint
 from callbacks.discrimination import DiscriminationScore
 from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, prompt_canvas
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.ops.discrimination import entropy_variance
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.finetuning import VOCAB, Data, examples, run, small
@@ -78,6 +80,32 @@ def test_the_callback_measures_before_training_and_after_every_epoch(tmp_path: P
     again = DiscriminationScore(str(tmp_path / "again"))
     again.load_state_dict(callback.state_dict())
     assert again.scores == callback.scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_best_adapter_is_picked_by_the_score_of_its_own_epoch(
+    tmp_path: Path, is_first: bool
+) -> None:
+    """Wherever the callback stands, and beside what the module itself logs in validation."""
+    score = DiscriminationScore(str(tmp_path / "tds"), num_prompts=4)
+    best = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/tds", mode="max")
+    sft = tuned()
+    module = TABOMModule(
+        sft.backbone,
+        tokenizer="tiny",
+        decoders=sft.decoders,
+        window=4,
+        rank_window=4,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.05),
+        warmup_steps=0,
+    )
+    data = Data(examples(16), batch_size=4, val_fraction=0.3)
+    callbacks = (score, best) if is_first else (best, score)
+    run(module, data, tmp_path, steps=9, total=9, callbacks=callbacks)
+    measured = [value for label, value in score.scores.items() if label != "start"]
+    assert len(measured) > 1
+    assert list(best.scores.values()) == pytest.approx(measured, rel=1e-6)
 
 
 def test_filtered_entropies_are_refused(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_prompt_that_is_too_long_is_named():
     ("options", "message"),
     [
         ({"tasks": []}, "tasks: expected at least one"),
-        ({"tasks": [Letters(), Letters()]}, "each task may be named once, got letters, letters"),
+        ({"tasks": [Letters(), Letters()]}, "different names, got 'letters' twice"),
         ({"tasks": [Letters()], "batch_size": 0}, "batch_size: expected at least 1, got 0"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import RewardCurve, RolloutWriter
-from datamodules.rollout_collection import PromptSampler, ShardCollector
+from datamodules.rollout_collection import PromptSampler, ShardCollector, encoded_prompts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.views import CoupledMasking
 from lit_dlm.modules.objective import PolicyObjective, ValueObjective
+from lit_dlm.modules.rollout_batch import RolloutBatch
 from lit_dlm.rewards import SpreadFilter
+from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.finetuning import trained
-from tests.rollouts import DropAll, fit, learner, rollout_data
+from tests.rollouts import DigitReward, DropAll, G, fit, learner, rollout_data
 
 LIMIT = 18
 """Tokens; some of the twenty prompts have more."""
@@ -55,6 +60,7 @@ def test_sampler_takes_each_prompt_once_a_pass_and_can_begin_anywhere() -> None:
         ({"source": "file"}, "source: expected"),
         ({"source": "shards"}, "shards: needed"),
         ({"responses_per_prompt": 0}, "responses_per_prompt: expected at least 1"),
+        ({"val_response_length": 0}, "val_response_length: expected at least 1"),
         ({"advantage": "mean"}, "advantage: expected"),
         ({"smoothing": 1.0}, "smoothing"),
     ],
@@ -67,6 +73,19 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trajectory shards"):
         ShardCollector(tmp_path, mask_id=2)
+
+
+def test_uids_of_two_problems_must_differ() -> None:
+    class Copies(WordProblems):
+        name = "copies"
+
+        def examples(self) -> Sequence[PromptExample]:
+            return WordProblems("train", num_examples=2).examples()
+
+    tasks = [WordProblems("train", num_examples=2), Copies("train")]
+    message = r"got 'word_problems.*' of 'word_problems' and of 'copies'"
+    with pytest.raises(ValueError, match=message):
+        encoded_prompts(learner(), tasks, max_length=100)
 
 
 @pytest.mark.slow
@@ -103,6 +122,94 @@ def test_checkpoints_within_rl_steps_are_refused(tmp_path: Path) -> None:
     early = ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)
     with pytest.raises(ValueError, match="save_on_train_epoch_end: expected true"):
         fit(learner(), rollout_data(), tmp_path, callbacks=[early])
+
+
+@pytest.mark.slow
+def test_a_folder_of_rollouts_is_that_of_one_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anew: refused. Resumed two steps back with another reward: those steps are replaced."""
+    folder = tmp_path / "rollouts"
+
+    def run(weight: float, resume: Path | None = None) -> list[Trajectory]:
+        reward = DigitReward()
+        reward.weight = weight
+        rl, data = learner(), rollout_data(rewards=[reward])
+        saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+        fit(
+            rl,
+            data,
+            tmp_path,
+            steps=3,
+            resume=resume,
+            callbacks=[RolloutWriter(str(folder)), saver],
+        )
+        return data.collected.records
+
+    before = {record.uid: record for record in run(1.0)}
+    former = {record.uid: record for record in TrajectoryShardReader(folder)}
+    with pytest.raises(ValueError, match=r"rollouts: expected .* without rollouts.* got 36 of a"):
+        run(-1.0)
+    with caplog.at_level(logging.WARNING):
+        after = {record.uid: record for record in run(-1.0, tmp_path / "epoch=0.ckpt")}
+    assert "deleted 24 records" in caplog.text
+    held = {record.uid: record for record in TrajectoryShardReader(folder)}
+    assert held.keys() == former.keys()
+
+    def drawn(record: Trajectory) -> bytes:
+        return record.tokens.tobytes() + record.signals["commit_log_prob"].tobytes()
+
+    assert after.keys() == before.keys()
+    assert any(drawn(after[uid]) != drawn(before[uid]) for uid in after)
+    assert all(drawn(held[uid]) == drawn(record) for uid, record in after.items())
+    first = [uid for uid in held if held[uid].meta["rl_step"] == 0]
+    assert len(first) == 12
+    assert all(drawn(held[uid]) == drawn(former[uid]) for uid in first)
+
+
+def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
+    tasks = [WordProblems("test", num_examples=2)]
+    rl = learner()
+    data = rollout_data(val_tasks=tasks, prompts_per_step=1, val_response_length=2 * G)
+    fit(rl, data, tmp_path, steps=1)
+    assert rl.validation.last["num_steps"] == G  # of two cells each, for nothing ends so early
+    assert {record.num_generated for record in data.collected.records} == {G}
+    assert "reward" in rl.validation.last
+    assert "accuracy" not in rl.validation.last
+    assert "rollout/correct" not in data.facts
+    late = DigitReward()
+    late.after_filters = True
+    with pytest.raises(ValueError, match=r"val_tasks: .* digits does; add one to rewards"):
+        fit(learner(), rollout_data(val_tasks=tasks, rewards=[late]), tmp_path, steps=1)
+
+
+class States(Callback):
+    """Which states every batch trains on."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[str, str]]] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: RolloutBatch, *args: Any
+    ) -> None:
+        uids = batch.responses.uids
+        rows = zip(batch.sample.tolist(), batch.supervised.tolist(), strict=True)
+        self.batches.append([(uids[sample], str(cells)) for sample, cells in rows])
+
+
+def test_every_pass_trains_once_on_each_state(tmp_path: Path) -> None:
+    states = States()
+    data = rollout_data(passes=2, batch_size=16, prompts_per_step=2)
+    fit(learner(), data, tmp_path, steps=1, callbacks=[states])
+    half = len(states.batches) // 2
+    first, second = (
+        [state for batch in part for state in batch]
+        for part in (states.batches[:half], states.batches[half:])
+    )
+    assert half > 1
+    assert len(set(first)) == len(first)
+    assert sorted(first) == sorted(second)
+    assert first != second
 
 
 @pytest.mark.slow

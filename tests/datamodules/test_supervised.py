@@ -22,6 +22,7 @@ from datamodules.supervised_sources import (
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.tasks import WordProblems
 from lit_dlm.trajectories.exporters import tabom_row
+from lit_dlm.trajectories.shards import merge_manifest
 from tests.finetuning import EOS, MASK, PAD, Data, examples, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 
@@ -120,7 +121,62 @@ def test_tabom_files_give_the_same_examples_as_the_shards(
         assert example.prompt_ids.tolist() == record.prompt_ids.tolist()
         assert example.response_ids.tolist() == record.tokens.tolist()
         assert example.steps.tolist() == record.commit_step.tolist()
-    assert list(TABOMFile(path, methods=["credit"]).examples(model)) == []
+
+
+def test_a_source_that_gives_nothing_names_itself_and_its_filters(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    """Two of five are of the wrong method, the other three are wrong."""
+    record = recorded(small_backbone(), 1)[0]
+    records = [
+        replace(record, uid=f"s/{number}", meta={"method": method, "correct": False})
+        for number, method in enumerate(["credit"] * 2 + ["entropy"] * 3)
+    ]
+    path = rows(tmp_path / "t.jsonl", *(tabom_row(r, model.tokenizer) for r in records))
+    with pytest.raises(ValueError, match=r"t\.jsonl: .* none of 5: 5 by methods: \['other'\]"):
+        list(TABOMFile(path, methods=["other"]).examples(model))
+    source = TABOMFile(path, methods=["entropy"], only_correct=True)
+    with pytest.raises(ValueError, match=r"2 by methods: \['entropy'\], 3 by only_correct"):
+        list(source.examples(model))
+    shards = write_shards(tmp_path / "shards", records)
+    with pytest.raises(ValueError, match=r"shards: .* none of 5: 5 by tasks: \['sums'\]"):
+        list(RecordedDecodes(shards, tasks=["sums"]).examples(model))
+    with pytest.raises(ValueError, match=r"empty\.jsonl: .* got an empty source"):
+        list(TABOMFile(rows(tmp_path / "empty.jsonl")).examples(model))
+
+
+def test_release_rows_keep_their_list_their_pads_and_their_filters(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    """Without an order the data's option decides, also inside a trajectory file."""
+    given = {"prompt": "2+3", "response_token_ids": [5, 6], "method": "entropy", "correct": True}
+    listed = {**given, "decoding_order": [2, 1, 0], "non_ltr_positions": [2]}
+    path = rows(tmp_path / "t.jsonl", listed, {**given, "correct": False})
+    with pytest.raises(ValueError, match=r"t\.jsonl:2: .* missing_order: ltr"):
+        list(TABOMFile(path).examples(model))
+    model = replace(model, missing_order="ltr")
+    first, second = TABOMFile(path).examples(model)
+    assert first.response_ids.tolist() == [5, 6, PAD]
+    assert first.steps.tolist() == [2, 1, 0]
+    assert first.non_ltr.tolist() == [False, False, True]
+    assert second.steps.tolist() == [0, 1]
+    assert [e.uid for e in TABOMFile(path, only_correct=True).examples(model)] == [first.uid]
+    (cut,) = read(model, first, response_length=2, max_prompt_length=99)
+    assert cut.non_ltr.tolist() == [False, False]
+
+
+def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
+    tmp_path: Path, model: ModelFacts, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = write_shards(tmp_path / "shards", recorded(small_backbone(), 2))
+    source = RecordedDecodes(shards, only_correct=False)
+    (shards / "manifest.json").unlink(missing_ok=True)
+    assert len(list(source.examples(model))) == 2
+    assert "there is no manifest.json" in caplog.text
+    caplog.clear()
+    merge_manifest(shards)
+    assert len(list(source.examples(model))) == 2
+    assert "manifest" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -180,8 +236,27 @@ def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
     assert [len(e.prompt_ids) for e in kept] == [1, 2, 3, 1, 2, 3]
     assert all(len(e.response_ids) == len(e.steps) == 5 for e in kept)
     assert "left out 2 examples whose prompt has more than 3 tokens" in caplog.text
+    assert "cut 6 responses to response_length, 5 tokens, 6 of them before" in caplog.text
     assert read(model, *given, response_length=5, overlong="drop") == []
     assert [e.uid for e in read(model, *given, limit=2)] == [e.uid for e in given[:2]]
+
+
+def test_a_cut_that_keeps_the_end_of_text_is_told_apart(
+    model: ModelFacts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of two responses ends at its third token; filters at the limit are told too."""
+    first, second, *_ = examples(2)
+    second = replace(second, response_ids=np.array([5, 6, EOS, *[PAD] * 5], dtype=np.int32))
+    read(model, first, second, *examples(4)[2:], response_length=5, limit=2)
+    assert "cut 2 responses to response_length, 5 tokens, 1 of them before" in caplog.text
+
+
+def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for size, is_told in ((3, False), (4, True)):
+        data = Data(examples(3), batch_size=size)
+        data.set_examples(data.given, small().spec)
+        data.train_dataloader()
+        assert ("more than the 3 training examples" in caplog.text) == is_told
 
 
 def test_a_missing_order_is_left_to_right_on_demand_only(model: ModelFacts) -> None:

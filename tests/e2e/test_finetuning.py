@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from lit_dlm.reports.command import main as report
 from tests.e2e.runs import ROOT, fails, results, run
@@ -97,6 +99,15 @@ def test_the_other_recipes_run(run_dir: Path, name: str) -> None:
     tasks = "--data.sources.init_args.tasks=[word_problems]"
     fit(f"tabom_{name}_tiny.yaml", run_dir, "--trainer.max_epochs", "1", tasks)
     assert (run_dir / name / "adapters" / "last" / "adapter_config.json").is_file()
+
+
+def test_reference_answers_are_as_many_as_the_comparison_takes() -> None:
+    """The script and its page promise equally many examples for every method."""
+    config = yaml.safe_load((EXP / "sft_gt_tiny.yaml").read_text())
+    (task,) = config["data"]["init_args"]["sources"][0]["init_args"]["tasks"]
+    page = (ROOT / "docs" / "tabom_results.md").read_text()
+    (limit,) = set(re.findall(r"--data\.limit (\d+)", page))
+    assert task["init_args"]["num_examples"] >= int(limit)
 
 
 @pytest.mark.parametrize("name", ["sft_gt_tiny", "sft_sd_tiny"])

@@ -66,6 +66,26 @@ def test_missing_entry_point_and_syntax_errors_are_told_apart():
     assert found.is_syntax_error
 
 
+METHOD = "import math\n\n\nclass Adder:\n    def add(self, a, b):\n        "
+
+
+@pytest.mark.parametrize(
+    ("stub", "check", "completion"),
+    [
+        ("def add(a, b):\n", "assert add(1, 2) == 3", "```\nreturn a + b\n```"),
+        ("def add(a, b):\n", "assert add(1, 2) == 3", "    return a + b"),
+        ("def add(a, b):", "assert add(1, 2) == 3", "def add(a, b):\n    return a + b"),
+        ("import math\ndef add(a, b):\n", "assert add(1, 2) == 3", "return math.fsum([a, b])"),
+        (METHOD, "assert Adder().add(1, 2) == 3", "return math.fsum([a, b])"),
+        (METHOD, "assert Adder().add(1, 2) == 3", "    c = a\n    return c + b"),
+    ],
+)
+def test_a_stub_may_end_within_a_definition(stub, check, completion):
+    entry_point = check.split("(")[0].split()[-1]
+    verdict = grade_by_tests(completion, check, entry_point, stub=stub, allow_code_execution=True)
+    assert verdict.status == "right", verdict.detail
+
+
 def test_the_stub_alone_is_no_answer():
     """The stub defines ``f``; prose after it must not inherit that."""
     for completion in ("print('hello')", "x = 3", "def g(): pass"):

@@ -97,6 +97,33 @@ def test_weight_one_over_t_estimates_the_mean_of_every_cell() -> None:
     assert states.weight.sum(1).mean().item() == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.parametrize("num_cells", [1, 2, 5])
+def test_states_that_hid_nothing_count_in_the_bound(num_cells: int) -> None:
+    """With 1 nat a cell the bound is 1 nat. Of one cell every second state hides nothing. A row's
+    variance is at most E[1/t] - 1 = ln(20) / 0.95 - 1 = 2.15, so 4000 rows have a standard error
+    of 0.023 at most. Rows of padding alone, a quarter of all, are no states of an answer."""
+    rows, cells = torch.arange(5333)[:, None], torch.arange(6)
+    answers = Responses(maskable=(cells < num_cells) & (rows % 4 < 3), seeds=rows[:, 0])
+    states = RandomMasking(min_t=0.05, weight="1/t").states(answers)
+    assert (answers.maskable.any(1) & ~states.supervised.any(1)).any()
+    assert states.num_units() == 4000
+    assert (states.weight.sum() / states.num_units()).item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
+    """The sum over the length does count the others, also block by block."""
+    one_cell = responses(B=16, maskable=torch.ones(16, 1, dtype=torch.bool), steps=None)
+    for weight, wanted in (("1/num_targets", None), ("1/length", 16)):
+        for corruption in (
+            RandomMasking(weight=weight),  # type: ignore[arg-type]
+            SemiAutoregressive(block_size=1, weight=weight),  # type: ignore[arg-type]
+        ):
+            states = corruption.states(one_cell)
+            targets = int(states.supervised.sum())
+            assert 0 < targets < 16
+            assert states.num_units() == (wanted or targets)
+
+
 def test_fixed_ratio_hides_the_rounded_share_of_the_answer() -> None:
     """Of 6 cells: 0.75 x 6 = 4.5, which rounds to 4 (half to even); 0.01 still hides one."""
     assert FixedRatio(ratio=0.75).states(responses()).supervised.sum(1).tolist() == [4] * 4
@@ -170,6 +197,31 @@ def test_rows_per_sample_draws_distinct_groups() -> None:
 def test_groups_leave_out_what_no_step_wrote() -> None:
     members = torch.tensor([[True, True, False, True]])
     assert step_groups(torch.tensor([[7, -1, 3, 2]]), members).tolist() == [[1, NEVER, NEVER, 0]]
+
+
+def test_a_row_without_a_decode_goes_from_the_left_and_no_other_row_does() -> None:
+    """A whole batch of decodes and one with a stranger in it give the decodes equal states."""
+    whole, full = TraceMasking().states(responses()), responses()
+    has_steps = torch.tensor([True, False, True, True])
+    steps = torch.where(has_steps[:, None], full.steps, -1)
+    mixed = TraceMasking().states(responses(steps=steps, has_steps=has_steps))
+    for row in (0, 2, 3):
+        for name in ("hidden", "supervised", "weight"):
+            one, other = (getattr(s, name)[s.sample == row] for s in (whole, mixed))
+            assert torch.equal(one, other)
+    assert torch.equal(mixed.supervised[mixed.sample == 1][:, :6], torch.eye(6) > 0)
+    with pytest.raises(ValueError, match="TimeDelay: expected responses with the steps"):
+        TimeDelay().states(responses(steps=steps, has_steps=has_steps))
+
+
+def test_non_ltr_cuts_take_the_list_of_the_data_where_there_is_one() -> None:
+    """Decoded from the right, all but the first cell (step 5) are out of order by the steps; the
+    list holds cells 1 and 3, written at steps 4 and 2."""
+    make = TimeDelay(window=2, cut_sampler="non_ltr")
+    assert set(make.states(responses(B=64)).cut.tolist()) == {0, 1, 2, 3, 4}
+    listed = torch.zeros(64, 8, dtype=torch.bool)
+    listed[:, [1, 3]] = True
+    assert set(make.states(responses(B=64, non_ltr=listed)).cut.tolist()) == {2, 4}
 
 
 def test_time_delay_equals_its_mask_at_the_drawn_cut() -> None:

@@ -85,6 +85,21 @@ def slow_ranking(
     return torch.stack(rows).mean() if rows else entropy.sum() * 0.0
 
 
+@pytest.mark.parametrize("window", [4, None])
+@pytest.mark.parametrize("cut", [None, -1, [None], [-1]])
+def test_a_row_without_a_cut_has_no_pairs(cut: Any, window: int | None) -> None:
+    """All four are marked as supervised and two of six pairs are out of order."""
+    entropy = torch.tensor([[1.0, 2.0, 0.5, 3.0]], requires_grad=True)
+    given = torch.arange(4)[None], torch.ones(1, 4, dtype=torch.bool)
+    terms = entropy_ranking(entropy, *given, cut, window=window, margin=0.1)
+    terms.total.backward()
+    assert terms.total.item() == 0.0
+    assert terms.num_pairs.tolist() == [0]
+    assert entropy.grad is not None
+    assert not entropy.grad.any()
+    assert entropy_ranking(entropy, *given, 0, window=4, margin=0.1).total.item() > 0.0
+
+
 @pytest.mark.parametrize("ties", ["strict", "position", "rank"])
 @pytest.mark.parametrize("window", [3, None])
 def test_equals_a_loop_over_pairs(ties: Any, window: int | None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
+from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt
 from lit_dlm.modules.rollout_batch import collate_items, training_rows
 from lit_dlm.modules.rollout_items import RowBuilder
@@ -214,11 +214,25 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     assert prompts(first) == alone
     assert prompts(second) != alone
     assert any(MASK in prompt for prompt in alone)
-    block = policy(attention="block", block_size=3)
-    rl = module(block, corruption=MaskedPrompt())
-    batch = collate_items([(rl.rows.items(records)[0], 1.0)], records, block.spec)
-    with pytest.raises(ValueError, match="hidden prompt tokens"):
-        rl.score(batch)
+
+
+@pytest.mark.parametrize(
+    ("corruption", "attention", "message"),
+    [
+        (MaskedPrompt(), "block", "MaskedPrompt changes the prompt"),
+        (RandomMasking(level="block"), "full", "'block' needs a model with block attention"),
+        (CoupledMasking(level="block"), "full", "'block' needs a model with block attention"),
+        (Autoregressive(), "full", "Autoregressive hides nothing"),
+        (RandomMasking(weight="1/t"), "full", "weight: has no part in training on rollouts"),
+        (TraceMasking(weight="none"), "block", "weight: has no part in training on rollouts"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_at_once(
+    corruption: Any, attention: str, message: str
+) -> None:
+    backbone = policy(attention=attention, block_size=3 if attention == "block" else None)
+    with pytest.raises(ValueError, match=message):
+        module(backbone, corruption=corruption)
 
 
 @pytest.mark.parametrize("corruption", [RandomMasking(copies=2), CoupledMasking(level="block")])

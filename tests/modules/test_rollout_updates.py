@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.losses.corruption import RandomMasking
+from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.modules.objective import PolicyObjective, ValueObjective
 from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
 from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
@@ -36,7 +36,7 @@ def one_update(batches: list[list[Slot]]) -> Counter[tuple[int, float]]:
 
 
 def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
-    """21 items in updates of 2 * 2 * 2: two full ones, and five whose items weigh 8/5."""
+    """21 items, at most 2 * 2 * 2 an update: three of seven, whose items weigh 8/7."""
     every = [
         deal(21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
         for rank in range(2)
@@ -47,10 +47,49 @@ def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
         one_update([*every[0][first : first + 2], *every[1][first : first + 2]])
         for first in (0, 2, 4)
     ]
-    assert [len(update) for update in found] == [8, 8, 5]
-    assert {factor for _, factor in found[1]} == {1.0}
-    assert {factor for _, factor in found[2]} == {1.6}
+    assert [len(update) for update in found] == [7, 7, 7]
+    assert {factor for update in found for _, factor in update} == {round(8 / 7, 6)}
     assert sorted(item for update in found for item, _ in update) == list(range(21))
+
+
+def test_items_are_spread_evenly_over_updates() -> None:
+    """65 at 64 an update: 33 and 32, never a step from a single row."""
+    found = [(len(batch), batch[0].factor) for batch in deal(65, batch_size=64)]
+    assert found == [(33, 64 / 33), (32, 2.0)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_update_mixes_passes(world_size: int) -> None:
+    """Passes of 8 and 7 items, 6 an update: 4, 4, 4 and 3, each item once in its own pass."""
+    dealt = [
+        deal(8, 7, batch_size=1, accumulate=6 // world_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    step = 6 // world_size
+    assert [len(batches) for batches in dealt] == [3 * step - (-3 // world_size)] * world_size
+    updates = [
+        one_update([batch for batches in dealt for batch in batches[at * step : (at + 1) * step]])
+        for at in range(4)
+    ]
+    assert [sorted(update.values()) for update in updates] == [[1] * n for n in (4, 4, 4, 3)]
+    assert [{factor for _, factor in update} for update in updates] == [{1.5}, {1.5}, {1.5}, {2.0}]
+    items = [{item for item, _ in update} for update in updates]
+    assert items[0] | items[1] == set(range(8))
+    assert items[2] | items[3] == set(range(8, 15))
+
+
+def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
+    """Batches of other items may differ in rounding; the ratio begins at 1 all the same."""
+    backbone = policy().float().eval()
+    rl, records = module(backbone), decoded(backbone, 6)
+    items = rl.rows.items(records)
+    real = [Slot(number, 1.0) for number in range(5)]
+    fill_old_scores(rl, [real], items, records, move=as_is)
+    expected = [item.old_log_prob for item in items[:5]]
+    fill_old_scores(rl, [real, [Slot(0, 0.0)], [Slot(5, 0.0)]], items, records, move=as_is)
+    for item, first in zip(items[:5], expected, strict=True):
+        assert item.old_log_prob.equal(first)
+    assert items[5].old_log_prob is not None
 
 
 @pytest.mark.parametrize("count", [5, 16, 17, 21])
@@ -155,6 +194,43 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
         means.extend(value[cells].tolist())
     assert abs(found.value_mean - np.mean(means)) < 1e-2
     assert found.value_mean != 0.0
+
+
+@pytest.mark.parametrize("name", ["dream", "block from the response"])
+def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With g = l = 1 two rows a response have the advantages that they have among all rows."""
+    backbone = policy(**FAMILIES[name]).eval()
+    records = decoded(backbone, 6, per_step=1)
+    tables, forwards = [], []
+    for rows, given in ((None, {}), (2, {}), (2, {"gamma": 0.9})):
+        rl = module(
+            backbone,
+            corruption=TraceMasking(padding="replayed", rows_per_sample=rows),
+            value=ValueObjective(backbone="head", **given),
+        )
+        rl.double().eval()
+        torch.nn.init.normal_(rl.value_head.weight, generator=torch.Generator().manual_seed(0))
+        count = 0
+        plain = rl.values
+
+        def values(batch: RolloutBatch, plain: Any = plain) -> torch.Tensor:
+            nonlocal count
+            count += len(batch.sample)
+            return plain(batch)
+
+        monkeypatch.setattr(rl, "values", values)
+        items = rl.rows.items(records)
+        found = fill_advantages(rl, items, records, kind="none", batch_size=3, move=as_is)
+        tables.append(unit_table(items, "advantage", 6))
+        assert found.members.equal(~tables[-1].isnan()) or given
+        forwards.append((count, len(items)))
+    known = ~tables[1].isnan()
+    torch.testing.assert_close(tables[1][known], tables[0][known], rtol=0, atol=1e-6)
+    assert known.sum() < (~tables[0].isnan()).sum()
+    assert not torch.allclose(tables[2][known], tables[0][known])
+    states, capped, discounted = forwards
+    assert states[0] == states[1] == discounted[0]
+    assert capped[0] == capped[1] == 12
 
 
 def test_old_log_probs_are_those_of_the_training_forward() -> None:

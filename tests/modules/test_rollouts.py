@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from lit_dlm.decoding import Decoder, DecodeSettings, EntropyPolicy, FixedQuota, Sampler
+from lit_dlm.grading import Verdict
 from lit_dlm.modules.rollouts import (
     SAMPLED,
     RolloutEngine,
@@ -20,12 +23,14 @@ from lit_dlm.tasks import PromptExample
 from tests.rollouts import EOS, G, learner, module, policy
 
 
-def engine(*, batch_size: int = 4, temperature: float = 1.0) -> RolloutEngine:
+def engine(
+    *, batch_size: int = 4, temperature: float = 1.0, score_on: Any = "filtered"
+) -> RolloutEngine:
     rl = learner().eval()
     rl.decoders["warm"] = Decoder(
         policy=EntropyPolicy(),
         quota=FixedQuota(3),
-        sampler=Sampler(temperature=temperature, top_k=5, score_on="filtered"),
+        sampler=Sampler(temperature=temperature, top_k=5, score_on=score_on),
         settings=DecodeSettings(eos_rule="fill"),
     )
     return RolloutEngine(rl, method="warm", response_length=G, batch_size=batch_size)
@@ -69,9 +74,10 @@ def test_responses_that_almost_fill_their_budget_can_count_as_overlong() -> None
         )
 
 
-def test_the_samplers_probabilities_are_those_of_its_filtered_distribution() -> None:
-    """Temperature 0.5 and top-k 5, recomputed from the state of every step."""
-    rollouts = engine(temperature=0.5)
+@pytest.mark.parametrize("score_on", ["filtered", "raw"])
+def test_the_samplers_probabilities_are_those_of_its_draws(score_on: str) -> None:
+    """Temperature 0.5 and top-k 5, recomputed from the state of every step, whatever is scored."""
+    rollouts = engine(temperature=0.5, score_on=score_on)
     backbone = rollouts.module.backbone
     for rollout in rollouts.generate(prompts()):
         record = rollout.trajectory
@@ -96,13 +102,20 @@ def test_the_samplers_probabilities_are_those_of_its_filtered_distribution() -> 
 def test_scores_go_into_the_record_and_records_into_order() -> None:
     rollouts = engine().generate(prompts())
     score = RewardScore(
-        total=0.5, token_rewards=np.ones(G, np.float32), parts={"a": 2.0}, is_correct=True
+        total=0.5,
+        token_rewards=np.ones(G, np.float32),
+        parts={"a": 2.0},
+        verdict=Verdict(status="right"),
+        is_correct=True,
     )
     records = [with_score(r, score, kept=True, version=7) for r in rollouts]
     meta = records[0].meta
     assert (meta["reward"], meta["correct"], meta["policy_version"]) == (0.5, True, 7)
     assert meta["parts"] == {"a": 2.0}
     assert meta["token_rewards"] == [1.0] * G
+    unknown = RewardScore(total=0.5, verdict=Verdict(status="ungraded"))
+    for ungraded in (RewardScore(total=0.5), unknown):
+        assert "correct" not in with_score(rollouts[0], ungraded, kept=True, version=7).meta
     shuffled = [records[at] for at in (3, 0, 5, 1, 4, 2)]
     assert [record.uid for record in in_order(shuffled)] == [record.uid for record in records]
     assert groups_of(records) == [[0, 1, 2], [3, 4, 5]]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, model_parallel
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,7 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.sharding import shard_trained, whole_weights
+from lit_dlm.modules.sharding import ShardedStrategy, shard_trained, whole_weights
 from tests.processes import in_two_processes
 
 STEPS, ROWS, LENGTH = 4, 4, 9
@@ -108,10 +109,26 @@ class Steps(IterableDataset[tuple[Tensor, Tensor]]):
                 yield ids[rows], hidden[rows]
 
 
-def trainer(folder: Path, strategy: Any, devices: int, *, save: bool = False) -> Trainer:
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+def trainer(
+    folder: Path,
+    strategy: Any,
+    devices: int,
+    *,
+    save: str | None = None,
+    steps: int = STEPS,
+    precision: Any = "32-true",
+) -> Trainer:
+    """Saves every second step under the name ``save``."""
+    saver = ModelCheckpoint(
+        folder,
+        filename=save,
+        every_n_train_steps=2,
+        save_top_k=1 if save == "last" else -1,
+        enable_version_counter=save != "last",
+    )
     return Trainer(
-        max_steps=STEPS,
+        max_steps=steps,
+        precision=precision,
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
@@ -120,7 +137,7 @@ def trainer(folder: Path, strategy: Any, devices: int, *, save: bool = False) ->
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        enable_checkpointing=save,
+        enable_checkpointing=save is not None,
         callbacks=[saver] if save else [],
         default_root_dir=folder,
     )
@@ -137,7 +154,7 @@ def weights(module: nn.Module) -> dict[str, np.ndarray]:
 def strategy(kind: str) -> Any:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
-    return ModelParallelStrategy(
+    return ShardedStrategy(
         data_parallel_size=2,
         tensor_parallel_size=1,
         process_group_backend="gloo",
@@ -156,7 +173,7 @@ def train_everything(rank: int, folder: Path) -> dict[str, Any]:
             visits = 0 if kind == "ddp" else 1 + 2 * rank
             module = Scored(backbone(**options), visits=visits)
             saves = name == "lora"
-            trainer(at, strategy(kind), 2, save=saves).fit(module)
+            trainer(at, strategy(kind), 2, save="{step}" if saves else None).fit(module)
             sharded = [type(part).__name__ for part in module.modules() if _is_sharded(part)]
             results[f"{kind}/{name}"] = (module.losses, weights(module), sharded)
             if not saves:
@@ -241,6 +258,107 @@ def test_every_layer_and_the_backbone_are_sharded(pair: list[dict[str, Any]]) ->
         assert pair[0][f"ddp/{name}"][2] == []
         names = sorted(pair[0][f"fsdp/{name}"][2])
         assert names == ["FSDPHFBackbone", "FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
+
+
+def cut_short(rank: int, patch: pytest.MonkeyPatch, moment: str) -> None:
+    """The save ends early: its files are written but not its last one, or between two renames."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("killed")
+
+    if moment == "write":
+        write = model_parallel._distributed_checkpoint_save
+        patch.setattr(
+            model_parallel, "_distributed_checkpoint_save", lambda *given: fail(write(*given))
+        )
+    elif rank == 0:
+        rename = Path.rename
+        patch.setattr(
+            Path, "rename", lambda at, to: (fail if "-partial" in at.name else rename)(at, to)
+        )
+    else:
+        barrier = ShardedStrategy.barrier
+        patch.setattr(
+            ShardedStrategy,
+            "barrier",
+            lambda self, name=None: fail() if name == "checkpoint in place" else barrier(self),
+        )
+
+
+def save_cut_short(rank: int, folder: Path) -> dict[str, list[list[float]]]:
+    """Steps 1 and 2; steps 3 and 4, whose save is cut short; and these again from ``last``."""
+    results = {}
+    for moment in ("write", "rename"):
+        at, losses = folder / moment, []
+        for part in ("begun", "cut", "resumed"):
+            module = Scored(backbone(**VARIANTS["full"]))
+            steps = 2 if part == "begun" else STEPS
+            run = trainer(at, strategy("fsdp_folder"), 2, save="last", steps=steps)
+            with pytest.MonkeyPatch.context() as patch:
+                if part == "cut":
+                    cut_short(rank, patch, moment)
+                    with pytest.raises(OSError, match="killed"):
+                        run.fit(module, ckpt_path="last", weights_only=True)
+                else:
+                    run.fit(module, ckpt_path="last", weights_only=True)
+            losses.append(module.losses)
+        results[moment] = losses
+    return results
+
+
+@pytest.mark.ddp
+def test_a_save_that_is_cut_short_leaves_the_former_checkpoint(tmp_path: Path) -> None:
+    for found in in_two_processes(save_cut_short, tmp_path):
+        for begun, cut, resumed in found.values():
+            assert (len(begun), len(cut)) == (2, 2)
+            assert resumed == cut
+    for moment in ("write", "rename"):
+        assert [path.name for path in (tmp_path / moment).iterdir()] == ["last.ckpt"]
+
+
+class Watched(Scored):
+    """Notes dtypes while weights are whole, and when training is over."""
+
+    dtypes: dict[str, set[torch.dtype]]
+
+    def on_train_start(self) -> None:
+        with whole_weights(self):
+            whole = {value.dtype for value in self.backbone.parameters()}
+        self.dtypes = {"whole": whole}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.dtypes["kept"] = {value.dtype for value in self.parameters()}
+        self.dtypes["gradients"] = {
+            value.grad.dtype for value in self.parameters() if value.grad is not None
+        }
+
+
+def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, set[torch.dtype]]]:
+    """Losses and dtypes of mixed precision; the model is exported."""
+    torch.set_num_threads(1)
+    module = Watched(backbone(**VARIANTS["full"]))
+    trainer(folder, strategy("fsdp"), 2, precision="bf16-mixed").fit(module)
+    module.backbone.save(folder / "model")
+    return module.losses, module.dtypes
+
+
+@pytest.mark.ddp
+def test_mixed_precision_gathers_bfloat16_and_keeps_float32(tmp_path: Path) -> None:
+    pair = in_two_processes(train_in_bfloat16, tmp_path)
+    alone = Scored(backbone(**VARIANTS["full"]))
+    trainer(tmp_path, "auto", 1).fit(alone)
+    for _, dtypes in pair:
+        assert dtypes == {
+            "whole": {torch.bfloat16},
+            "kept": {torch.float32},
+            "gradients": {torch.float32},
+        }
+    mean = np.mean([losses for losses, _ in pair], axis=0)
+    np.testing.assert_allclose(mean, alone.losses, rtol=2e-2)  # bfloat16 has three digits
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    for name, value in stored.items():
+        assert value.dtype == torch.float32
+        assert not value.equal(value.bfloat16().float()), name
 
 
 def shard_by_hand(rank: int) -> list[Any]:

@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from datamodules.epoch_plan import EpochPlan
 from lit_dlm.backbones import HFBackbone
+from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import NoisyStates
+from lit_dlm.losses.terms import LossTerms
+from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.sft import SFTModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
@@ -27,6 +32,8 @@ from tests.losses.test_ranking import entropy_of, slow_ranking
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # training runs
+
+Scores = dict[str, float]
 
 
 def module(backbone: HFBackbone | None = None, **options: Any) -> TABOMModule:
@@ -162,7 +169,62 @@ def test_ranking_alone_brings_certainty_into_the_order_of_the_decode() -> None:
     after = model.terms(batch, seed=0).parts
     assert 0.3 < float(before["pair_accuracy"]) < 0.7
     assert float(after["pair_accuracy"]) > 0.9
-    assert float(after["tds"]) > float(before["tds"])
+    assert float(after["tds_window"]) > float(before["tds_window"])
+
+
+def validated(model: FinetuneModule, folder: Path, *, batch_size: int, **options: Any) -> Scores:
+    """Scores of one validation of examples of which two have no decode."""
+    given = undecoded({0, 5}, 24)
+    data = Data(given, batch_size=2, val_fraction=0.7, val_batch_size=batch_size)
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, **options}
+    trainer = Trainer(
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **settings,
+    )
+    (scores,) = trainer.validate(model, data, verbose=False)
+    return {name: float(value) for name, value in scores.items()}
+
+
+@pytest.mark.parametrize("loss_norm", ["local", "global"])
+def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path, loss_norm: Any) -> None:
+    """Alone, some samples have no target and others a single one, which is no pair."""
+
+    def both(batch_size: int) -> tuple[Scores, Scores]:
+        drawn = RandomMasking(weight="1/num_targets")
+        sft = SFTModule(small(), tokenizer="tiny", corruption=drawn, loss_norm=loss_norm)
+        return (
+            validated(module(loss_norm=loss_norm), tmp_path, batch_size=batch_size),
+            validated(sft, tmp_path, batch_size=batch_size),
+        )
+
+    wanted = both(64)
+    assert wanted[0]["val/num_pairs"] > 0
+    assert wanted[0]["val/loss"] == pytest.approx(
+        wanted[0]["val/loss_ce"] + wanted[0]["val/loss_rank"], rel=1e-6
+    )
+    for batch_size in (1, 4):
+        for found, whole in zip(both(batch_size), wanted, strict=True):
+            assert found == pytest.approx(whole, rel=1e-5)
+
+
+def test_validation_of_one_batch_is_its_loss(tmp_path: Path) -> None:
+    model = module(rank_weight=1.5)
+    seen: list[LossTerms] = []
+    terms = model.terms
+
+    def watched(batch: SupervisedBatch, *, seed: int) -> LossTerms:
+        seen.append(terms(batch, seed=seed))
+        return seen[-1]
+
+    model.terms = watched  # type: ignore[method-assign]
+    found = validated(model, tmp_path, batch_size=64)
+    (only,) = seen
+    wanted = {"val/loss": only.total, **{f"val/{k}": v for k, v in only.parts.items()}}
+    assert found == pytest.approx({name: float(v) for name, v in wanted.items()}, rel=1e-5)
 
 
 def test_a_resumed_run_repeats_batches_cuts_and_weights(tmp_path: Path) -> None:
@@ -229,6 +291,19 @@ def plans() -> list[EpochPlan]:
 def given_to_both() -> list[SupervisedExample]:
     """Within one pass of two steps, the second process has no decoded sample at all."""
     return undecoded({ref.number for number in (0, 1) for ref in plans()[1].batch(number)})
+
+
+def _validate(rank: int, folder: Path) -> Scores:
+    strategy = two_processes("ddp")
+    return validated(module(), folder, batch_size=3, devices=2, strategy=strategy)
+
+
+@pytest.mark.ddp
+def test_two_processes_validate_like_one(tmp_path: Path) -> None:
+    """An odd number of samples: one of the processes gets a copy, which does not count."""
+    wanted = validated(module(), tmp_path, batch_size=64)
+    for found in in_two_processes(_validate, tmp_path):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def _train(rank: int, folder: Path) -> dict[str, tuple[list[float], dict[str, np.ndarray]]]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.decoding import Decoder, RandomPolicy, Sampler
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    DynamicPolicy,
+    EvenQuota,
+    RandomPolicy,
+    Sampler,
+)
+from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledViews
 from lit_dlm.modules.objective import PolicyObjective, ValueObjective
-from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
+from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items, training_rows
 from lit_dlm.modules.rollout_updates import deal, fill_advantages, fill_old_scores
 from lit_dlm.modules.tracerl import TraceRLModule
-from tests.rollouts import decoded, module, policy
+from tests.rollouts import decoded, fit, learner, module, policy, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}
 
@@ -149,13 +161,17 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
         ({"block_alignment": "response"}, "block_alignment: only for block attention"),
         ({"value": ValueObjective(backbone="full")}, "value_backbone: needed"),
         ({"value": ValueObjective(), "corruption": CoupledViews()}, "value: CoupledViews"),
-        (
-            {
-                "objective": PolicyObjective(old_log_prob="behaviour"),
-                "decoders": {"raw": Decoder(policy=RandomPolicy())},
-            },
-            "score_on: filtered; got score_on: raw",
+        *(
+            (
+                {
+                    "objective": PolicyObjective(old_log_prob="behaviour"),
+                    "corruption": corruption,
+                },
+                "TraceMasking with shrink 1; use 'recompute'",
+            )
+            for corruption in (RandomMasking(), TraceMasking(shrink=2))
         ),
+        ({"block_size": 4}, "block_size: expected a positive number with block attention"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
@@ -203,3 +219,34 @@ def test_objective_settings_are_checked(settings: dict[str, Any], message: str) 
 def test_value_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ValueObjective(**settings)
+
+
+def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:
+    """Rows of 8 see 8 cells; rollouts keep blocks of 4, and a resumed run has 8 in both."""
+
+    def grown(size: int, method: str, **options: Any) -> TraceRLModule:
+        decoders = {
+            name: Decoder(
+                policy=DynamicPolicy(0.9),
+                window=BlockWindow(length, origin="sequence"),
+                quota=EvenQuota(length),
+                cache=BlockCache(),  # refuses other blocks than the model's
+                sampler=Sampler(temperature=1.0),
+                settings=DecodeSettings(eos_rule="stop"),
+            )
+            for name, length in (("four", 4), ("eight", 8))
+        }
+        family = {"attention": "block", "block_size": size}
+        rl = learner(family=family, decoders=decoders, method=method, block_size=8)
+        saver = ModelCheckpoint(dirpath=tmp_path, filename="last", enable_version_counter=False)
+        fit(rl, rollout_data(response_length=16), tmp_path, callbacks=[saver], **options)
+        return rl
+
+    rl = grown(4, "four", steps=1)
+    assert (rl.backbone.spec.block_size, rl.row_spec.block_size) == (4, 8)
+    records = decoded(rl.backbone, 2)
+    batch = collate_items([(rl.rows.items(records)[0], 1.0)], records, rl.row_spec)
+    spaces = [training_rows(batch, spec).mask for spec in (rl.backbone.spec, rl.row_spec)]
+    assert spaces[0].sum() < spaces[1].sum()
+    later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")
+    assert later.trainer.current_epoch == 2

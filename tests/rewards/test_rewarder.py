@@ -98,6 +98,15 @@ def test_equal_responses_are_graded_once_and_the_order_does_not_matter() -> None
     assert threading.current_thread().name not in task.threads
 
 
+def test_problems_of_one_uid_are_graded_by_their_own_references() -> None:
+    other = PromptExample(uid=SUM.uid, task="sums", text="4+4?", reference={"answer": "8"})
+    task = Sums()
+    rewarder = Rewarder([Graded()], {"sums": task})
+    scores = rewarder.score([[rollout("7")], [rollout("7", example=other)]])
+    rewarder.close()
+    assert [[score.total for score in group] for group in scores] == [[1.0], [0.0]]
+
+
 def test_an_overlong_response_is_wrong_unread_unless_told_otherwise() -> None:
     task = Sums()
     group = [rollout("7", is_overlong=True)]
@@ -137,6 +146,18 @@ def test_without_a_reward_that_needs_verdicts_nothing_is_graded() -> None:
     task = Sums()
     (score,) = Rewarder([FormatReward("marked")], {"sums": task}).score([[rollout("#### 7")]])[0]
     assert (score.total, score.verdict, task.graded) == (0.1, None, [])
+
+
+def test_a_filter_that_looks_at_what_is_right_has_it_graded() -> None:
+    """One right of two is kept, although the reward looks at the format only."""
+    task = Sums()
+    keep = MeanCorrectnessFilter()
+    rewarder = Rewarder([FormatReward("boxed")], {"sums": task}, filters=[keep])
+    (scores,) = rewarder.score([[rollout("7", number=0), rollout("8", number=1)]])
+    rewarder.close()
+    assert [score.is_correct for score in scores] == [True, False]
+    assert all(score.is_graded for score in scores)
+    assert keep.keep(scores)
 
 
 def test_no_group_and_an_empty_group_are_nothing_to_score() -> None:
@@ -180,6 +201,10 @@ class _Runs(Sums):
     runs_code = True
 
 
+class _Plain(Sums):
+    is_graded = False
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -188,6 +213,10 @@ class _Runs(Sums):
         ({"rewards": [Graded(weight=float("inf"))]}, "weight of 'graded' is inf"),
         ({"num_workers": 0}, "num_workers: expected at least 1"),
         ({"tasks": {"runs": _Runs()}}, "allow_code_execution: true"),
+        (
+            {"tasks": {"plain": _Plain()}, "filters": [MeanCorrectnessFilter()]},
+            "MeanCorrectnessFilter looks at what is right, which task 'sums' cannot tell",
+        ),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:

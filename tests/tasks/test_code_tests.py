@@ -89,6 +89,18 @@ def test_bad_rows_name_file_and_field(tmp_path: Path, row: dict[str, Any], messa
         CodeTests(write(tmp_path / "code.json", STDIO, row))
 
 
+@pytest.mark.slow
+def test_a_prefix_may_be_the_header_of_the_function(tmp_path: Path) -> None:
+    row = {**FUNCTION, "prefix": "def square(x):\n"}
+    task = CodeTests(write(tmp_path / "code.json", row), allow_code_execution=True)
+    (example,) = task.examples()
+    statuses = [
+        task.grade(example, f"```python\n{code}\n```").status
+        for code in ("return x * x", "def square(x):\n    return x * x", "return x + x")
+    ]
+    assert statuses == ["right", "right", "wrong"]
+
+
 def test_bad_settings_and_missing_permission_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "code.json", FUNCTION)
     with pytest.raises(ValueError, match="max_tests: expected at least 1"):

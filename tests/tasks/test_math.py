@@ -10,6 +10,7 @@ import pytest
 
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.math import MATH
+from lit_dlm.tasks.table import tasks_by_name
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
 
@@ -35,6 +36,17 @@ def test_answer_field_or_box_and_rows_without_either(tmp_path, caplog):
     assert [e.reference["answer"] for e in task.examples()] == ["\\frac{1}{2}", "2", "3"]
     assert "\\boxed{}" in task.examples()[0].text
     assert all(task.grade(e, task.reference_completion(e)).is_correct for e in task.examples())
+
+
+def test_files_are_told_apart_by_name(tmp_path):
+    path = _file(tmp_path, {"problem": "Three?", "answer": "3"})
+    tasks = [MATH(path), MATH(path, name="more")]
+    assert [task.examples()[0].uid for task in tasks] == ["math/test/00000", "more/test/00000"]
+    assert tasks[1].examples()[0].task == "more"
+    assert tasks_by_name(tasks) == {"math": tasks[0], "more": tasks[1]}
+    message = r"val_tasks: .*'math' twice \(MATH of split 'test' and MATH of split 'dev'\)"
+    with pytest.raises(ValueError, match=message):
+        tasks_by_name([MATH(path), MATH(path, split="dev")], option="val_tasks")
 
 
 def test_the_names_of_dllm_rl_are_read_as_well(tmp_path):

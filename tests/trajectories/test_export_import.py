@@ -80,6 +80,16 @@ def test_a_row_of_tabom_is_a_map_from_position_to_step() -> None:
     assert (row["method"], row["data_source"]) == ("entropy", "sums")
 
 
+def test_a_row_of_tabom_names_the_method_as_the_release_filters_it(tmp_path: Path) -> None:
+    """LLaDA's order is the release's `default`; our own name comes back on import."""
+    record = small_record(meta={"method": "confidence", "task": "sums"})
+    row = tabom_row(record, TOKENIZER)
+    assert row["method"] == "default"
+    write_jsonl([row], tmp_path / "rows.jsonl")
+    (again,) = read_tabom(tmp_path / "rows.jsonl", ImportSettings())
+    assert again.meta["method"] == "confidence"
+
+
 def test_an_entry_of_dllm_rl_has_a_step_for_every_token_and_no_tail() -> None:
     row = step_map_row(small_record(), TOKENIZER)
     assert row["prompt"] == "yyhiz", "with the template"

@@ -13,6 +13,7 @@ from lit_dlm.trajectories.shards import (
     BackgroundWriter,
     TrajectoryShardReader,
     completed_uids,
+    drop_shards,
     merge_manifest,
     recover,
 )
@@ -234,3 +235,18 @@ def test_one_uid_in_two_shards_fails_the_manifest(tmp_path):
         path.rename(tmp_path / "a" / path.name)
     with pytest.raises(ShardError, match="'task/split/0000' is in both"):
         merge_manifest(tmp_path / "a")
+
+
+def test_shards_of_stale_records_go_as_a_whole(tmp_path):
+    records = records_of(6)
+    uids = [record.uid for record in records]
+    for part in (records[:2], records[2:4], records[4:]):
+        write(tmp_path, part)
+    merge_manifest(tmp_path)
+    with pytest.raises(ShardError, match=f"1 to keep .*{uids[2]}.* of 2"):
+        drop_shards(tmp_path, lambda uid: uid in uids[3:])
+    assert merge_manifest(tmp_path)["num_records"] == 6
+    assert drop_shards(tmp_path, lambda uid: uid in uids[2:]) == 4
+    assert sorted(completed_uids(tmp_path)) == sorted(uids[:2])
+    assert drop_shards(tmp_path, lambda uid: uid in uids[2:]) == 0
+    assert merge_manifest(tmp_path)["num_records"] == 2

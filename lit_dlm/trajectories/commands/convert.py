@@ -78,6 +78,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--split", default="train", help="split of the set (default: train)")
     parser.add_argument("--mask_id", type=int, help="for rows that do not say it")
     parser.add_argument("--vocab_size", type=int, help="for rows that do not say it")
+    parser.add_argument("--pad_id", type=int, help="behind token ids that end before their steps")
     parser.add_argument("--tokenizer", help="for rows that have texts and no token ids")
     parser.add_argument(
         "--first_step",
@@ -188,6 +189,7 @@ def _read_all(options: argparse.Namespace, kind: str) -> tuple[Iterator[Trajecto
         vocab_size=options.vocab_size,
         tokenizer=tokenizer,
         first_step=options.first_step,
+        pad_id=options.pad_id,
     )
     read = read_tabom if kind == "jsonl" else read_step_map
     return (record for path in options.file for record in read(path, settings)), None
