@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.rollouts import rl_step_of
-from lit_dlm.trajectories.shards import completed_uids
+from lit_dlm.trajectories.shard_files import MANIFEST_FILE, completed_uids
 
 
 class RolloutWriter(Callback):
@@ -21,7 +22,8 @@ class RolloutWriter(Callback):
     and writes beside the updates, one shard per RL step and process, which is on disk before the
     step's checkpoint. Of what the folder holds, a resumed run keeps the RL steps that its
     checkpoint has behind it and writes the others anew, so the folder is that of one run. A run
-    that begins anew wants a folder without rollouts.
+    that begins anew wants a folder without rollouts, save those of a run that was cut short before
+    its first checkpoint, which it replaces.
 
     Args:
         folder: folder of the trajectory set.
@@ -55,7 +57,7 @@ class RolloutWriter(Callback):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses a folder with rollouts before time is spent on a new run."""
-        self._require_own(trainer, completed_uids(self.folder))
+        self._first_new_step(trainer, completed_uids(self.folder))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recovers the folder on rank 0 and opens this process's writer.
@@ -64,8 +66,8 @@ class RolloutWriter(Callback):
             ValueError: the run is not resumed, but the folder holds rollouts.
         """
         assert isinstance(pl_module, DecodeModule)
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        is_resumed, begin = trainer.ckpt_path is not None, data.step
+        first = self._first_new_step(trainer, completed_uids(self.folder))
+        trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
         self._target = TrajectoryFolder(
             self.folder,
             trainer,
@@ -74,17 +76,24 @@ class RolloutWriter(Callback):
             split="train",
             level=self.level,
             max_gigabytes=self.max_gigabytes,
-            is_stale=(lambda uid: rl_step_of(uid) >= begin) if is_resumed else None,
+            is_stale=lambda uid: rl_step_of(uid) >= first,
         )
-        self._require_own(trainer, self._target.held)
 
-    def _require_own(self, trainer: Trainer, held: Collection[str]) -> None:
-        if held and trainer.ckpt_path is None:
+    def _first_new_step(self, trainer: Trainer, held: Collection[str]) -> int:
+        """The RL step from which on rollouts in the folder are replaced."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.ckpt_path is not None:
+            return int(data.step)
+        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        has_checkpoint = any(any(Path(one.dirpath or "").glob("*.ckpt")) for one in savers)
+        is_finished = (self.folder / MANIFEST_FILE).exists()
+        if held and (has_checkpoint or is_finished or not savers):
             raise ValueError(
                 f"{self.folder}: expected a folder without rollouts, since this run begins anew, "
                 f"got {len(held)} of a former one; resume that one with --ckpt_path, choose "
                 "another run_dir, or delete the folder"
             )
+        return 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Queues the rollouts of this RL step that were made by this process."""

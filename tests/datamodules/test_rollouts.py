@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import RewardCurve, RolloutWriter
@@ -165,6 +165,44 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
     first = [uid for uid in held if held[uid].meta["rl_step"] == 0]
     assert len(first) == 12
     assert all(drawn(held[uid]) == drawn(former[uid]) for uid in first)
+
+
+class Interrupted(Callback):
+    """Breaks a run off in its second RL step."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_run_cut_short_before_its_first_checkpoint_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can go on with its 24 rollouts; a finished run's are another matter."""
+    folder = tmp_path / "rollouts"
+
+    def run(*callbacks: Callback) -> None:
+        saver = ModelCheckpoint(dirpath=tmp_path, every_n_epochs=3)
+        fit(
+            learner(),
+            rollout_data(),
+            tmp_path,
+            steps=3,
+            callbacks=[RolloutWriter(str(folder)), saver, *callbacks],
+        )
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run(Interrupted())
+    assert len(list(TrajectoryShardReader(folder))) == 24
+    with caplog.at_level(logging.WARNING):
+        run()
+    assert "deleted 24 records" in caplog.text
+    assert len(list(TrajectoryShardReader(folder))) == 36
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    with pytest.raises(ValueError, match="since this run begins anew, got 36 of a former one"):
+        run()
 
 
 def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
