@@ -194,6 +194,7 @@ def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) ->
         "seed": module.seed,
         "split": task.split,
         "tokenizer": module.tokenizer_path,
+        **({"answer_start": module.answer_start} if module.answer_start else {}),
     }
 
 

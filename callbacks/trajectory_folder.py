@@ -254,6 +254,7 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "methods": {name: decoder.describe() for name, decoder in module.decoders.items()},
             "response_length": getattr(datamodule, "response_length", None),
             "capture": capture,
+            **({"answer_start": module.answer_start} if module.answer_start else {}),
         },
         randomness={
             "seed": module.seed,

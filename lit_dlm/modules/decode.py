@@ -98,6 +98,8 @@ class DecodeModule(LightningModule):
         level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
             be replayed), ``signals`` (also the scores of every step), or nothing.
         sweep: more decoding methods: curves over the values of one option.
+        answer_start: text put before every response, behind the chat template's own, such as
+            ``<think>``; part of the prompt, not of the completion.
     """
 
     strict_loading = False
@@ -111,8 +113,10 @@ class DecodeModule(LightningModule):
         seed: int = 0,
         level: Literal["tokens", "signals"] | None = None,
         sweep: dict[str, Sweep] | None = None,
+        answer_start: str = "",
     ) -> None:
         super().__init__()
+        self.answer_start = answer_start
         self.backbone = backbone
         self.decoders = expanded(decoders or {}, sweep or {})
         self.tokenizer_path = tokenizer
@@ -184,7 +188,7 @@ class DecodeModule(LightningModule):
         )
 
     def encode(self, example: PromptExample) -> list[int]:
-        """Token ids of one prompt: a single user turn through the chat template.
+        """Token ids of one prompt: a user turn through the chat template, and the answer's start.
 
         Args:
             example: the problem.
@@ -194,7 +198,8 @@ class DecodeModule(LightningModule):
             add_generation_prompt=True,
             return_dict=False,
         )
-        return list(ids)
+        start = self.tokenizer.encode(self.answer_start, add_special_tokens=False)
+        return [*ids, *start]
 
     def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
         """Texts of a decode's responses as graders take them.

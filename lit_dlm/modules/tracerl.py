@@ -85,6 +85,7 @@ class TraceRLModule(FinetuneModule):
         warmup_steps: optimiser steps of a linear warm-up.
         reset_optimizer: forget the optimiser's state before every RL step, as dLLM-RL does.
         export_dir: where the last weights are written.
+        answer_start: text put before every response, such as ``<think>``.
 
     Raises:
         ValueError: options contradict each other.
@@ -113,6 +114,7 @@ class TraceRLModule(FinetuneModule):
         warmup_steps: int = 0,
         reset_optimizer: bool = False,
         export_dir: str | None = None,
+        answer_start: str = "",
     ) -> None:
         super().__init__(
             backbone,
@@ -125,6 +127,7 @@ class TraceRLModule(FinetuneModule):
             warmup_steps=warmup_steps,
             export_dir=export_dir,
         )
+        self.answer_start = answer_start
         if not self.decoders:
             raise ValueError("decoders: expected at least one, which rolls out, got none")
         self.method = method or next(iter(self.decoders))
