@@ -198,8 +198,9 @@ class DecodeModule(LightningModule):
             add_generation_prompt=True,
             return_dict=False,
         )
-        start = self.tokenizer.encode(self.answer_start, add_special_tokens=False)
-        return [*ids, *start]
+        if self.answer_start:
+            ids = [*ids, *self.tokenizer.encode(self.answer_start, add_special_tokens=False)]
+        return list(ids)
 
     def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
         """Texts of a decode's responses as graders take them.
