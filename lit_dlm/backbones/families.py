@@ -88,23 +88,18 @@ _VISION_KEYS = (
     "model.image_newline",
 )
 
+_DREAM = Family(
+    model_types=("Dream",),
+    layout="hf",
+    decoder="qwen2",
+    shift=1,
+    ids=_DREAM_IDS,
+    peft_task="FEATURE_EXTRACTION",
+)
+
 FAMILIES: dict[str, Family] = {
-    "dream": Family(
-        model_types=("Dream",),
-        layout="hf",
-        decoder="qwen2",
-        shift=1,
-        ids=_DREAM_IDS,
-        peft_task="FEATURE_EXTRACTION",
-    ),
-    "diffucoder": Family(
-        model_types=("Dream",),
-        layout="hf",
-        decoder="qwen2",
-        shift=1,
-        ids=_DREAM_IDS,
-        peft_task="FEATURE_EXTRACTION",
-    ),
+    "dream": _DREAM,
+    "diffucoder": _DREAM,
     "llada": Family(model_types=("llada",), layout="llada", decoder="llama", ids=_LLADA_IDS),
     "mmada": Family(
         model_types=("mmada", "llada"), layout="llada", decoder="llama", ids=_LLADA_IDS

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, finished, results, run, start, write_config
 
@@ -190,6 +191,23 @@ def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
         capsys, "predict", "--config", str(whole / "predict.yaml"), "--model.init_args.seed=5"
     )
     assert "seed: 0, now 5" in error
+
+
+def test_a_given_start_of_the_answer_is_part_of_the_prompt(whole: Path, tmp_path: Path, capsys):
+    """Two tokens behind each prompt; a folder of prompts without them refuses it."""
+    start = "--model.init_args.answer_start=Tom has"
+    path = config(tmp_path, "begun", num_examples=2)
+    run("predict", "--config", path, start)
+    plain, begun = (
+        {record.uid: record.prompt_ids.tolist() for record in TrajectoryShardReader(folder)}
+        for folder in (whole / "trajectories", tmp_path / "begun" / "trajectories")
+    )
+    assert len(begun) == 6
+    added = load_tokenizer("tiny").encode("Tom has", add_special_tokens=False)
+    assert added
+    assert all(ids == plain[uid] + added for uid, ids in begun.items())
+    error = fails(capsys, "predict", "--config", str(whole / "predict.yaml"), start)
+    assert "answer_start" in error
 
 
 @pytest.mark.parametrize(

@@ -271,3 +271,19 @@ def test_bad_usage_is_one_line_and_status_2(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_imported_ids_that_end_before_their_steps_need_a_pad_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ids of three steps, as TABOM's release leaves out trailing pads."""
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt_token_ids": [5], "response_token_ids": [7, 8], "decoding_order": [1, 0, 2]}
+    path.write_text(json.dumps(row) + "\n")
+    given = ("import", path, "--out", tmp_path / "set", "--mask_id", 2, "--vocab_size", 30)
+    assert run(*given) != 0
+    assert "rows.jsonl:1: the row has no pad_id; give --pad_id" in capsys.readouterr().err
+    assert run(*given, "--pad_id", 0) == 0
+    (record,) = TrajectoryShardReader(tmp_path / "set")
+    assert record.tokens.tolist() == [7, 8, 0]
+    assert record.commit_step.tolist() == [1, 0, 2]
