@@ -59,13 +59,7 @@ class SampleList {
     if (order === "few") this.shown.sort((a, b) => a.steps - b.steps);
     if (order === "many") this.shown.sort((a, b) => b.steps - a.steps);
     this.host.scrollTop = 0;
-    this.clear();
     this.render();
-  }
-
-  clear() {
-    for (const card of this.alive.values()) card.remove();
-    this.alive.clear();
   }
 
   later() {
@@ -79,46 +73,44 @@ class SampleList {
   render() {
     const width = this.cards.clientWidth;
     if (!width) return;
-    const across = Math.max(1, Math.floor((width + GAP) / (280 + GAP)));
-    if (across !== this.across || width !== this.width) this.clear();
-    this.across = across;
-    this.width = width;
+    this.across = Math.max(1, Math.floor((width + GAP) / (280 + GAP)));
     const pitch = CARD_HEIGHT + GAP;
-    this.cards.style.height = `${Math.max(Math.ceil(this.shown.length / across) * pitch, 60)}px`;
-    const first = Math.max(0, Math.floor(this.host.scrollTop / pitch) - 2) * across;
-    const last = Math.min(this.shown.length, (Math.ceil((this.host.scrollTop + this.host.clientHeight) / pitch) + 2) * across);
-    for (const [place, card] of this.alive) {
-      if (place < first || place >= last) {
-        card.remove();
-        this.alive.delete(place);
-      }
+    this.cards.style.height = `${Math.max(Math.ceil(this.shown.length / this.across) * pitch, 60)}px`;
+    const first = Math.max(0, Math.floor(this.host.scrollTop / pitch) - 2) * this.across;
+    const last = Math.min(this.shown.length, (Math.ceil((this.host.scrollTop + this.host.clientHeight) / pitch) + 2) * this.across);
+    const inSight = new Set(this.shown.slice(first, last));
+    for (const [sample, card] of this.alive) {
+      if (inSight.has(sample)) continue;
+      card.remove();
+      this.alive.delete(sample);
     }
-    const cell = (width - (across - 1) * GAP) / across;
-    for (let place = first; place < last; place++) {
-      if (this.alive.has(place)) continue;
-      const card = this.card(this.shown[place], place);
+    // A card that stays in sight is moved and never replaced: a press that began on it must end on it. Setting the
+    // height can take the scrollbar away, and then all of them are placed a second time, a frame later.
+    const cell = (width - (this.across - 1) * GAP) / this.across;
+    let place = first;
+    for (const sample of inSight) {
+      if (!this.alive.has(sample)) this.alive.set(sample, this.card(sample));
+      const card = this.alive.get(sample);
+      card.setAttribute("aria-setsize", this.shown.length);
+      card.setAttribute("aria-posinset", place + 1);
       card.style.width = `${cell}px`;
       card.style.height = `${CARD_HEIGHT}px`;
-      card.style.left = `${(place % across) * (cell + GAP)}px`;
-      card.style.top = `${Math.floor(place / across) * pitch}px`;
-      this.cards.append(card);
-      this.alive.set(place, card);
+      card.style.left = `${(place % this.across) * (cell + GAP)}px`;
+      card.style.top = `${Math.floor(place / this.across) * pitch}px`;
+      const next = this.cards.children[place - first];
+      if (next !== card) this.cards.insertBefore(card, next ?? null);
+      place += 1;
     }
     const total = this.samples.length;
     const text = this.shown.length === total ? `${total.toLocaleString("en")} samples` : `${this.shown.length.toLocaleString("en")} of ${total.toLocaleString("en")} samples`;
     if (this.count.textContent !== text) this.count.textContent = text;
-    if (!this.shown.length && !this.alive.has(-1)) {
-      const empty = make("li", "empty", "No sample fits.");
-      this.cards.append(empty);
-      this.alive.set(-1, empty);
-    }
+    this.cards.querySelector(".empty")?.remove();
+    if (!this.shown.length) this.cards.append(make("li", "empty", "No sample fits."));
   }
 
-  card(sample, place) {
+  card(sample) {
     const card = make("li", "card");
     card.dataset.number = sample.number;
-    card.setAttribute("aria-setsize", this.shown.length);
-    card.setAttribute("aria-posinset", place + 1);
     const head = make("div", "head");
     const grade = make("span", `grade ${sample.grade}`, { right: "\u2713", wrong: "\u2717", none: "\u2013" }[sample.grade]);
     grade.setAttribute("role", "img");
@@ -165,7 +157,7 @@ class SampleList {
   show(open, beside) {
     this.open = open;
     this.beside = beside;
-    for (const [place, card] of this.alive) if (place >= 0) this.mark(card, this.shown[place]);
+    for (const [shown, card] of this.alive) this.mark(card, shown);
   }
 
   // Scrolls only as far as needed.
