@@ -4,6 +4,26 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine fails no test, and the examples are the same in every run and process.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives slow tests time on a busy machine: the longest take a minute on one that is not."""
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("ddp"):
+            item.add_marker(pytest.mark.timeout(1200))
+
 
 def pytest_collection_finish() -> None:
     """Keeps what collection made out of garbage collection, which every test would walk again."""

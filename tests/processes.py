@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 
 
 def in_two_processes(
-    function: Callable[..., Any], *args: object, seconds: float = 150
+    function: Callable[..., Any], *args: object, seconds: float = 600
 ) -> list[Any]:
     """Runs ``function(rank, *args)`` in two processes that Lightning takes for torchrun's.
 
@@ -22,9 +24,7 @@ def in_two_processes(
     Raises:
         AssertionError: one of them failed or took too long; with its traceback.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     links, processes = [], []
     for rank in range(2):
@@ -46,6 +46,15 @@ def in_two_processes(
         for process in processes:
             process.kill()
             process.join()
+
+
+def free_port() -> int:
+    """A port that nobody gets by chance before it is used: the system gives those from 32768 on."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _child(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 import cli
 from lit_dlm.reports import ResultFolder, ResultRow
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -39,17 +41,26 @@ def start(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "cli.py"), *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
 
 
-def finished(process: subprocess.Popen[bytes], seconds: float = 240.0) -> None:
+def finished(process: subprocess.Popen[bytes], seconds: float = 600.0) -> None:
     """Waits for a started command and shows its errors when it fails."""
     _, errors = process.communicate(timeout=seconds)
     assert process.returncode == 0, errors.decode()[-4000:]
+
+
+def killed(run_dir: Path, *arguments: str, before: int, files: str, num_bytes: int = 1) -> None:
+    """Runs a command in a process that dies before a batch, once its files hold that much."""
+    settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
+    callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
+    process = start(*arguments, f"--trainer.callbacks+={json.dumps(callback)}")
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL, errors.decode()[-4000:]
 
 
 def timeless(rows: list[ResultRow]) -> list[ResultRow]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.trajectories.shards import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, finished, results, run, start, write_config
+from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -124,13 +121,8 @@ def test_two_processes_give_the_same_results(whole: Path, tmp_path: Path):
 
 def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
     path = config(tmp_path, "killed", batch_size=1)
-    process = start("predict", "--config", path)
-    folder = tmp_path / "killed" / "results" / "word_problems" / "random"
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("part-*.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    files = "results/word_problems/*/part-*.jsonl"
+    killed(tmp_path / "killed", "predict", "--config", path, before=3, files=files)
     done = sum(len(rows) for rows in results(tmp_path / "killed").values())
     assert 0 < done < 36
     run("predict", "--config", path)

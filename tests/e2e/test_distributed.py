@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        in_two_processes(whole_and_resumed, folder, seconds=280)
+        in_two_processes(whole_and_resumed, folder)
     return folder
 
 

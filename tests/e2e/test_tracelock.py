@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
-from tests.e2e.runs import ROOT, fails, finished, results, run, start
+from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start
 
 pytestmark = pytest.mark.slow
 
@@ -106,15 +103,7 @@ def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_pat
     command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=1"]
     # One block per sample, so that something is on disk when the process dies.
     command += ["--trainer.callbacks.init_args.block_size=1"]
-    process = start(*command)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        sizes = [path.stat().st_size for path in (tmp_path / "traces").glob("*.tar*")]
-        if sum(sizes) > 60_000:
-            break
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed(tmp_path, *command, before=12, files="traces/*.tar*", num_bytes=60_000)
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
     assert _traces(tmp_path) == _traces(whole)
@@ -133,13 +122,7 @@ def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path
     (tmp_path / "traces").symlink_to(whole / "traces")
     (tmp_path / "projector").symlink_to(whole / "projector")
     command = [*FIT, f"--run_dir={tmp_path}"]
-    process = start(*command)
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
-    while not last.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed(tmp_path, *command, before=6, files="checkpoints/last.ckpt")
     assert not (tmp_path / "policy").exists()
     run(*command)
     resumed = load_file(tmp_path / "policy" / "model.safetensors")

@@ -83,7 +83,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     run("fit", *steps, f"--run_dir={whole}")
     last = killed / "checkpoints" / "last.ckpt"
     process = start("fit", *steps, f"--run_dir={killed}")
-    deadline = time.monotonic() + 240.0
+    deadline = time.monotonic() + 600.0
     while not last.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None, process.stderr.read().decode()[-4000:]  # type: ignore[union-attr]

@@ -99,7 +99,7 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
     alone, points, updates = two_rl_steps(tmp_path / "alone", accumulate=16)
     assert updates == 2
     start = trained_weights(learner())
-    both = in_two_processes(on_two_processes, tmp_path, seconds=280)
+    both = in_two_processes(on_two_processes, tmp_path)
     uids = sorted(TrajectoryShardReader(tmp_path / "alone" / "rollouts").uids)
     for name in ("ddp", "fsdp"):
         for weights, curve, count in (both[0][name], both[1][name]):

@@ -20,9 +20,16 @@ from lit_dlm.grading.answers import (
     parse_number,
     text_after_marker,
 )
+from lit_dlm.grading.math_equality import shared_math_equality
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first comparison takes seconds on a busy machine."""
+    monkeypatch.setattr(shared_math_equality(), "_seconds", 100.0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ HALVES = PlusProblem(
 
 @pytest.fixture
 def grader():
-    limits = SandboxLimits(wall_seconds=5, cpu_seconds=5)
+    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60)
     return PlusGrader(limits=limits, allow_code_execution=True)
 
 

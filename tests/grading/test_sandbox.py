@@ -48,7 +48,7 @@ def nothing_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(_sandbox_processes())
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := set(_sandbox_processes()) - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
@@ -226,7 +226,7 @@ def test_exploits_are_never_right_and_leave_nothing(level, nothing_left, check, 
     verdict = _check(EXPLOITS[name], check, QUICK)
     assert verdict.status in ("wrong", "runtime_error", "timeout"), verdict
     assert not verdict.score
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     for folder in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"), "."):
         assert not (Path(folder) / "lit_dlm_exploit.txt").exists()
 
@@ -242,7 +242,8 @@ def test_exploits_are_never_right_and_leave_nothing(level, nothing_left, check, 
     ],
 )
 def test_verdicts_tell_what_went_wrong(name, status):
-    assert _check(EXPLOITS[name], limits=QUICK).status == status
+    limits = QUICK if status == "timeout" else None
+    assert _check(EXPLOITS[name], limits=limits).status == status
 
 
 def test_syntax_errors_need_no_process(monkeypatch):
@@ -324,7 +325,8 @@ def test_namespaces_hide_files_users_and_processes():
 
 def test_installed_packages_can_be_imported():
     code = "import numpy\ndef f(x):\n    return numpy.int64(x) * x"
-    assert _check(code).status == "right"
+    limits = SandboxLimits(wall_seconds=60, cpu_seconds=60)
+    assert _check(code, limits=limits).status == "right"
 
 
 def test_files_and_processes_can_be_allowed(nothing_left):
@@ -368,7 +370,7 @@ def test_calls_return_values_exceptions_and_where_time_ran_out():
         "    return (x, [x])"
     )
     result = run_python_calls(
-        code, "f", [[1], [2], [3], [4]], call_seconds=0.5, allow_code_execution=True
+        code, "f", [[1], [2], [3], [4]], call_seconds=[9, 9, 0.5, 9], allow_code_execution=True
     )
     assert result.status == "timeout"
     assert [read_reply(r) for r in result.replies] == [(True, (1, [1])), (False, "KeyError: 'two'")]
@@ -412,21 +414,30 @@ def test_nothing_runs_on_when_the_parent_is_killed(tmp_path):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment)
-    drivers: list[int] = []
-    deadline = time.monotonic() + 20
+    drivers: list[str] = []
+    deadline = time.monotonic() + 120
     while not drivers and time.monotonic() < deadline:
-        drivers = _sandbox_processes_of(parent.pid)
+        drivers = [child for child in _children(parent.pid) if _is_driver(child)]
         time.sleep(0.02)
-    assert drivers
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{p}").exists() for p in drivers) and time.monotonic() < deadline:
+    assert drivers
+    deadline = time.monotonic() + 60
+    while any(map(_is_driver, drivers)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(Path(f"/proc/{p}").exists() for p in drivers)
+    assert not any(map(_is_driver, drivers))
 
 
-def _sandbox_processes_of(parent):
-    path = Path(f"/proc/{parent}/task/{parent}/children")
-    children = path.read_text().split() if path.exists() else []
-    return [int(c) for c in children if b"wall_seconds" in Path(f"/proc/{c}/cmdline").read_bytes()]
+def _children(parent):
+    try:
+        return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _is_driver(pid):
+    """Whether it runs a driver: not gone, not a zombie, and no other program yet."""
+    try:
+        return b"sandbox_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -51,21 +51,30 @@ def browser(*, width: int = 1280, height: int = 800) -> Iterator[Any]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
-        driver.set_page_load_timeout(60)
-        driver.set_script_timeout(60)
+        driver.set_page_load_timeout(120)
+        driver.set_script_timeout(120)
         yield driver
     finally:
         driver.quit()
 
 
 def set_viewport(driver: Any, *, width: int, height: int, dark: bool = False) -> None:
-    """Size of the page and the system's colour scheme."""
+    """Size of the page and the system's colour scheme; waits until the page has taken them on."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
     )
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    taken = (
+        "return innerWidth === arguments[0] && innerHeight === arguments[1] && "
+        "matchMedia('(prefers-color-scheme: dark)').matches === arguments[2]"
+    )
+    WebDriverWait(driver, 60, poll_frequency=0.05).until(
+        lambda one: one.execute_script(taken, width, height, dark)
+    )
 
 
 def requested(driver: Any) -> list[str]:

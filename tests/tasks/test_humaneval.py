@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.grading import SandboxLimits
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
 
@@ -24,7 +25,8 @@ SAMPLE = (0, 2, 4, 32, 33, 38, 50, 53, 95, 127, 160)
 
 @pytest.fixture(scope="module")
 def plain():
-    return HumanEval(PLAIN, allow_code_execution=True)
+    limits = SandboxLimits(wall_seconds=120.0)  # of processor time as much as ever
+    return HumanEval(PLAIN, allow_code_execution=True, limits=limits)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.grading.math_equality import shared_math_equality
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.math import MATH
 from lit_dlm.tasks.table import tasks_by_name
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first comparison takes seconds on a busy machine."""
+    monkeypatch.setattr(shared_math_equality(), "_seconds", 100.0)
 
 
 def _file(folder, *rows):

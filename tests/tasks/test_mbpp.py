@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.grading import SandboxLimits
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
 
@@ -78,7 +79,9 @@ def test_partial_credit_counts_assertions():
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["test", "train", "validation", "prompt"])
 def test_all_canonical_solutions_are_right(split):
-    task = MBPP(PLAIN, split=split, allow_code_execution=True)
+    """Problem 123 takes 7 s on a machine that does nothing else; the limit of users is 20 s."""
+    limits = SandboxLimits(wall_seconds=300.0, cpu_seconds=300.0)
+    task = MBPP(PLAIN, split=split, allow_code_execution=True, limits=limits)
     numbers = list(_by_number(task))
     verdicts = _grade_references(task, numbers)
     assert [n for n, v in zip(numbers, verdicts, strict=True) if not v.is_correct] == []

@@ -42,7 +42,7 @@ class Gate:
 
         def encode_block(records, **options):
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(120)
             return plain(records, **options)
 
         monkeypatch.setattr(shard_writer, "encode_block", encode_block)
@@ -65,7 +65,7 @@ def test_a_record_can_be_read_as_soon_as_its_ticket_says_so(tmp_path):
     with background(tmp_path, block_size=64) as shards:
         tickets = [shards.put(record) for record in records[:2]]
         assert not tickets[1].done
-        tickets[1].wait(30)
+        tickets[1].wait(120)
         assert tickets[0].done
         assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records[:2]]
         shards.put(records[2])
@@ -83,7 +83,7 @@ def test_waiting_can_be_limited_in_time(tmp_path, monkeypatch):
         with pytest.raises(TimeoutError, match=r"not on disk after 0\.01 s"):
             ticket.wait(0.01)
         gate.opened.set()
-        ticket.wait(30)
+        ticket.wait(120)
 
 
 def test_the_thread_makes_the_records_of_a_batch(tmp_path):
@@ -95,7 +95,7 @@ def test_the_thread_makes_the_records_of_a_batch(tmp_path):
 
     with background(tmp_path) as shards:
         ticket = shards.put_batch(make, uids=[r.uid for r in records], nbytes=100)
-        ticket.wait(30)
+        ticket.wait(120)
         assert completed_uids(tmp_path) == {r.uid for r in records}
     assert threads == ["trajectory-writer"]
 
@@ -105,11 +105,26 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch,
     records = records_of(40)
     limit = 3 * max(record_bytes(record) for record in records)
     gate = Gate(monkeypatch)
-    threading.Timer(0.6, gate.opened.set).start()
+    waiting, wait_for_room = [], BackgroundWriter._wait_for_room
+
+    def noted(self, nbytes):
+        waiting.append(nbytes)
+        wait_for_room(self, nbytes)
+        waiting.pop()
+
+    def open_late():
+        assert gate.reached.wait(120)
+        while not waiting:
+            time.sleep(0.002)
+        time.sleep(1.0)
+        gate.opened.set()
+
+    monkeypatch.setattr(BackgroundWriter, "_wait_for_room", noted)
+    threading.Thread(target=open_late, daemon=True).start()
     with background(tmp_path, max_queue_bytes=limit) as shards:
         for record in records:
             shards.put(record)
-    assert shards.blocked_seconds > 0.3
+    assert shards.blocked_seconds > 0.6
     assert shards.peak_queue_bytes <= limit
     assert "decoding waited" in caplog.text
     assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
@@ -128,7 +143,7 @@ def test_error_raises_at_a_full_queue_and_loses_nothing_that_was_accepted(tmp_pa
     gate = Gate(monkeypatch)
     shards = background(tmp_path, max_queue_bytes=1, on_full="error", block_size=1)
     shards.put(records[0])
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     with pytest.raises(QueueFullError, match=r"max_queue_bytes: .* more exceed 1"):
         shards.put(records[1])
     gate.opened.set()
@@ -143,17 +158,17 @@ def test_drop_marks_the_manifest_until_the_records_are_there(tmp_path, monkeypat
     gate = Gate(monkeypatch)
     shards = background(tmp_path, max_queue_bytes=1, on_full="drop", block_size=1)
     shards.put(records[0])
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(120)
     dropped = [shards.put(record) for record in records[1:3]]
     gate.opened.set()
     shards.flush()
-    shards.put(records[3]).wait(30)
+    shards.put(records[3]).wait(120)
     shards.close()
     assert shards.num_dropped == 2
     assert "records are dropped" in caplog.text
     assert not dropped[0].done
     with pytest.raises(QueueFullError, match="'task/split/0001'"):
-        dropped[0].wait(30)
+        dropped[0].wait(120)
     assert completed_uids(tmp_path) == {records[0].uid, records[3].uid}
     manifest = merge_manifest(tmp_path)
     assert (manifest["complete"], manifest["num_dropped"]) == (False, 2)
@@ -166,21 +181,23 @@ def test_drop_marks_the_manifest_until_the_records_are_there(tmp_path, monkeypat
 
 
 def _wait_for_end(shards: BackgroundWriter) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while shards.is_alive and time.monotonic() < deadline:
         time.sleep(0.002)
     assert not shards.is_alive
 
 
-def test_a_broken_record_surfaces_at_put_and_close_and_costs_nobody_else(tmp_path):
+def test_a_broken_record_surfaces_at_put_and_close_and_costs_nobody_else(tmp_path, monkeypatch):
     good = records_of(7)
     bad = replace(good[3], uid="bad", meta={"x": {1, 2}})  # a set is not JSON
     broken = replace(good[4], uid="broken")
     broken.commit_step[0] = 99
+    gate = Gate(monkeypatch)  # until all are put, or a late one would meet the error already
     shards = background(tmp_path)
     tickets = [shards.put(r) for r in (*good[:2], bad, good[3], broken)]
+    gate.opened.set()
     with pytest.raises(ValueError, match="'bad': meta is not JSON"):
-        tickets[2].wait(30)
+        tickets[2].wait(120)
     _wait_for_end(shards)
     with pytest.raises(ValueError, match="'bad': meta"):
         shards.put(good[5])
@@ -197,7 +214,7 @@ def test_a_repeated_uid_and_any_other_error_of_the_thread_surface(tmp_path):
     shards.put(record)
     again = shards.put(record)
     with pytest.raises(ValueError, match="this uid is already in"):
-        again.wait(30)
+        again.wait(120)
     with pytest.raises(ValueError, match="this uid is already in"):
         shards.close()
     assert len(list(TrajectoryShardReader(tmp_path / "a"))) == 1
@@ -209,7 +226,7 @@ def test_a_repeated_uid_and_any_other_error_of_the_thread_surface(tmp_path):
     first = shards.put(record)
     ticket = shards.put_batch(make, uids=["x"], nbytes=1)
     with pytest.raises(ZeroDivisionError):
-        ticket.wait(30)
+        ticket.wait(120)
     assert first.done
     with pytest.raises(ZeroDivisionError):
         shards.close()
@@ -230,7 +247,7 @@ def test_a_full_disk_surfaces_and_leaves_no_torn_final_name(tmp_path):
         limit = path.stat().st_size + 700
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         with pytest.raises(OSError, match="File too large") as error:
-            shards.put_batch(lambda: records[8:], uids=["rest"], nbytes=1).wait(30)
+            shards.put_batch(lambda: records[8:], uids=["rest"], nbytes=1).wait(120)
         assert error.value.filename == str(path)
         assert error.value.errno == errno.EFBIG
         with pytest.raises(OSError, match="File too large"):
@@ -291,7 +308,7 @@ def test_records_do_not_wait_longer_than_asked(tmp_path):
     """The block is never full; its age alone writes it, without another put."""
     with background(tmp_path, flush_seconds=0.05) as shards:
         shards.put(records_of(1)[0])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not shards.bytes_written and time.monotonic() < deadline:
             time.sleep(0.005)
         assert shards.bytes_written > 0

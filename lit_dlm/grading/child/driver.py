@@ -35,10 +35,9 @@ def main() -> NoReturn:
     isolate.hide_memory()
     job = json.loads(sys.stdin.buffer.read())
     resource.setrlimit(resource.RLIMIT_AS, (int(config["memory_bytes"]),) * 2)
-    deadline = time.monotonic() + config["wall_seconds"]
     remote = Remote(
         channel,
-        deadline=deadline,
+        wall_seconds=config["wall_seconds"],
         value_bytes=int(config["value_bytes"]),
         explain_end=lambda: _explain_end(config["level"], first_child),
     )
