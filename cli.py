@@ -77,8 +77,8 @@ def main(args: list[str] | None = None) -> None:
         args: the arguments; those of the process by default.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # ``--ckpt_path last`` means "go on if there is something"; the first run has nothing.
-    warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available.*")
+    # ``--ckpt_path last`` means "go on if there is something"; RunConfigCallback tells if not.
+    warnings.filterwarnings("ignore", message=r".*\.fit.*there is no last checkpoint available.*")
     # Advertisements for other services, and a deprecation inside Lightning itself.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()

@@ -120,8 +120,9 @@ def run(options: argparse.Namespace, methods: dict[str, tuple[str, ...]]) -> dic
                 folder / "done",
                 *("fit", "--config", EXP / config, "--run_dir", options.out, *base),
                 *("--trainer.default_root_dir", folder, "--trainer.logger", "false"),
-                *("--trainer.enable_checkpointing", "false", "--model.export_dir"),
-                *(folder / "adapter", "--model.seed", seed, "--seed_everything", seed),
+                *("--trainer.enable_checkpointing", "false", "--trainer.callbacks", "[]"),
+                *("--model.export_dir", folder / "adapter"),
+                *("--model.seed", seed, "--seed_everything", seed),
                 *("--data.limit", options.examples, "--data.val_fraction", "0.1"),
                 *(*shlex.split(options.flags), *flags),
             )

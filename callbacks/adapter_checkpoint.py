@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
+from callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.reports.results import write_atomically
+
+_UNFINISHED = ".unfinished"
+"""Lies in the folder while a run writes there."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +31,10 @@ class AdapterCheckpoint(Callback):
     ``backbone.adapter`` (or ``backbone.path``) loads; ``scores.json`` lists the monitored values.
     A run that stops over a loss that is not finite leaves the weights from before it in ``last``.
     To resume training use Lightning's ``ModelCheckpoint``, which holds the optimiser as well.
+
+    An epoch in which the monitored value was not logged, such as one without validation, gets its
+    folder but no score. A run that begins anew wants a folder without weights, save those of a run
+    that was cut short before its first checkpoint, which it replaces.
 
     Args:
         folder: where the folders go.
@@ -57,6 +67,8 @@ class AdapterCheckpoint(Callback):
         self.mode = mode
         self.scores: dict[str, float] = {}
         self._epochs_ended: int | None = None
+        self._former: Tensor | None = None  # the monitored value when the epoch began
+        self._was_validated = False  # in this epoch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the module."""
@@ -65,15 +77,45 @@ class AdapterCheckpoint(Callback):
                 f"AdapterCheckpoint: expected a FinetuneModule, got {type(pl_module).__name__}"
             )
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses the weights of another run before time is spent on a new one."""
+        self._replaced(trainer)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the folder of an epoch whose last batch was the last thing before a restart.
 
         Such an epoch counts as over when the run goes on: it is not validated, so it has no score.
+
+        Raises:
+            ValueError: the run is not resumed, but the folder holds weights; or no validation will
+                log the monitored value.
         """
+        if self._wants_validation(trainer) and not _will_validate(trainer):
+            raise ValueError(
+                f"AdapterCheckpoint.monitor: expected a run with validation, which logs "
+                f"{self.monitor!r}, got one without; see data.val_fraction and "
+                "trainer.check_val_every_n_epoch, or leave monitor out"
+            )
+        replaced = self._replaced(trainer)
+        trainer.strategy.barrier("adapters_looked_at")  # before the first process deletes some
+        if trainer.is_global_zero:
+            for path in replaced:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / _UNFINISHED).touch()
         number = trainer.current_epoch
         if self._epochs_ended is not None and self._epochs_ended < number:
             self._write(trainer, pl_module, number - 1, has_score=False)
         self._epochs_ended = number
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at the monitored value: Lightning keeps it until it is logged again."""
+        self._former = trainer.callback_metrics.get(self.monitor or "")
+        self._was_validated = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes that the epoch was validated."""
+        self._was_validated = not trainer.sanity_checking
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the folders; validation has run where there is one."""
@@ -101,6 +143,9 @@ class AdapterCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tells where the folders are."""
         if trainer.is_global_zero:
+            (self.folder / _UNFINISHED).unlink(missing_ok=True)
+            if self.monitor is not None and not self.scores:
+                logger.warning("monitor: %r was not logged, so there is no best", self.monitor)
             logger.info("weights of epochs, best and last: %s", self.folder)
 
     def on_exception(
@@ -115,14 +160,43 @@ class AdapterCheckpoint(Callback):
             pl_module.export(self.folder / "last")
             logger.warning("weights before the error: %s", self.folder / "last")
 
+    def _wants_validation(self, trainer: Trainer) -> bool:
+        return (self.monitor or "").startswith("val/") and not self._is_measured_apart(trainer)
+
+    def _is_measured_apart(self, trainer: Trainer) -> bool:
+        """Whether a callback logs the monitored value at times of its own."""
+        return self.monitor == SCORE and any(
+            isinstance(one, DiscriminationScore)
+            for one in trainer.callbacks  # type: ignore[attr-defined]
+        )
+
+    def _replaced(self, trainer: Trainer) -> list[Path]:
+        """What a new run deletes in the folder."""
+        if trainer.ckpt_path is not None or trainer.global_step > 0:
+            return []
+        names = ("epoch-*", "best", "last", "scores.json")
+        held = sorted(path for name in names for path in self.folder.glob(name))
+        is_finished = not (self.folder / _UNFINISHED).exists()
+        if held and (is_finished or _has_checkpoint(trainer)):
+            raise ValueError(
+                f"{self.folder}: expected a folder without weights, since this run begins anew, "
+                f"got {', '.join(path.name for path in held)} of a former one; resume that one "
+                "with --ckpt_path last, choose another run_dir, or delete the folder"
+            )
+        return held
+
     def _is_best(self, trainer: Trainer, number: int) -> bool:
-        """Notes the monitored value; whether it is the best so far."""
-        if self.monitor not in trainer.callback_metrics:
+        """Notes the monitored value, where it was logged in this epoch; whether it is the best."""
+        found = trainer.callback_metrics.get(self.monitor or "")
+        is_due = self._was_validated or not (self.monitor or "").startswith("val/")
+        if found is None and is_due and not self._is_measured_apart(trainer):
             raise ValueError(
                 f"monitor: nothing was logged as {self.monitor!r}, known: "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'nothing'}"
             )
-        value = float(trainer.callback_metrics[self.monitor])
+        if found is None or found is self._former:
+            return False
+        value = float(found)
         sign = 1.0 if self.mode == "min" else -1.0
         former = [sign * score for score in self.scores.values()]
         self.scores[f"epoch-{number:02d}"] = value
@@ -139,6 +213,23 @@ class AdapterCheckpoint(Callback):
         """Takes them up again."""
         self.scores = dict(state_dict["scores"])
         self._epochs_ended = state_dict.get("epochs_ended")  # not in checkpoints of old
+
+
+def _has_checkpoint(trainer: Trainer) -> bool:
+    """Whether there is something to resume, in the run's folder or where its callbacks save."""
+    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    folders = [trainer.default_root_dir, *(one.dirpath for one in savers if one.dirpath)]
+    return any(any(Path(folder).rglob("*.ckpt")) for folder in folders)
+
+
+def _will_validate(trainer: Trainer) -> bool:
+    """Whether a run that begins has something to validate, and an epoch that does it."""
+    epochs, every = trainer.max_epochs, trainer.check_val_every_n_epoch
+    if every is not None and epochs is not None and 0 <= epochs < every:
+        return False
+    # Not loaded yet where the first epoch is not validated.
+    is_empty = trainer.val_dataloaders is not None and not sum(trainer.num_val_batches)
+    return trainer.enable_validation and not is_empty
 
 
 def _replace(source: Path, target: Path) -> None:

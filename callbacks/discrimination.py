@@ -23,6 +23,9 @@ from lit_dlm.ops.noise import sample_seed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_atomically
 
+SCORE = "val/tds"
+"""Name under which the score is logged."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +103,8 @@ class DiscriminationScore(Callback):
         """Measures after an epoch."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             score = self._measure(trainer, pl_module, f"epoch {trainer.current_epoch}")
-            pl_module.log("val/tds", score, rank_zero_only=False, sync_dist=False)
+            # Equal on all processes; Lightning warns about values of epochs that are not reduced.
+            pl_module.log(SCORE, score, sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures at the end of the ``validate`` command; ``fit`` has its own times."""

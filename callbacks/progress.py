@@ -32,6 +32,18 @@ class ProgressBar(RichProgressBar):
     _fit_began_at = 0.0
     _fit_began_with = 0.0
 
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of the epoch, or as many as ``max_steps`` leaves of it."""
+        trainer = self.trainer
+        total = trainer.num_training_batches
+        if trainer.max_steps <= 0 or not total:
+            return total
+        # A run may go on in the middle of an epoch; at the start of one, this is still the last's.
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed % total
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        return min(total, done + left)
+
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
         """Shows how far the rollouts between two epochs are, on a line of their own.
 

@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 class RewardCurve(Callback):
     """Keeps ``reward_curve.jsonl`` and ``reward_curve.png`` up to date.
 
-    A line holds everything that one RL step logged. Step 0 is the policy as it began, where the
-    trainer validates before training (``num_sanity_val_steps: -1``); the validation in line ``n``
-    is that of the policy after ``n`` RL steps. The curve is part of checkpoints, so that of a
+    A line holds everything that one RL step logged, and nothing of an earlier one. Step 0 is the
+    policy as it began, where the trainer validates on everything before training
+    (``num_sanity_val_steps: -1``); the validation in line ``n`` is that of the policy after ``n``
+    RL steps. The curve is part of checkpoints, so that of a
     resumed run goes on where it stood.
 
     Args:
@@ -40,7 +41,9 @@ class RewardCurve(Callback):
         """Notes the scores of the policy before training."""
         # A resumed run is checked, too, but its beginning is known.
         is_first = trainer.sanity_checking and not self.points
-        if is_first and isinstance(pl_module, TraceRLModule):
+        # Some batches alone say nothing that later validations could be compared with.
+        is_whole = trainer.num_sanity_val_steps >= max(trainer.num_val_batches, default=0)
+        if is_first and is_whole and isinstance(pl_module, TraceRLModule):
             scores = {} if pl_module.validation is None else pl_module.validation.last
             values = {f"val/{name}": value for name, value in scores.items()}
             self.points = [{"step": 0, "updates": 0, **values}]
@@ -53,14 +56,11 @@ class RewardCurve(Callback):
         """
         if not isinstance(pl_module, TraceRLModule):
             raise ValueError(f"model: expected a TraceRLModule, got {type(pl_module).__name__}")
-        has_validation = (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if has_validation or not name.startswith("val/")
+            if _is_new(name, trainer, pl_module)
         }
-        # The module logs it in the hook of this name, which comes after those of callbacks.
-        values["time/train"] = pl_module.train_seconds
         step = trainer.current_epoch + 1
         self.points = [point for point in self.points if point["step"] < step]
         self.points.append({"step": step, "updates": trainer.global_step, **values})
@@ -86,3 +86,14 @@ class RewardCurve(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the curve of a checkpoint."""
         self.points = list(state_dict["points"])
+
+
+def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
+    """Whether this RL step logged a metric: the trainer keeps those of earlier ones."""
+    kind = name.partition("/")[0]
+    if kind == "val":
+        return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+    if kind == "train":  # of batches that are learnt from
+        is_idle = name == "train/grad_norm_value" and not module.trains_value
+        return not is_idle and module.facts.get("rollout/items", 1.0) > 0.0
+    return kind not in ("rollout", "time") or name in module.facts or name == "time/train"

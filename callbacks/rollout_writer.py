@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.rollouts import rl_step_of
 from lit_dlm.trajectories.shard_files import MANIFEST_FILE, completed_uids
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutWriter(Callback):
     """Keeps all rollouts, dropped groups included, with reward, RL step and policy version.
@@ -23,7 +26,8 @@ class RolloutWriter(Callback):
     step's checkpoint. Of what the folder holds, a resumed run keeps the RL steps that its
     checkpoint has behind it and writes the others anew, so the folder is that of one run. A run
     that begins anew wants a folder without rollouts, save those of a run that was cut short before
-    its first checkpoint, which it replaces.
+    its first checkpoint, which it replaces. Nothing is written with ``source: shards``, whose
+    rollouts are stored already.
 
     Args:
         folder: folder of the trajectory set.
@@ -45,19 +49,30 @@ class RolloutWriter(Callback):
         self.name = name
         self.level = level
         self.max_gigabytes = max_gigabytes
+        self._is_replay = False
         self._target: TrajectoryFolder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks what is trained."""
-        if stage == "fit" and not hasattr(trainer.datamodule, "collected"):  # type: ignore[attr-defined]
+        """Checks what is trained.
+
+        Raises:
+            ValueError: the data module does not roll out.
+        """
+        if stage != "fit":
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "collected"):
             raise ValueError(
-                "RolloutWriter: expected RolloutDataModule, got "
-                f"{type(trainer.datamodule).__name__}"  # type: ignore[attr-defined]
+                f"RolloutWriter: expected RolloutDataModule, got {type(data).__name__}"
             )
+        self._is_replay = data.source == "shards"
+        if self._is_replay:
+            logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses a folder with rollouts before time is spent on a new run."""
-        self._first_new_step(trainer, completed_uids(self.folder))
+        if not self._is_replay:
+            self._first_new_step(trainer, completed_uids(self.folder))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recovers the folder on rank 0 and opens this process's writer.
@@ -65,6 +80,8 @@ class RolloutWriter(Callback):
         Raises:
             ValueError: the run is not resumed, but the folder holds rollouts.
         """
+        if self._is_replay:
+            return
         assert isinstance(pl_module, DecodeModule)
         first = self._first_new_step(trainer, completed_uids(self.folder))
         trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
@@ -97,6 +114,8 @@ class RolloutWriter(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Queues the rollouts of this RL step that were made by this process."""
+        if self._is_replay:
+            return
         assert self._target is not None
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._target.put_records(

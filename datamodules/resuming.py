@@ -43,6 +43,24 @@ def place(trainer: Trainer | None) -> tuple[int, int]:
     return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
 
 
+def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
+    """Refuses the trainer's option that would replace a plan by a sampler of Lightning's own.
+
+    Args:
+        trainer: the trainer; anything goes without one.
+        instead: the option that takes few examples.
+
+    Raises:
+        ValueError: ``overfit_batches`` is set.
+    """
+    share = 0 if trainer is None else trainer.overfit_batches  # type: ignore[attr-defined]
+    if share:
+        raise ValueError(
+            f"trainer.overfit_batches: expected 0, got {share}; to train on few examples again "
+            f"and again, use {instead}"
+        )
+
+
 def batches_done(trainer: Trainer | None, batches_per_pass: int) -> int:
     """Training batches that each process has consumed, from the optimiser steps taken.
 
@@ -85,3 +103,26 @@ def save_at_ends_of_epochs(trainer: Trainer) -> None:
                 "saved before its end cannot be resumed, got false"
             )
         callback._save_on_train_epoch_end = True
+
+
+def stop_at_ends_of_epochs(trainer: Trainer) -> None:
+    """Has early stopping by a score of RL steps look at it when one ends, not at validations.
+
+    At a validation the score of the RL step that has just been trained is not logged yet, and
+    Lightning would take that of an earlier one.
+
+    Args:
+        trainer: whose callbacks are set.
+
+    Raises:
+        ValueError: one is told to look at validations.
+    """
+    for callback in trainer.early_stopping_callbacks:
+        if callback.monitor.startswith("val/"):
+            continue
+        if callback._check_on_train_epoch_end is False:
+            raise ValueError(
+                "EarlyStopping.check_on_train_epoch_end: expected true, since "
+                f"{callback.monitor!r} is logged when an RL step ends, got false"
+            )
+        callback._check_on_train_epoch_end = True

@@ -20,9 +20,11 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from datamodules.resuming import place, save_at_ends_of_epochs
+from datamodules.resuming import place, save_at_ends_of_epochs, stop_at_ends_of_epochs
+from datamodules.rollout_checks import check_settings, warn_of_long_rows, warn_of_unused
 from datamodules.rollout_collection import (
     Collected,
+    EncodedPrompt,
     OnlineCollector,
     ShardCollector,
     encoded_prompts,
@@ -64,12 +66,14 @@ class RolloutDataModule(LightningDataModule):
     Set ``trainer.reload_dataloaders_every_n_epochs: 1`` and ``max_epochs`` to the number of RL
     steps. Everything random follows from seeds, names and the number of the RL step, so a run that
     is stopped between two RL steps and resumed goes on as if it had not been. A ``ModelCheckpoint``
-    that leaves open when it saves does so at the end of RL steps.
+    that leaves open when it saves does so at the end of RL steps; ``EarlyStopping`` by a score of
+    rollouts looks at it there, too.
 
     Args:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
-        source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote.
+        source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
+            the groups that were kept; settings of new rollouts are not read then, with a warning.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
@@ -77,7 +81,7 @@ class RolloutDataModule(LightningDataModule):
         response_length: cells of every response.
         max_prompt_length: prompts with more tokens are left out.
         rollout_batch_size: responses decoded together.
-        batch_size: training items per batch and process.
+        batch_size: training items per batch and process; rows that are packed are one.
         filters: groups that one of them drops are not trained on.
         max_rollout_rounds: rounds of rollouts per RL step; from the second on dropped groups are
             made up for by new prompts.
@@ -123,35 +127,6 @@ class RolloutDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if source not in ("online", "shards"):
-            raise ValueError(f"source: expected 'online' or 'shards', got {source!r}")
-        if (source == "shards") != (shards is not None):
-            raise ValueError(
-                "shards: needed with source 'shards' and only there, "
-                f"got {shards!r} with {source!r}"
-            )
-        if not tasks:
-            raise ValueError("tasks: expected at least one task, got none")
-        for name, value in (
-            ("prompts_per_step", prompts_per_step),
-            ("responses_per_prompt", responses_per_prompt),
-            ("response_length", response_length),
-            ("max_prompt_length", max_prompt_length),
-            ("rollout_batch_size", rollout_batch_size),
-            ("batch_size", batch_size),
-            ("max_rollout_rounds", max_rollout_rounds),
-            ("passes", passes),
-            ("val_responses", val_responses),
-            ("val_response_length", 1 if val_response_length is None else val_response_length),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if advantage not in ("group_zscore", "leave_one_out", "none"):
-            raise ValueError(
-                f"advantage: expected 'group_zscore', 'leave_one_out' or 'none', got {advantage!r}"
-            )
-        if not 0.0 <= smoothing < 1.0:
-            raise ValueError(f"smoothing: expected a number in [0, 1), got {smoothing}")
         self.tasks = tasks
         self.rewards = rewards
         self.source = source
@@ -170,10 +145,13 @@ class RolloutDataModule(LightningDataModule):
         self.advantage: GroupAdvantage = advantage
         self.passes = passes
         self.val_responses = val_responses
-        self.val_response_length = val_response_length or response_length
+        self.val_response_length = (
+            response_length if val_response_length is None else val_response_length
+        )
         self.smoothing = smoothing
         self.num_workers = num_workers
         self.seed = seed
+        check_settings(self)
         self.collected: Collected | None = None
         """Rollouts of the current RL step, those of all processes and of dropped groups too."""
         self.facts: dict[str, float] = {}
@@ -197,7 +175,9 @@ class RolloutDataModule(LightningDataModule):
         module = self._module()
         assert self.trainer is not None
         save_at_ends_of_epochs(self.trainer)
+        stop_at_ends_of_epochs(self.trainer)
         if self.source == "shards":
+            warn_of_unused(self)
             assert self.shards is not None
             self._collector = ShardCollector(self.shards, mask_id=module.backbone.spec.mask_id)
         else:
@@ -209,10 +189,11 @@ class RolloutDataModule(LightningDataModule):
                 num_workers=self.num_workers,
             )
             self._rewarders.append(rewarder)
+            prompts = self._prompts(self.tasks, self.response_length, "response_length")
             self._collector = OnlineCollector(
                 self._engine(module.method, self.response_length),
                 rewarder,
-                encoded_prompts(module, self.tasks, max_length=self.max_prompt_length),
+                prompts,
                 filters=self.filters,
                 num_prompts=self.prompts_per_step,
                 num_responses=self.responses_per_prompt,
@@ -227,15 +208,16 @@ class RolloutDataModule(LightningDataModule):
                 num_workers=self.num_workers,
             )
             self._rewarders.append(rewarder)
+            self._val_prompts = self._prompts(
+                self.val_tasks, self.val_response_length, "val_response_length"
+            )
             module.validation = RolloutValidation(
                 {
                     method: self._engine(method, self.val_response_length)
                     for method in module.val_methods
                 },
                 rewarder,
-            )
-            self._val_prompts = encoded_prompts(
-                module, self.val_tasks, max_length=self.max_prompt_length
+                num_prompts=len(self._val_prompts),
             )
 
     def _module(self) -> TraceRLModule:
@@ -243,6 +225,12 @@ class RolloutDataModule(LightningDataModule):
         if not isinstance(module, TraceRLModule):
             raise ValueError(f"model: expected a TraceRLModule, got {type(module).__name__}")
         return module
+
+    def _prompts(self, tasks: list[Task], response_length: int, option: str) -> list[EncodedPrompt]:
+        module = self._module()
+        prompts = encoded_prompts(module, tasks, max_length=self.max_prompt_length)
+        warn_of_long_rows(module, prompts, response_length=response_length, option=option)
+        return prompts
 
     def _engine(self, method: str, response_length: int) -> RolloutEngine:
         return RolloutEngine(
@@ -333,7 +321,7 @@ class RolloutDataModule(LightningDataModule):
         seconds["value"] = time.perf_counter() - begin
         begin = time.perf_counter()
         batches = deal(
-            *(len(part) for part in passes),
+            *([item.size for item in part] for part in passes),
             batch_size=self.batch_size,
             accumulate=trainer.accumulate_grad_batches,
             rank=rank,

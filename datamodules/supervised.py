@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.decode_checks import check_decodes
 from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
-from datamodules.resuming import batches_done, place, planned_loader
+from datamodules.resuming import batches_done, place, planned_loader, refuse_overfit_batches
 from datamodules.supervised_sources import ModelFacts, SupervisedSource
 from datamodules.trajectories import is_validation
 from lit_dlm.backbones import BackboneSpec
@@ -136,10 +137,11 @@ class SupervisedDataModule(LightningDataModule):
 
         Raises:
             ValueError: the module cannot be fine-tuned, no example is left, two have one uid, one
-                holds a token that the model may not produce, or lacks a decode that the module's
-                states are made from.
+                holds an id that the model does not have or may not produce, or lacks a decode that
+                the module's states are made from; or Lightning is to repeat batches.
         """
         del stage
+        refuse_overfit_batches(self.trainer, instead="data.limit")
         if self._dataset is not None:
             return
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -156,7 +158,9 @@ class SupervisedDataModule(LightningDataModule):
         )
         examples = list(self._read(facts))
         for example in examples:
-            check_learnable(example, facts.spec, num_padding=module.num_padding)
+            check_learnable(
+                example, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
+            )
         check_decodes(examples, module, response_length=self.response_length)
         self.set_examples(examples, facts.spec)
 
@@ -248,9 +252,18 @@ class SupervisedDataModule(LightningDataModule):
         return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """The validation side, in order; none without one."""
+        """The validation side, in order; none without one.
+
+        Raises:
+            ValueError: ``validate`` has nothing to validate.
+        """
         assert self._dataset is not None
         if not len(self.val_numbers):
+            if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+                raise ValueError(
+                    "data.val_fraction: expected a number above 0, the share that validate reads, "
+                    f"got {self.val_fraction}"
+                )
             # Lightning's way to say that there is none, about which it warns all the same.
             warnings.filterwarnings(
                 "ignore", message=r"Total length of `list` across ranks is zero"
@@ -287,12 +300,21 @@ def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
 
 
 def check_learnable(
-    example: SupervisedExample, spec: BackboneSpec, *, num_padding: int | None
+    example: SupervisedExample, spec: BackboneSpec, *, vocab_size: int, num_padding: int | None
 ) -> None:
-    """Refuses responses with a target of probability zero, while the sample's name is at hand.
+    """Refuses ids that the model does not have and targets of probability zero.
 
-    A process that found it in the middle of an epoch would leave the others waiting.
+    Here the sample's name is at hand, and a process that found it in the middle of an epoch would
+    leave the others waiting.
     """
+    for what, ids in (("prompt", example.prompt_ids), ("response", example.response_ids)):
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(outside):
+            raise ValueError(
+                f"{example.uid}: expected token ids from 0 to {vocab_size - 1}, which the model "
+                f"has, got {ids[outside[0]]} at {what} position {outside[0]}; were they made with "
+                "another tokenizer?"
+            )
     ids = example.response_ids
     ends = np.flatnonzero(np.isin(ids, spec.eos_ids))
     if len(ends) and num_padding is not None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
-from datamodules.resuming import batches_done, place, planned_loader
+from datamodules.resuming import batches_done, place, planned_loader, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import (
     StateBatch,
@@ -243,10 +243,11 @@ class TrajectoryDataModule(LightningDataModule):
 
         Raises:
             ValueError: the shards are missing or empty, hold no features although they should, or
-                were made with another projector than the module's; or one side of the split is
-                empty.
+                were made with another projector than the module's; one side of the split is
+                empty; or Lightning is to repeat batches.
         """
         del stage
+        refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._dataset is not None:
             return
         reader = TrajectoryShardReader(

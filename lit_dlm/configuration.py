@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
+import json
+import logging
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from pydoc import locate
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace, _typehints
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN_OPTION = re.compile(
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
@@ -126,8 +132,63 @@ def _keys(parser: ArgumentParser | None) -> list[str]:
     return [action.dest for action in parser._actions if action.dest]
 
 
+_discard_what_does_not_fit = _typehints.discard_init_args_on_class_path_change
+
+
+def _start_anew(
+    parser_or_action: Any, prev_val: Namespace | None, value: Namespace | dict[str, Any]
+) -> None:
+    """Empties the settings of a class that another one with settings of its own replaces.
+
+    jsonargparse hands every old setting on that the new class happens to accept, so that a filter
+    of one source would silently be that of another. A class given by its name alone still takes
+    over what both have.
+
+    Args:
+        parser_or_action: of the new class.
+        prev_val: class and settings that are replaced; changed in place.
+        value: class and settings that were given.
+    """
+    if not prev_val or "init_args" not in prev_val:
+        return
+    before, now = prev_val["class_path"], value["class_path"]
+    if before == now or locate(before) is locate(now) is not None:
+        return
+    settings = prev_val["init_args"]
+    kept = Namespace()
+    if "init_args" not in value:
+        kept = deepcopy(settings)  # the check that follows changes what it looks at
+        spec = Namespace(class_path=before, init_args=kept)
+        _discard_what_does_not_fit(parser_or_action, spec, value)
+    for name in set(vars(settings)) - set(vars(kept)):
+        del settings[name]
+
+
+# Called for flags, files and elements of lists alike; there is no setting for it.
+_typehints.discard_init_args_on_class_path_change = _start_anew
+
+
+def _as_yaml(argument: str) -> str:
+    """``--key=value`` with the Python text of a list, dict or None written as YAML."""
+    key, equals, text = argument.partition("=")
+    if text == "None" or text[:1] in ("[", "{"):
+        try:
+            text = json.dumps(ast.literal_eval(text))
+        except (ValueError, SyntaxError, TypeError):
+            return argument  # text of the user's own, which was no YAML
+    return key + equals + text
+
+
 class Parser(LightningArgumentParser):
     """Argument parser whose errors say what is wrong, where, and what was probably meant."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *rest: Any, **options: Any
+    ) -> Namespace:
+        """Parses flags; one inside a class arrives as the Python text of its value."""
+        if not self.exit_on_error and args is not None:
+            args = [_as_yaml(argument) for argument in args]
+        return super().parse_args(args, *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one short error and exits with status 2; one inside a class goes to its parent."""
@@ -138,7 +199,10 @@ class Parser(LightningArgumentParser):
 
 
 class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
+    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``.
+
+    Also says where ``fit --ckpt_path last`` found nothing, which is how a first run begins.
+    """
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
@@ -147,3 +211,12 @@ class RunConfigCallback(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         (folder / f"{trainer.state.fn.value}.yaml").write_text(text)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Speaks of a missing checkpoint once Lightning has looked for it."""
+        is_new = trainer.ckpt_path is None and self.config.get("ckpt_path") == "last"
+        if is_new and trainer.is_global_zero:
+            found = (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)
+            folders = dict.fromkeys(str(one) for one in found if one is not None)
+            names = " or ".join(folders) or "no folder of checkpoints"
+            logger.info("nothing to go on from in %s, starting anew", names)

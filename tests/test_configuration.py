@@ -1,6 +1,14 @@
-import pytest
-from jsonargparse import ArgumentParser
+import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+
+import lit_dlm.modules  # noqa: F401  (for the short names of its classes)
+from datamodules.supervised_sources import SupervisedSource
 from lit_dlm.configuration import Parser, explain, nearest
 
 
@@ -68,8 +76,6 @@ def test_unknown_flag_names_the_nearest():
 def test_an_error_inside_a_class_names_its_place_and_never_the_wrong_key(
     capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
-    from lightning.pytorch.cli import OptimizerCallable
-
     from lit_dlm.decoding import Decoder
 
     parser = Parser()
@@ -79,3 +85,84 @@ def test_an_error_inside_a_class_names_its_place_and_never_the_wrong_key(
         parser.parse_args(["--decoder=Decoder", *arguments])
     assert exit.value.code == 2
     assert f"lit-dlm: error: {told}" in capsys.readouterr().err
+
+
+RECORDED = (
+    "[{class_path: RecordedDecodes, "
+    "init_args: {shards: a, only_correct: true, tasks: [sums], limit: 3}}]"
+)
+REPLACED = "[{class_path: TABOMFile, init_args: {path: b}}]"
+
+
+def sources(*flags: str) -> list[dict[str, Any]]:
+    """The sources that come of the recorded ones and more flags; only what differs from None."""
+    parser = Parser(parser_mode="omegaconf+")
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--sources", type=list[SupervisedSource])
+    found = parser.parse_args([f"--sources={RECORDED}", *flags]).sources
+    return [{k: v for k, v in one.init_args.as_dict().items() if v is not None} for one in found]
+
+
+def test_an_element_replaced_by_another_class_with_settings_starts_anew(tmp_path: Path) -> None:
+    """Its filter and its limit were of the class before; TABOMFile takes wrong rows by default."""
+    config = tmp_path / "more.yaml"
+    config.write_text(f"sources: {REPLACED}")
+    for flags in ([f"--sources={REPLACED}"], [f"--config={config}"]):
+        assert sources(*flags) == [{"path": "b", "only_correct": False}]
+
+
+def test_a_single_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have() -> None:
+    parser = Parser(parser_mode="omegaconf+")
+    parser.add_argument("--optimizer", type=OptimizerCallable)
+    first = "--optimizer={class_path: torch.optim.AdamW, init_args: {lr: 0.5, weight_decay: 0.25}}"
+    other = "--optimizer={class_path: torch.optim.SGD, init_args: {lr: 0.1}}"
+    settings = parser.parse_args([first, other]).optimizer.init_args
+    assert (settings.lr, settings.weight_decay) == (0.1, 0.0)
+    settings = parser.parse_args([first, "--optimizer=torch.optim.SGD"]).optimizer.init_args
+    assert (settings.lr, settings.weight_decay) == (0.5, 0.25)
+    assert "betas" not in settings
+
+
+def test_the_same_class_given_again_is_merged() -> None:
+    again = "--sources=[{class_path: RecordedDecodes, init_args: {shards: b}}]"
+    kept = {"only_correct": True, "tasks": ["sums"], "limit": 3}
+    assert sources(again) == [{"shards": "b", **kept}]
+
+
+def model_of(*flags: str) -> Namespace:
+    """A model with an adapter of rank 3, and more flags."""
+    parser = Parser(parser_mode="omegaconf+")
+    parser.add_subclass_arguments(LightningModule, "model")
+    lora = "{rank: 3, targets: all}"
+    backbone = f"{{class_path: HFBackbone, init_args: {{path: tiny, lora: {lora}}}}}"
+    first = f"{{class_path: TABOMModule, init_args: {{backbone: {backbone}, tokenizer: tiny}}}}"
+    return parser.parse_args([f"--model={first}", *flags]).model
+
+
+def test_a_bare_name_keeps_nested_settings() -> None:
+    """The check of what fits must not change what it looks at."""
+    found = model_of("--model=SFTModule")
+    assert found.class_path.endswith("SFTModule")
+    assert found.init_args.backbone.init_args.lora.rank == 3
+
+
+def test_a_flag_inside_a_class_may_be_null_or_hold_it() -> None:
+    """jsonargparse hands values of nested classes on as the text of Python objects."""
+    backbone = model_of("--model.backbone.init_args.lora", "null").init_args.backbone.init_args
+    assert backbone.lora is None
+    backbone = model_of("--model.backbone.adapter=null").init_args.backbone.init_args
+    assert backbone.adapter is None
+    backbone = model_of("--model.backbone.init_args.lora={rank: 2, layers: null}")
+    lora = backbone.init_args.backbone.init_args.lora
+    assert (lora.rank, lora.layers) == (2, None)
+
+
+@pytest.mark.parametrize("tasks", [None, ["it's", 'a "b" ü', "None"]])
+def test_a_flag_of_a_list_inside_a_class_keeps_its_value(tasks: list[str] | None) -> None:
+    parser = Parser(parser_mode="omegaconf+")
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    data = f"--data={{class_path: SupervisedDataModule, init_args: {{sources: {RECORDED}}}}}"
+    flag = f"--data.sources.init_args.tasks={json.dumps(tasks)}"
+    (source,) = parser.parse_args([data, flag]).data.init_args.sources
+    assert source.init_args.tasks == tasks
+    assert source.init_args.limit == 3

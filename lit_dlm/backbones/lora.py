@@ -7,6 +7,7 @@ Published adapters load under transformers' names and under LLaDA's own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +65,7 @@ class LoRASettings:
     rank: int = 16
     """Rows of ``A``."""
     alpha: float = 16.0
-    """Numerator of the scale."""
+    """Numerator of the scale, above 0."""
     dropout: float = 0.0
     """Dropout on the input of ``A``. Keep 0 where probabilities of two forwards are compared."""
     targets: str | list[str] = "attn"
@@ -74,13 +75,19 @@ class LoRASettings:
     rslora: bool = False
     """Divides by the square root of the rank instead (arXiv:2312.03732)."""
     layers: list[int] | None = None
-    """Decoder layers to adapt; all by default."""
+    """Decoder layers to adapt, at least one; all by default."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"lora.rank: expected at least 1, got {self.rank}")
+        if not (self.alpha > 0.0 and math.isfinite(self.alpha)):
+            # With 0 the gradients are 0 as well.
+            raise ValueError(f"lora.alpha: expected a positive number, got {self.alpha}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"lora.dropout: expected 0 <= p < 1, got {self.dropout}")
+        if self.layers is not None and not self.layers:
+            # peft would adapt all of them.
+            raise ValueError("lora.layers: expected at least one layer, or null for all, got none")
         self.modules()
 
     def modules(self) -> list[str]:
@@ -141,8 +148,29 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
         dropout=config.get("lora_dropout", 0.0),
         targets=targets if isinstance(targets, str) else sorted(targets),
         rslora=bool(config.get("use_rslora", False)),
-        layers=[layers] if isinstance(layers, int) else layers,
+        layers=[layers] if isinstance(layers, int) else layers or None,  # all, to peft
     )
+
+
+def differing_base(folder: Path, base: str | None) -> str | None:
+    """The model that an adapter was trained on, where that is another one than it shall run on.
+
+    Of a model that has moved, such as a local copy from a hub, the last part of the name counts.
+
+    Args:
+        folder: the adapter.
+        base: folder, embedded name or hub id of the model at hand; ``None`` if not known.
+
+    Returns:
+        Its name, or ``None`` where it is the same or one of them is not known.
+    """
+    trained_on = read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path")
+    if not trained_on or base is None:
+        return None
+    one, other = Path(trained_on), Path(base)
+    are_here = one.is_dir() and other.is_dir()
+    is_same = one.resolve() == other.resolve() if are_here else one.name == other.name
+    return None if is_same else str(trained_on)
 
 
 def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY) -> None:
@@ -260,6 +288,31 @@ def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[s
     for path, parameter in model.named_parameters():
         if ".lora_" in path and f".{name}." in path.partition(".lora_")[2]:
             yield path.replace(f".{name}.", "."), parameter
+
+
+def float32_adapters(module: nn.Module) -> dict[str, Tensor]:
+    """Weights of all adapters that are in float32, by the name of the parameter.
+
+    Args:
+        module: holds decoders.
+    """
+    return {
+        name: parameter.data
+        for name, parameter in module.named_parameters()
+        if ".lora_" in name and parameter.dtype == torch.float32
+    }
+
+
+def keep_in_float32(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Puts adapters back that a move to half precision has rounded; see :func:`inject`.
+
+    Args:
+        module: after the move.
+        weights: what :func:`float32_adapters` gave before it.
+    """
+    for name, parameter in module.named_parameters():
+        if name in weights and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = weights[name].to(parameter.device)
 
 
 def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:

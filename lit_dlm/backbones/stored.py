@@ -157,6 +157,11 @@ class StoredDecoder(nn.Module):
             "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False
         )
         if lora is not None:
+            if trainable:
+                logger.warning(
+                    "trainable with lora: has no effect, the adapter alone is trained; leave lora "
+                    "out to train all weights"
+                )
             if from_ar is not None:
                 logger.warning(
                     "from_ar with lora: the new mask embedding is frozen at the mean of the others"
@@ -246,6 +251,12 @@ class StoredDecoder(nn.Module):
         self.add_adapter(adapters.read_adapter_settings(folder))
         self._adapter_file = adapters.load_adapter(self.model, folder, keys=self._keys)
         self._digests.pop("adapter", None)
+        trained_on = adapters.differing_base(folder, self._base_name)
+        if trained_on is not None:
+            logger.warning(
+                "%s: this adapter was trained on %s, but runs on %s",
+                folder, trained_on, self._base_name,
+            )  # fmt: skip
         for _, parameter in adapters.adapter_parameters(self.model):
             parameter.requires_grad_(trainable)
 
@@ -393,10 +404,12 @@ class StoredDecoder(nn.Module):
         decoder.rotary_emb = type(decoder.rotary_emb)(self.model.config).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer.
+        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
+        before = adapters.float32_adapters(self)
         super()._apply(fn, recurse)
         if "model" in self._modules and self.device.type != "meta":
             self._keep_rotary_in_float32()
+            adapters.keep_in_float32(self, before)
         return self
 
 

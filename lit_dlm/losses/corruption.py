@@ -56,9 +56,10 @@ class RandomMasking(Corruption):
         copies: int = 1,
         weight: LossWeight = "none",
     ) -> None:
-        if not 0.0 <= min_t <= max_t <= 1.0:
+        if not 0.0 <= min_t <= max_t <= 1.0 or max_t == 0.0:
             raise ValueError(
-                f"min_t, max_t: expected 0 <= min_t <= max_t <= 1, got {min_t}, {max_t}"
+                "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
+                f"ever a target there), got {min_t}, {max_t}"
             )
         if level not in ("row", "block", "token"):
             raise ValueError(f"level: expected 'row', 'block' or 'token', got {level!r}")
@@ -261,7 +262,8 @@ class TraceMasking(Corruption):
 class Autoregressive(Corruption):
     """Next-token prediction: nothing is hidden and attention is causal.
 
-    For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift).
+    For models whose raw row ``i - 1`` predicts token ``i`` (Dream's shift). The first token of a
+    response without a prompt is no target, since there is nothing that it could follow from.
 
     Args:
         weight: how targets are weighed.
@@ -273,11 +275,15 @@ class Autoregressive(Corruption):
     def states(self, responses: Responses) -> NoisyStates:
         """One state per sample."""
         maskable = responses.maskable
+        supervised = maskable
+        if responses.has_prompt is not None:
+            supervised = maskable.clone()
+            supervised[:, 0] &= responses.has_prompt
         return NoisyStates(
             sample=torch.arange(len(maskable), device=maskable.device),
             hidden=torch.zeros_like(maskable),
-            supervised=maskable,
-            weight=target_weights(self.weight, maskable, maskable, None),
+            supervised=supervised,
+            weight=target_weights(self.weight, supervised, maskable, None),
             per_row=self.weight != "none",
             counted=counted_states(self.weight, maskable),
             causal=True,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.ops.masking import per_row
+from lit_dlm.ops.masking import per_row, positive_integer
 
 Ties = Literal["strict", "position", "rank"]
 
@@ -81,8 +81,8 @@ def entropy_ranking(
         raise ValueError(f"ties: expected 'strict', 'position' or 'rank', got {ties!r}")
     if (ties == "rank") and decode_entropy is None:
         raise ValueError("decode_entropy: expected the recorded entropies with ties 'rank'")
-    if window is not None and not (isinstance(window, int) and window >= 1):
-        raise ValueError(f"window: expected an integer of at least 1 or None, got {window}")
+    if window is not None:
+        window = positive_integer(window, name="window")
     if not math.isfinite(margin):
         raise ValueError(f"margin: expected a finite number, got {margin}")
     given = [entropy, steps, supervised, *([] if decode_entropy is None else [decode_entropy])]

@@ -33,6 +33,8 @@ class Responses:
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, cells that count as decoded out of order where the data say so; ``None``
     takes what the steps say."""
+    has_prompt: Tensor | None = None
+    """``(B,)`` bool, rows with a real token before the response; ``None`` where all have one."""
 
     def steps_or_ltr(self) -> Tensor:
         """``(B, G)`` int64 steps; one cell a step from the left in rows without a decode."""

@@ -24,10 +24,8 @@ def value_loss(
         clip: how far a value may move; infinity for plain regression.
 
     Returns:
-        ``total``, and in ``parts`` over the tokens with weight: ``error`` (root of the mean squared
-        error), ``explained`` (share of the returns' variance that the values explain, 0 where
-        they do not vary),
-        ``clip_fraction`` (share of values that moved beyond the clip).
+        ``total``, and in ``parts`` ``clip_fraction``, over the tokens with weight the share of
+        values that moved beyond the clip.
 
     Raises:
         ValueError: shapes differ.
@@ -43,12 +41,6 @@ def value_loss(
     with torch.no_grad():
         counted = weight > 0
         count = counted.sum().clamp_min(1)
-        mean = (returns * counted).sum() / count
-        variance = ((returns - mean) ** 2 * counted).sum() / count
-        squared = (plain * counted).sum() / count
-        parts = {
-            "error": squared.sqrt(),
-            "explained": torch.where(variance > 1e-6, 1.0 - squared / variance, 0.0),
-            "clip_fraction": (((values - old_values).abs() > clip) & counted).sum() / count,
-        }
+        moved_on = ((values - old_values).abs() > clip) & counted
+        parts = {"clip_fraction": moved_on.sum() / count}
     return LossTerms(total, parts)

@@ -24,6 +24,7 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.endings import text_cells
+from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained
 from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
@@ -128,6 +129,19 @@ class DecodeModule(LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at first use."""
         return load_tokenizer(self.tokenizer_path)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Notes the settings of the trained adapters, which their weights alone do not tell."""
+        checkpoint[ADAPTERS_KEY] = trained_adapters(self)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses weights that are not those of this model, such as those of another adapter.
+
+        Raises:
+            ValueError: the checkpoint lacks weights that are trained, has some that the model has
+                no place for, or comes from an adapter of other settings.
+        """
+        require_own_checkpoint(self, checkpoint)
 
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""

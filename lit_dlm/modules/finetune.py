@@ -39,6 +39,11 @@ class FinetuneModule(DecodeModule):
     A subclass says what the loss of the states is. The learning rate warms up linearly and falls
     along half a cosine over all optimiser steps of the run (accumulated batches count once).
 
+    A logged ``train/`` value is over all batches of one optimiser step, accumulated ones and those
+    of other processes included, as if they were one: a mean per target, pair or state, or a count.
+    With several processes only the steps that loggers write (``trainer.log_every_n_steps``) are
+    summed up and logged.
+
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
         corruption: which states are trained on; noise is drawn anew in every pass over the data.
@@ -95,7 +100,9 @@ class FinetuneModule(DecodeModule):
         self.lr_floor = lr_floor
         self.export_dir = None if export_dir is None else Path(export_dir)
         self._step_uids: list[str] = []  # since the last optimiser step
-        self._val_sums: dict[str, Tensor] = {}  # (2,) float64 sum and units of each part
+        # (2,) float64 sum and units of each part, since the last optimiser step or in validation
+        self._train_sums: dict[str, Tensor] = {}
+        self._val_sums: dict[str, Tensor] = {}
 
     # -- the loss --------------------------------------------------------------------------------
 
@@ -205,20 +212,26 @@ class FinetuneModule(DecodeModule):
             blamed=lambda: [] if bool(is_finite) else _non_finite_samples(batch, states, stats),
         )
         self._step_uids += batch.uids
-        values = {"loss": terms.total.detach(), **terms.parts}
-        self.log_dict(
-            {f"train/{name}": value for name, value in values.items()}, batch_size=len(batch.ids)
-        )
+        _add_sums(self._train_sums, terms)
         return terms.total
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients: clipping would spread one that is not finite to all weights.
+        """Logs the step, and looks at its gradients.
+
+        Clipping would spread one that is not finite to all weights.
 
         Raises:
             NonFiniteError: a gradient is not finite; raised in all processes, before any weight
                 has changed.
         """
+        sums, self._train_sums = self._train_sums, {}
         uids, self._step_uids = self._step_uids, []
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # Counted alike in all processes, since each of them takes part in the sums.
+        is_written = every > 0 and (self.trainer.global_step + 1) % every == 0
+        if sums and (is_written or self.trainer.world_size == 1):
+            means = self._means(sums)
+            self.log_dict({f"train/{name}": value for name, value in means.items()})
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             return  # float16 precision tries its loss scale out and skips such steps itself
         gradients = [value.grad for value in self.parameters() if value.grad is not None]
@@ -232,25 +245,25 @@ class FinetuneModule(DecodeModule):
 
     def validation_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> None:
         """Sums of the same loss, with noise that does not change between validations."""
-        terms = self.terms(batch, seed=self.seed + _VALIDATION_SEED)
-        for name, value in terms.parts.items():
-            found = terms.sums.get(name, (value, torch.zeros_like(value)))
-            pair = torch.stack([one.double() for one in found])
-            self._val_sums[name] = self._val_sums.get(name, 0.0) + pair
+        _add_sums(self._val_sums, self.terms(batch, seed=self.seed + _VALIDATION_SEED))
 
     def on_validation_epoch_end(self) -> None:
         """Logs means over all targets, pairs or states of all processes, and counts in total.
 
         Neither the batch size nor the number of processes changes them.
         """
-        sums = torch.stack(list(self._val_sums.values()))  # (parts, 2)
-        if self.trainer.world_size > 1:
-            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        means = (sums[:, 0] / sums[:, 1].clamp_min(1)).float()  # counts have no units
-        parts = dict(zip(self._val_sums, means, strict=True))
-        values = {"loss": self.combined(parts), **parts}
+        values = self._means(self._val_sums)
         # Equal on all processes; Lightning warns about values of epochs that are not reduced.
         self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
+
+    def _means(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The loss and its parts over the batches of all processes, which must all call it."""
+        stacked = torch.stack(list(sums.values()))  # (parts, 2)
+        if self.trainer.world_size > 1:
+            stacked = self.trainer.strategy.reduce(stacked, reduce_op="sum")
+        means = (stacked[:, 0] / stacked[:, 1].clamp_min(1)).float()  # counts have no units
+        parts = dict(zip(sums, means, strict=True))
+        return {"loss": self.combined(parts), **parts}
 
     # -- optimisation ----------------------------------------------------------------------------
 
@@ -288,29 +301,13 @@ class FinetuneModule(DecodeModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Drops frozen weights from the file."""
+        super().on_save_checkpoint(checkpoint)
         # A tied head is the embedding under a second name.
         named = self.named_parameters(remove_duplicate=False)
         frozen = {name for name, value in named if not value.requires_grad}
         state = checkpoint["state_dict"]
         for key in [key for key in state if key in frozen]:
             del state[key]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses weights that this model has no place for, such as those of another adapter.
-
-        Raises:
-            ValueError: the checkpoint holds other weights than the model trains.
-        """
-        if "state_dict" not in checkpoint:
-            return  # FSDP2 has loaded the weights by now, and refuses missing ones itself
-        wanted = {name for name, value in self.named_parameters() if value.requires_grad}
-        found = set(checkpoint["state_dict"])
-        if wanted and not wanted <= found:
-            missing = sorted(wanted - found)
-            raise ValueError(
-                f"ckpt_path: the checkpoint lacks {len(missing)} trained weights of this model, "
-                f"such as {missing[0]}; expected a checkpoint of the same lora settings"
-            )
 
     def on_fit_end(self) -> None:
         """Writes the last weights where ``export_dir`` asks for them."""
@@ -328,6 +325,13 @@ class FinetuneModule(DecodeModule):
         """
         is_first = self._trainer is None or self.trainer.is_global_zero
         export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
+
+
+def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
+    for name, value in terms.parts.items():
+        found = terms.sums.get(name, (value, torch.zeros_like(value)))
+        pair = torch.stack([one.double() for one in found])
+        sums[name] = sums.get(name, 0.0) + pair
 
 
 def _weighted_ce(states: NoisyStates, stats: TokenStats) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.actor import KLEstimator
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
@@ -33,8 +35,8 @@ class PolicyObjective:
     ``max_gen_length`` for block models."""
     old_log_prob: Literal["recompute", "behaviour", "detach"] = "recompute"
     """Where the old log-probabilities come from: the training forward before the first update, the
-    sampler's own record, or the current forward itself (a ratio of 1, exact for a single update
-    per RL step)."""
+    sampler's own record (where states, blocks and temperature of training are the sampler's), or
+    the current forward itself (a ratio of 1, exact for a single update per RL step)."""
     temperature: Literal["rollout"] | float = "rollout"
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 
@@ -59,12 +61,21 @@ class PolicyObjective:
                 f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
             )
 
-    def check(self, backbone: HFBackbone, corruption: Corruption) -> None:
+    def check(
+        self,
+        backbone: HFBackbone,
+        corruption: Corruption,
+        *,
+        row_spec: BackboneSpec,
+        decoder: Decoder,
+    ) -> None:
         """Tells whether it can be pursued with a policy and its training states.
 
         Args:
             backbone: the policy.
             corruption: the states.
+            row_spec: of training rows.
+            decoder: that of rollouts.
 
         Raises:
             ValueError: it cannot.
@@ -79,12 +90,45 @@ class PolicyObjective:
                 "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
                 "give it lora settings or use 'old'"
             )
-        is_exact = isinstance(corruption, TraceMasking) and corruption.shrink == 1
-        if self.old_log_prob == "behaviour" and not is_exact:
-            raise ValueError(
-                "objective.old_log_prob: 'behaviour' is the probability in the state that the "
-                "sampler saw, so the corruption must be TraceMasking with shrink 1; use 'recompute'"
-            )
+        if self.old_log_prob == "behaviour":
+            self._check_behaviour(corruption, backbone.spec, row_spec, decoder)
+
+    def _check_behaviour(
+        self, corruption: Corruption, spec: BackboneSpec, row_spec: BackboneSpec, decoder: Decoder
+    ) -> None:
+        """Refuses training forwards that differ from the sampler's."""
+        states = type(corruption).__name__
+        if isinstance(corruption, TraceMasking):
+            states += f" with shrink {corruption.shrink} and padding '{corruption.padding}'"
+        wanted_states = "TraceMasking with shrink 1 and padding 'replayed'"
+        temperature = decoder.sampler.temperature or 1.0  # a greedy record is the model's own
+        own = temperature if self.temperature == "rollout" else float(self.temperature)
+        window, blocks = decoder.window, "no blocks"
+        if isinstance(window, BlockWindow):
+            blocks = _blocks(window.block_length, window.origin)
+        wanted_blocks = _blocks(spec.block_size, spec.block_origin)
+        row_blocks = _blocks(row_spec.block_size, row_spec.block_origin)
+        is_block = spec.attention == "block"
+        for is_met, option, wanted, got in (
+            (states == wanted_states, "corruption", wanted_states, states),
+            (own == temperature, "objective.temperature", f"the sampler's {temperature}", own),
+            (
+                not is_block or row_blocks == wanted_blocks,
+                "block_size, block_alignment",
+                wanted_blocks,
+                row_blocks,
+            ),
+            (not is_block or blocks == wanted_blocks, "decoder's window", wanted_blocks, blocks),
+        ):
+            if not is_met:
+                raise ValueError(
+                    "objective.old_log_prob: 'behaviour' is the probability in the state that the "
+                    f"sampler saw, which needs {option}: {wanted}, got {got}; use 'recompute'"
+                )
+
+
+def _blocks(size: int | None, origin: str) -> str:
+    return f"blocks of {size} from the {origin}"
 
 
 @dataclass(frozen=True, kw_only=True)

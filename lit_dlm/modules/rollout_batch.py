@@ -48,6 +48,8 @@ class RolloutBatch:
     """``(M,)`` float32."""
     num_slots: int
     """Items of a full batch."""
+    num_rows: float
+    """Rows that the weights stand for: in an update as many as it has slots, however they lie."""
     unit: Tensor | None = None
     """``(N,)`` int64, or ``None`` where units are cells."""
     coefficient: Tensor | None = None
@@ -142,7 +144,7 @@ def collate_items(
     if first.unit is not None:
         pairs = zip(items, offsets[:-1], strict=True)
         unit = torch.cat([item.unit + at for (item, _), at in pairs if item.unit is not None])
-    factor = torch.tensor([factor for _, factor in items]).repeat_interleave(torch.tensor(sizes))
+    factors = torch.tensor([factor for _, factor in items]).repeat_interleave(torch.tensor(sizes))
     return RolloutBatch(
         responses=responses,
         sample=torch.tensor([place[item.record] for item, _ in items]).repeat_interleave(
@@ -151,10 +153,11 @@ def collate_items(
         item=torch.arange(len(items)).repeat_interleave(torch.tensor(states)),
         hidden=torch.cat([item.hidden[:, :length] for item, _ in items]),
         supervised=torch.cat([item.supervised[:, :length] for item, _ in items]),
-        weight=torch.cat([item.weight for item, _ in items]) * factor,
-        kl_weight=torch.cat([item.kl_weight for item, _ in items]) * factor,
+        weight=torch.cat([item.weight for item, _ in items]) * factors,
+        kl_weight=torch.cat([item.kl_weight for item, _ in items]) * factors,
         advantage=torch.zeros(offsets[-1]) if advantage is None else advantage,
         num_slots=num_slots or len(items),
+        num_rows=sum(item.size * factor for item, factor in items),
         unit=unit,
         coefficient=joined("coefficient"),
         seeds=joined("seeds"),

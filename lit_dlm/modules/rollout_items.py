@@ -60,6 +60,9 @@ class RolloutItem:
     """``(M,)`` float32 weight of each unit in the loss."""
     kl_weight: Tensor
     """``(M,)`` float32 weight of its divergence."""
+    size: float = 1.0
+    """Rows that it stands for in a mean over rows: its states, each for those that a cap left out
+    as well; the views of one estimate are one."""
     unit: Tensor | None = None
     """``(N,)`` int64 unit that each scored cell belongs to; ``None``: its own."""
     coefficient: Tensor | None = None
@@ -203,6 +206,7 @@ class RowBuilder:
     def _items(self, states: NoisyStates, responses: Responses, first: int) -> list[RolloutItem]:
         weight, kl_weight = self._weights(states, responses)
         taken = states.supervised.any(1)
+        share = torch.ones(len(taken)) if states.share is None else states.share
         if states.view_of is not None:
             kind = states.view_of
         elif self.copies > 1:
@@ -217,6 +221,7 @@ class RowBuilder:
             supervised = states.supervised[chosen]
             state, cell = supervised.nonzero(as_tuple=True)
             unit, coefficient = None, None
+            size = share[chosen].sum()
             cells, units = cell, (chosen[state], cell)
             if states.view_of is not None:
                 assert states.coefficient is not None
@@ -225,6 +230,7 @@ class RowBuilder:
                 coefficient = states.coefficient[chosen][supervised]
                 # The first view, which hides all, stands for the unit.
                 units = (chosen[:1].expand(len(cells)), cells)
+                size = share[chosen[0]]
             items.append(
                 RolloutItem(
                     record=first + int(states.sample[chosen[0]]),
@@ -233,6 +239,7 @@ class RowBuilder:
                     cells=cells,
                     weight=weight[units].float(),
                     kl_weight=kl_weight[units].float(),
+                    size=float(size),
                     unit=unit,
                     coefficient=coefficient,
                     prompt_rate=states.prompt_rate,
@@ -306,19 +313,21 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
 
     Args:
         responses: steps and blocks.
-        shrink: consecutive distinct steps that form one; within a block for block models.
+        shrink: consecutive distinct steps that form one; within a block for block models. Steps
+            that wrote nothing but padding count, as in the states of a decode that is replayed.
 
     Returns:
         ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
     """
     steps = responses.steps_or_ltr()
     members = responses.maskable & (steps >= 0)
-    groups = step_groups(steps, members, shrink=shrink, segments=responses.blocks)
+    key = step_groups(steps, torch.ones_like(members), shrink=shrink, segments=responses.blocks)
+    key = torch.where(members, key, 0)
     if responses.blocks is not None:
         # Blocks are written one after the other.
         low = responses.blocks.amin(1, keepdim=True)
-        key = torch.where(members, groups, 0) + (responses.blocks - low) * groups.shape[1]
-        groups = step_groups(key, members)
+        key = key + (responses.blocks - low) * key.shape[1]
+    groups = step_groups(key, members)
     return torch.where(groups == NEVER, 0, groups), members
 
 

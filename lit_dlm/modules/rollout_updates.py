@@ -88,7 +88,7 @@ class Slot:
 
 
 def deal(
-    *num_items: int,
+    *sizes: Sequence[float],
     batch_size: int,
     accumulate: int = 1,
     rank: int = 0,
@@ -99,13 +99,14 @@ def deal(
 
     Every pass is shuffled and dealt on its own: no update mixes two passes. Its items are spread
     evenly over as few updates as have room for them, each of at most ``batch_size * accumulate *
-    world_size``. Items of smaller updates weigh more, so that every update is the mean over its
-    own; batches and processes that get none hold a copy of weight 0.
+    world_size``. Items of smaller updates weigh more, so that every update is the mean over the
+    rows that its own stand for; batches and processes that get none hold a copy of weight 0.
 
     Args:
-        num_items: items of each pass over the RL step; those of a pass are numbered
-            behind those of the passes before it.
-        batch_size: items per batch and process.
+        sizes: rows that each item of each pass over the RL step stands for
+            (:attr:`RolloutItem.size`); the items of a pass are numbered behind those of the passes
+            before it.
+        batch_size: items per batch and process, however many rows they are.
         accumulate: batches per update.
         rank: number of this process.
         world_size: processes.
@@ -118,8 +119,9 @@ def deal(
     generator = np.random.default_rng(list(seed))
     per_update = batch_size * accumulate * world_size
     updates: list[np.ndarray] = []
+    weight = np.array([size for part in sizes for size in part])
     first = 0
-    for count in filter(None, num_items):
+    for count in filter(None, map(len, sizes)):
         order = first + generator.permutation(count)
         updates += np.array_split(order, -(-count // per_update))
         first += count
@@ -128,11 +130,12 @@ def deal(
         # The trainer counts batches, so only the last update may have fewer.
         is_last = at == len(updates) - 1
         num_batches = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
+        factor = per_update / float(weight[chosen].sum())
         # Batch n of all processes lie next to each other, so that one process with twice the
         # accumulation trains on the same.
         for number in range(num_batches):
             mine = chosen[number * world_size + rank :: num_batches * world_size]
-            slots = [Slot(int(item), per_update / len(chosen)) for item in mine]
+            slots = [Slot(int(item), factor) for item in mine]
             batches.append(slots or [Slot(int(chosen[0]), 0.0)])
     return batches
 

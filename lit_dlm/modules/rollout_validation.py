@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
 from lit_dlm.modules.rollouts import RolloutEngine, RolloutPrompt
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
@@ -50,18 +51,25 @@ class RolloutValidation:
     Args:
         engines: what decodes, by decoder; prompts name theirs in ``meta``.
         rewarder: what scores.
+        num_prompts: held-out prompts of all processes; each one's ``place`` is in its ``meta``.
     """
 
-    def __init__(self, engines: Mapping[str, RolloutEngine], rewarder: Rewarder) -> None:
+    def __init__(
+        self, engines: Mapping[str, RolloutEngine], rewarder: Rewarder, *, num_prompts: int
+    ) -> None:
         self.engines = dict(engines)
         self.rewarder = rewarder
+        self.num_prompts = num_prompts
         self.last: dict[str, float] = {}
         """Means of the last validation."""
         self.begin()
 
     def begin(self) -> None:
         """Starts over."""
-        self._rows: dict[str, list[list[float]]] = {method: [] for method in self.engines}
+        # By decoder and prompt, over its responses: sums of the facts and how many there are. The
+        # responses to one prompt may lie on different processes.
+        shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
+        self._totals = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, batch: ValidationBatch) -> None:
         """Decodes and scores a batch.
@@ -69,7 +77,7 @@ class RolloutValidation:
         Args:
             batch: prompts of this process.
         """
-        for method, engine in self.engines.items():
+        for totals, (method, engine) in zip(self._totals, self.engines.items(), strict=True):
             chosen = [
                 (prompt, is_real)
                 for prompt, is_real in zip(batch.prompts, batch.is_real, strict=True)
@@ -77,9 +85,9 @@ class RolloutValidation:
             ]
             rollouts = engine.generate([prompt for prompt, _ in chosen])
             scores = self.rewarder.score([[rollout] for rollout in rollouts])
-            for rollout, (score,), (_, is_real) in zip(rollouts, scores, chosen, strict=True):
+            for rollout, (score,), (prompt, is_real) in zip(rollouts, scores, chosen, strict=True):
                 if is_real:
-                    self._rows[method].append(_facts(rollout, score))
+                    totals[prompt.meta["place"]] += _facts(rollout, score)
 
     def result(self, strategy: Strategy, device: torch.device) -> dict[str, float]:
         """Means over the prompts of all processes; every process must call it.
@@ -89,19 +97,17 @@ class RolloutValidation:
             device: of the tensors that travel.
 
         Returns:
-            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts),
-            ``response_length`` in tokens, ``num_steps``, ``num_prompts``, and ``accuracy`` of what
-            was graded, if anything was; of the others the same behind their name and a slash.
+            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts,
+            where there are several), ``response_length`` in tokens, ``num_steps``, ``num_prompts``,
+            and ``accuracy`` of what was graded, if anything was; of the others the same behind
+            their name and a slash. Responses to one prompt are averaged first. A decoder without a
+            response, as when only some batches are validated, has none of it.
         """
-        local = torch.zeros(len(self._rows), len(_FACTS) + 2, dtype=torch.float64)
-        for number, rows in enumerate(self._rows.values()):
-            for row in rows:
-                local[number] += torch.tensor([*row, row[0] ** 2, 1.0], dtype=torch.float64)
         # In float32 where the device has nothing better.
-        local = local.to(torch.float32 if device.type == "mps" else torch.float64)
-        totals = strategy.reduce(local.to(device), reduce_op="sum").tolist()
+        local = self._totals.to(torch.float32 if device.type == "mps" else torch.float64)
+        totals = strategy.reduce(local.to(device), reduce_op="sum").cpu().double()
         self.last = {}
-        for number, (method, total) in enumerate(zip(self._rows, totals, strict=True)):
+        for number, (method, total) in enumerate(zip(self.engines, totals, strict=True)):
             prefix = f"{method}/" if number else ""
             self.last |= {f"{prefix}{name}": value for name, value in _means(total).items()}
         return self.last
@@ -110,24 +116,31 @@ class RolloutValidation:
 _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
-def _facts(rollout: Rollout, score: RewardScore) -> list[float]:
+def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
+    """``(len(_FACTS) + 1,)`` float64 facts of a response, and 1 for itself."""
     record = rollout.trajectory
-    return [
-        float(score.total),
-        float(record.meta["num_tokens"]),
-        float(record.num_steps),
-        float(score.is_correct),
-        float(score.is_graded),
-    ]
+    facts = (
+        score.total,
+        record.meta["num_tokens"],
+        record.num_steps,
+        score.is_correct,
+        score.is_graded,
+    )
+    return torch.tensor([*map(float, facts), 1.0], dtype=torch.float64)
 
 
-def _means(total: list[float]) -> dict[str, float]:
-    count = max(total[-1], 1.0)
-    means = {name: value / count for name, value in zip(_FACTS, total[:-2], strict=True)}
-    variance = max(total[-2] / count - means["reward"] ** 2, 0.0)
-    means["reward_stderr"] = math.sqrt(variance / max(count - 1.0, 1.0))
-    means["num_prompts"] = total[-1]
-    correct, graded = means.pop("correct"), means.pop("graded")
-    if graded:
-        means["accuracy"] = correct / graded
+def _means(totals: Tensor) -> dict[str, float]:
+    """Means over the prompts with a response; none without any."""
+    totals = totals[totals[:, -1] > 0]
+    if not len(totals):
+        return {}
+    prompts = dict(zip(_FACTS, (totals[:, :-1] / totals[:, -1:]).unbind(1), strict=True))
+    correct, graded = prompts.pop("correct"), prompts.pop("graded")
+    means = {name: float(values.mean()) for name, values in prompts.items()}
+    if len(totals) > 1:
+        means["reward_stderr"] = float(prompts["reward"].std()) / math.sqrt(len(totals))
+    means["num_prompts"] = float(len(totals))
+    is_graded = graded > 0
+    if is_graded.any():
+        means["accuracy"] = float((correct[is_graded] / graded[is_graded]).mean())
     return means

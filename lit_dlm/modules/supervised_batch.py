@@ -55,7 +55,8 @@ class SupervisedBatch:
     start: int
     """First response column."""
     answer_length: Tensor
-    """``(B,)`` int64 response cells up to the first end of text, which counts; 0 on copies."""
+    """``(B,)`` int64 response cells up to the first end of text, which counts; all that were given
+    where there is none; 0 on copies."""
     steps: Tensor | None
     """``(B, G)`` int64 steps, -1 where none wrote; ``None`` where no sample has a decode."""
     decode_entropy: Tensor | None
@@ -115,8 +116,9 @@ def collate_supervised(
         response = ids[row, start:]
         response[:size] = example.response_ids
         if example.is_real:
-            ends = np.flatnonzero(np.isin(response, spec.eos_ids))
-            answer_length[row] = ends[0] + 1 if len(ends) else G
+            # Not in the fill: an answer that was cut off before its end must not learn to end.
+            ends = np.flatnonzero(np.isin(example.response_ids, spec.eos_ids))
+            answer_length[row] = ends[0] + 1 if len(ends) else size
         if example.steps is not None:
             steps[row, :size] = example.steps
         if example.decode_entropy is not None:
@@ -158,8 +160,8 @@ def responses_of(
         batch: the batch.
         spec: attention layout, and the mask id: a cell that holds it is never a target.
         seed: base seed of the noise.
-        num_padding: cells of fill behind the answer that may be targets, counted from its end;
-            ``None`` for all.
+        num_padding: cells of fill behind the answer that may be targets, counted from its end, or
+            from its last given token where it has none; ``None`` for all.
 
     Returns:
         The responses.
@@ -176,6 +178,11 @@ def responses_of(
         canvas = batch.ids.shape[1] if batch.pad_mask is None else batch.pad_mask
         blocks = block_numbers(canvas, spec.block_size, origin=origin, device=tokens.device)
         blocks = blocks[:, batch.start :].expand_as(tokens)
+    has_prompt = None
+    if batch.pad_mask is not None:
+        has_prompt = batch.pad_mask[:, : batch.start].any(1)
+    elif batch.start == 0:
+        has_prompt = torch.zeros_like(batch.answer_length, dtype=torch.bool)
     return Responses(
         maskable=maskable,
         seeds=batch.seeds(seed),
@@ -183,6 +190,7 @@ def responses_of(
         blocks=blocks,
         has_steps=batch.has_steps,
         non_ltr=batch.non_ltr,
+        has_prompt=has_prompt,
     )
 
 

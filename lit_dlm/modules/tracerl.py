@@ -36,6 +36,7 @@ from lit_dlm.modules.rollout_batch import RolloutBatch, training_rows
 from lit_dlm.modules.rollout_items import RowBuilder
 from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
 from lit_dlm.modules.sharding import whole_weights
+from lit_dlm.modules.update_scores import UpdateScores
 
 VALUE = "value"
 """Name of the value model's adapter on the policy's weights."""
@@ -77,7 +78,9 @@ class TraceRLModule(FinetuneModule):
             decoding, ``response`` as in dLLM-RL; ``null`` leaves it to the backbone.
         block_size: cells of a block in training rows; the model's own by default. A larger one
             grows the blocks while rollouts still have the old size.
-        packing: states of one response in one row, for block models; 1 keeps them apart.
+        packing: states of one response in one row, for block models; 1 keeps them apart. A packed
+            row is one item of ``data.batch_size``: with ``K`` states in each, updates on as many
+            states as before need ``accumulate_grad_batches`` divided by ``K``.
         num_padding: cells of fill behind an answer that are trained, ``null`` for all
             (``post_num`` in dLLM-RL).
         seed: base seed of rollouts and states.
@@ -134,15 +137,15 @@ class TraceRLModule(FinetuneModule):
         chosen = [val_method] if isinstance(val_method, str) else val_method
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
         """Decoders of validation, the first one in charge."""
-        for name in (self.method, *self.val_methods):
-            if name not in self.decoders:
-                raise ValueError(
-                    f"method: expected one of {', '.join(self.decoders)}, got {name!r}"
-                )
+        for option, names in (("method", (self.method,)), ("val_method", self.val_methods)):
+            for name in names:
+                if name not in self.decoders:
+                    raise ValueError(
+                        f"{option}: expected one of {', '.join(self.decoders)}, got {name!r}"
+                    )
         self.objective = objective or PolicyObjective()
         self.value = value
         self.reset_optimizer = reset_optimizer
-        self.objective.check(backbone, self.corruption)
         spec = backbone.spec
         if block_size is not None:
             if spec.attention != "block" or block_size < 1:
@@ -161,6 +164,9 @@ class TraceRLModule(FinetuneModule):
             )
         self.row_spec = spec
         """Specification of training rows."""
+        self.objective.check(
+            backbone, self.corruption, row_spec=spec, decoder=self.decoders[self.method]
+        )
         self.rows = RowBuilder(
             self.corruption,
             spec,
@@ -170,14 +176,15 @@ class TraceRLModule(FinetuneModule):
             copies=packing,
         )
         self.value_backbone, self.value_head = self._build_value(value, value_backbone)
+        self.update_scores = UpdateScores(with_value=value is not None)
         self.validation: RolloutValidation | None = None
         """What scores held-out prompts; set by the data module."""
-        self._facts: dict[str, float] = {}
+        self.facts: dict[str, float] = {}
+        """What is known of the RL step, as it is logged."""
         self._whole = ExitStack()
         self._skips_update = False
-        self._trains_value = True
-        self.train_seconds = 0.0
-        """Seconds that the updates of the RL step have taken so far."""
+        self.trains_value = True
+        """Whether the value model learns in this RL step."""
         self._began = time.perf_counter()
 
     def _build_value(
@@ -201,10 +208,12 @@ class TraceRLModule(FinetuneModule):
                     "itself; give the backbone lora settings, or use 'full' or 'head'"
                 )
             self.backbone.add_side_adapter(VALUE, value.lora)
-        if value_backbone is not None and not any(
-            parameter.requires_grad for parameter in value_backbone.parameters()
-        ):
-            raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
+        if value_backbone is not None:
+            if not value_backbone.architecture.tie_embeddings:
+                # No value passes through it, and DDP waits for the gradient of all that trains.
+                value_backbone.model.lm_head.requires_grad_(False)
+            if not any(parameter.requires_grad for parameter in value_backbone.parameters()):
+                raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
         reader = value_backbone or self.backbone
         return value_backbone, ValueHead(reader.hidden_size)
 
@@ -308,12 +317,12 @@ class TraceRLModule(FinetuneModule):
         counted = batch.weight > 0
         cells = counted if batch.unit is None else counted[batch.unit]
         parts = {
-            "policy_loss": actor.parts["policy"] / batch.num_slots,
             "ratio": actor.parts["ratio"],
             "clip_fraction": actor.parts["clip_fraction"],
             "kl": actor.parts["kl_mean"],
             "entropy": (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1),
         }
+        is_logged = self._trainer is not None and not batch.is_empty
         if scores.value is not None:
             assert batch.returns is not None
             assert batch.old_value is not None
@@ -322,12 +331,11 @@ class TraceRLModule(FinetuneModule):
                 scores.value, batch.old_value, batch.returns, batch.weight, clip=self.value.clip
             )
             # Always in the graph, so that every process reduces the same gradients.
-            total = total + value.total * float(self._trains_value)
-            parts |= {
-                "value_loss": value.total.detach() / batch.num_slots,
-                "value_error": value.parts["error"],
-                "value_explained": value.parts["explained"],
-            }
+            total = total + value.total * float(self.trains_value)
+            if is_logged:
+                self.update_scores.add_values(
+                    value.total, batch.num_rows, scores.value, batch.returns, counted
+                )
         loss = total / batch.num_slots
         uids = batch.responses.uids
         is_finite = torch.isfinite(loss.detach())
@@ -339,10 +347,11 @@ class TraceRLModule(FinetuneModule):
         )
         self._step_uids += uids
         self._skips_update = batch.is_empty
-        if self._trainer is not None and not batch.is_empty:
-            values = {"loss": loss.detach(), **parts}
+        if is_logged:
+            self.update_scores.add_policy(total, actor.parts["policy"], batch.num_rows)
+            named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
             self.log_dict(
-                {f"train/{name}": value for name, value in values.items()},
+                {f"train/{name}": value for name, value in named.items()},
                 on_step=False,
                 on_epoch=True,
                 batch_size=int(counted.sum()),
@@ -356,26 +365,31 @@ class TraceRLModule(FinetuneModule):
         Args:
             facts: values by their full names, such as ``rollout/reward``.
         """
-        self._facts = dict(facts)
+        self.facts = dict(facts)
 
     def on_train_epoch_start(self) -> None:
         """Logs the facts of the RL step and starts its clock."""
-        self._began, self.train_seconds = time.perf_counter(), 0.0
+        self._began = time.perf_counter()
         if self.reset_optimizer:
             for optimizer in self.trainer.optimizers:
                 optimizer.state.clear()
         if self.value is not None:
-            self._trains_value = self.trainer.current_epoch % self.value.train_every == 0
-        if self._facts:
-            self.log_dict(self._facts, on_step=False, on_epoch=True, sync_dist=True)
+            self.trains_value = self.trainer.current_epoch % self.value.train_every == 0
+        if self.facts:
+            self.log_dict(self.facts, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Looks at the clock."""
-        self.train_seconds = time.perf_counter() - self._began
-
-    def on_train_epoch_end(self) -> None:
-        """Logs how long the updates took."""
-        self.log("time/train", self.train_seconds)
+        """Logs how long the updates of the RL step take, as a mean over processes."""
+        now = time.perf_counter()
+        self.log(
+            "time/train",
+            (now - self._began) / self.trainer.world_size,
+            on_step=False,
+            on_epoch=True,
+            reduce_fx="sum",
+            sync_dist=True,
+        )
+        self._began = now
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -398,7 +412,9 @@ class TraceRLModule(FinetuneModule):
         """Logs means over all processes."""
         if self.validation is not None:
             scores = self.validation.result(self.trainer.strategy, self.device)
-            self.log_dict({f"val/{name}": value for name, value in scores.items()})
+            # Equal on all processes; synchronised all the same, or Lightning warns.
+            named = {f"val/{name}": value for name, value in scores.items()}
+            self.log_dict(named, sync_dist=True)
 
     def on_validation_end(self) -> None:
         """Shards the weights again."""
@@ -451,7 +467,7 @@ class TraceRLModule(FinetuneModule):
         """
         names = ("policy", "value")
         for name, group in zip(names, optimizer.param_groups, strict=False):
-            if self._skips_update or (name == "value" and not self._trains_value):
+            if self._skips_update or (name == "value" and not self.trains_value):
                 for parameter in group["params"]:
                     parameter.grad = None
                 continue
@@ -463,4 +479,11 @@ class TraceRLModule(FinetuneModule):
             norm = torch.nn.utils.clip_grad_norm_(group["params"], bound)
             if hasattr(norm, "full_tensor"):
                 norm = norm.full_tensor()
-            self.log(f"train/grad_norm_{name}", norm, on_step=False, on_epoch=True, batch_size=1)
+            self.log(
+                f"train/grad_norm_{name}",
+                norm,
+                on_step=False,
+                on_epoch=True,
+                batch_size=1,
+                sync_dist=True,
+            )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -306,15 +307,15 @@ def time_delay_mask(
         ``hidden`` and ``supervised``, bool of the shape of ``steps``.
 
     Raises:
-        ValueError: shapes do not fit, the window is not positive, or the unit is unknown.
+        ValueError: shapes do not fit, the window is not an integer of at least 1, or the unit is
+            unknown.
     """
     if steps.shape != maskable.shape or steps.ndim not in (1, 2):
         raise ValueError(
             "time_delay_mask: expected steps and maskable of one shape (L,) or (B, L), got "
             f"{tuple(steps.shape)} and {tuple(maskable.shape)}"
         )
-    if window < 1:
-        raise ValueError(f"window: expected at least 1, got {window}")
+    window = positive_integer(window, name="window")
     at = per_row(cut, steps, name="cut", missing=-1)
     hidden = (steps < 0) | (steps >= at)
     later = maskable.bool() & (steps >= 0) & (steps >= at) & (at >= 0)
@@ -323,6 +324,26 @@ def time_delay_mask(
     if unit != "tokens":
         raise ValueError(f"unit: expected 'steps' or 'tokens', got {unit!r}")
     return TimeDelayMask(hidden, first_written(steps, later, window))
+
+
+def positive_integer(value: SupportsIndex, *, name: str) -> int:
+    """An integer of any kind, such as NumPy's or a 0-d tensor, as Python's.
+
+    Args:
+        value: at least 1.
+        name: of the argument, for the message.
+
+    Raises:
+        ValueError: it is smaller, or not an integer; booleans are none.
+    """
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+    try:
+        number = 0 if is_bool else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+    return number
 
 
 def first_written(steps: Tensor, candidates: Tensor, count: int) -> Tensor:

@@ -75,7 +75,9 @@ class HttpStepJudge(Judge):
         seed: with the sample, the part and the opinion's number it gives the seed of each request;
             servers that honour seeds then reply the same again.
         timeout_s: seconds to wait for one reply.
-        num_attempts: how often to ask an endpoint that does not answer.
+        num_attempts: how often to ask an endpoint that does not answer. With several processes all
+            attempts together should take less than the timeout of their group, 30 minutes by
+            default, since the others wait.
     """
 
     def __init__(

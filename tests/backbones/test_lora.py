@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -213,6 +214,23 @@ def test_an_adapter_on_half_precision_weights_learns_in_float32(make_backbone: M
     assert backbone.denoise(IDS % 32).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_true_half_precision_leaves_adapters_as_they_are(
+    make_backbone: Maker, precision: Any
+) -> None:
+    """What Lightning does to a module before it is trained; the base is rounded, as asked."""
+    backbone = make_backbone()
+    backbone.add_adapter(LoRASettings(rank=2))
+    randomise(backbone)
+    before = {name: p.detach().clone() for name, p in adapter_parameters(backbone.model)}
+    HalfPrecision(precision).convert_module(nn.ModuleDict({"backbone": backbone}))
+    assert backbone.dtype in (torch.bfloat16, torch.float16)
+    after = dict(adapter_parameters(backbone.model))
+    assert all(p.dtype == torch.float32 and p.equal(before[name]) for name, p in after.items())
+    backbone.denoise(IDS % 32).logits[..., :2].float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in after.values())
+
+
 @pytest.mark.parametrize(
     "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
 )
@@ -247,6 +265,7 @@ def test_published_tabom_configurations_apply(tmp_path: Path, name: str):
         ),
         ({"target_modules": None}, "expected options r and target_modules"),
         ({"r": 0}, "lora.rank: expected at least 1, got 0"),
+        ({"lora_alpha": 0}, "lora.alpha: expected a positive number, got 0"),
     ],
 )
 def test_what_an_adapter_may_not_ask_is_named(tmp_path: Path, change: dict[str, Any], message: str):
@@ -291,9 +310,30 @@ def test_contradicting_options_are_named(make_backbone: Maker):
     for call in (backbone.merge_adapter, lambda: backbone.save_adapter("nowhere")):
         with pytest.raises(ValueError, match="has no adapter"):
             call()
+    with pytest.raises(ValueError, match=r"lora\.layers: expected at least one layer, or null"):
+        LoRASettings(layers=[])
     backbone.add_adapter(LoRASettings())
     with pytest.raises(ValueError, match="this backbone has one already"):
         backbone.add_adapter(LoRASettings())
+
+
+def test_training_all_weights_beside_an_adapter_is_warned_of(caplog: pytest.LogCaptureFixture):
+    backbone = HFBackbone("tiny", trainable=True, lora=LoRASettings())
+    assert "trainable with lora: has no effect" in caplog.text
+    assert all(".lora_" in n for n, p in backbone.named_parameters() if p.requires_grad)
+
+
+def test_an_adapter_of_another_model_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The embedded models have equal shapes. A folder of the same name is taken for the same."""
+    backbone = HFBackbone("tiny", lora=LoRASettings(rank=2))
+    backbone.save_adapter(tmp_path / "adapter")
+    backbone.save(tmp_path / "tiny")
+    for base in ("tiny", str(tmp_path / "tiny")):
+        HFBackbone(base, adapter=str(tmp_path / "adapter"))
+    assert not caplog.records
+    HFBackbone("tiny-planning", adapter=str(tmp_path / "adapter"))
+    (record,) = caplog.records
+    assert "was trained on tiny, but runs on tiny-planning" in record.getMessage()
 
 
 def test_the_command_line_reads_adapter_settings():

@@ -11,9 +11,11 @@ from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 
 from callbacks.adapter_checkpoint import AdapterCheckpoint
+from callbacks.discrimination import DiscriminationScore
+from lit_dlm.decoding import Decoder, EntropyPolicy
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.sft import SFTModule
-from tests.finetuning import Data, examples, run, small
+from tests.finetuning import Data, Watch, examples, run, small
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -28,8 +30,8 @@ def module() -> SFTModule:
     )
 
 
-def data() -> Data:
-    return Data(examples(16), batch_size=4, val_fraction=0.3)
+def data(**options: float) -> Data:
+    return Data(examples(16), **{"batch_size": 4, "val_fraction": 0.3, **options})
 
 
 def same(one: Path, other: Path) -> bool:
@@ -100,3 +102,87 @@ def test_an_unknown_monitor_is_named(tmp_path: Path) -> None:
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/accuracy_at_5")
     with pytest.raises(ValueError, match="nothing was logged as 'val/accuracy_at_5'"):
         run(module(), data(), tmp_path, steps=3, total=3, callbacks=(callback,))
+
+
+def test_a_monitor_that_no_validation_will_log_is_refused_at_the_start(tmp_path: Path) -> None:
+    watch = Watch()
+    late = {"check_val_every_n_epoch": 3, "max_epochs": 2}
+    for given, options in ((data(val_fraction=0.0), {}), (data(), late)):
+        callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss")
+        with pytest.raises(ValueError, match="a run with validation, which logs 'val/loss'"):
+            run(module(), given, tmp_path, steps=3, callbacks=(callback, watch), **options)
+    assert watch.batches == []
+    assert not (tmp_path / "a").exists()
+
+
+def test_only_epochs_that_were_validated_have_a_score(tmp_path: Path) -> None:
+    """What Lightning keeps of an earlier epoch is not the score of another one's weights."""
+    callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss")
+    run(
+        module(), data(), tmp_path, steps=15, total=15, callbacks=(callback,),
+        check_val_every_n_epoch=2,
+    )  # fmt: skip
+    epochs = [f"epoch-{number:02d}" for number in range(5)]
+    assert sorted(path.name for path in (tmp_path / "a").glob("epoch-*")) == epochs
+    assert list(callback.scores) == ["epoch-01", "epoch-03"]
+
+
+def test_an_epoch_without_the_discrimination_score_has_none(tmp_path: Path) -> None:
+    """Measured by a callback, it needs no validation, and not every epoch has it."""
+    model = module()
+    model.decoders["entropy"] = Decoder(policy=EntropyPolicy())
+    measure = DiscriminationScore(str(tmp_path / "tds"), num_prompts=2, every_n_epochs=2)
+    best = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/tds", mode="max")
+    run(model, data(val_fraction=0.0), tmp_path, steps=12, total=12, callbacks=(measure, best))
+    assert list(best.scores) == ["epoch-01"]
+    assert best.scores["epoch-01"] == pytest.approx(measure.scores["epoch 1"], rel=1e-6)
+
+
+def test_the_weights_of_another_run_are_neither_mixed_nor_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    run(module(), data(), tmp_path, steps=6, total=6, callbacks=(AdapterCheckpoint(str(folder)),))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    watch = Watch()
+    with pytest.raises(ValueError, match=rf"{folder}: .* got epoch-00, epoch-01, last of a former"):
+        run(
+            module(), data(), tmp_path, steps=3, total=3,
+            callbacks=(AdapterCheckpoint(str(folder)), watch),
+        )  # fmt: skip
+    assert watch.batches == []
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    resume = tmp_path / "run.ckpt"
+    callback = AdapterCheckpoint(str(folder))
+    run(module(), data(), tmp_path, steps=9, total=9, resume=resume, callbacks=(callback,))
+    assert (folder / "epoch-02").is_dir()
+
+
+class Kill(Callback):
+    """Ends the run in its second epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: object) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_run_cut_short_is_begun_anew_where_it_cannot_be_resumed(
+    tmp_path: Path, has_checkpoint: bool
+) -> None:
+    folder = tmp_path / "a"
+    savers = (SaveAtLastBatches(tmp_path / "run"),) if has_checkpoint else ()
+    killed = (AdapterCheckpoint(str(folder), monitor="val/loss"), *savers, Kill())
+    with pytest.raises(RuntimeError, match="killed"):
+        run(module(), data(), tmp_path / "run", steps=6, total=6, callbacks=killed)
+    assert (folder / "best").is_dir()
+
+    def again() -> None:
+        anew = AdapterCheckpoint(str(folder))
+        run(module(), data(), tmp_path / "run", steps=2, total=2, callbacks=(anew,))
+
+    if has_checkpoint:
+        with pytest.raises(ValueError, match="resume that one with --ckpt_path last"):
+            again()
+        assert (folder / "best").is_dir()
+    else:
+        again()
+        assert sorted(path.name for path in folder.iterdir()) == ["epoch-00", "last"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from lit_dlm.modules.sft import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.ops.discrimination import entropy_variance
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from tests.finetuning import VOCAB, Data, examples, run, small
+from tests.finetuning import VOCAB, Data, examples, run, small, two_processes
+from tests.processes import in_two_processes
 
 
 def test_variance_by_hand() -> None:
@@ -106,6 +108,29 @@ def test_the_best_adapter_is_picked_by_the_score_of_its_own_epoch(
     measured = [value for label, value in score.scores.items() if label != "start"]
     assert len(measured) > 1
     assert list(best.scores.values()) == pytest.approx(measured, rel=1e-6)
+
+
+def _measure(rank: int, folder: Path) -> tuple[float, float, list[str]]:
+    """What is logged, what was measured, and what Lightning says about it."""
+    callback = DiscriminationScore(str(folder / "tds"), num_prompts=4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = run(
+            tuned(), Data(examples(), batch_size=2), folder, steps=2, total=2,
+            callbacks=(callback,), devices=2, strategy=two_processes("ddp"),
+        )  # fmt: skip
+    advice = [str(one.message) for one in seen if "sync_dist" in str(one.message)]
+    return float(trainer.callback_metrics["val/tds"]), callback.scores["epoch 0"], advice
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_two_processes_log_one_score(tmp_path: Path) -> None:
+    first, second = in_two_processes(_measure, tmp_path)
+    assert first == second
+    logged, measured, advice = first
+    assert logged == pytest.approx(measured, rel=1e-6)
+    assert advice == []
 
 
 def test_filtered_entropies_are_refused(tmp_path: Path) -> None:

@@ -46,10 +46,12 @@ class Heard(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.counts: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)
         self.texts.append(self.train_progress_bar.description)
+        self.counts.append((self.train_progress_bar.completed, self.train_progress_bar.total))
 
 
 @pytest.fixture
@@ -60,6 +62,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 def fit(clock: Clock, **limits: int) -> list[str]:
+    return heard(clock, **limits).texts
+
+
+def heard(clock: Clock, **limits: int) -> Heard:
     bar = Heard()
     Trainer(
         accelerator="cpu",
@@ -69,7 +75,7 @@ def fit(clock: Clock, **limits: int) -> list[str]:
         callbacks=[bar],
         **limits,
     ).fit(Model(clock), DataLoader(torch.ones(NUM_BATCHES, 1)))
-    return bar.texts
+    return bar
 
 
 def test_time_left_is_that_of_the_run(clock: Clock) -> None:
@@ -85,6 +91,12 @@ def test_steps_end_a_run_without_epochs(clock: Clock) -> None:
     texts = fit(clock, max_epochs=-1, max_steps=6)
     assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
     assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
+
+
+def test_batches_of_an_accumulation_end_with_the_last_step(clock: Clock) -> None:
+    """Three steps of two batches: all four batches of an epoch, and two of the next."""
+    counts = heard(clock, max_epochs=-1, max_steps=3, accumulate_grad_batches=2).counts
+    assert counts == [(1, 4), (2, 4), (3, 4), (4, 4), (1, 2), (2, 2)]
 
 
 def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

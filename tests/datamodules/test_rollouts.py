@@ -62,6 +62,11 @@ def test_sampler_takes_each_prompt_once_a_pass_and_can_begin_anywhere() -> None:
         ({"responses_per_prompt": 0}, "responses_per_prompt: expected at least 1"),
         ({"val_response_length": 0}, "val_response_length: expected at least 1"),
         ({"advantage": "mean"}, "advantage: expected"),
+        ({"responses_per_prompt": 1}, "at least 2 with advantage 'group_zscore'.* use 'none'"),
+        (
+            {"responses_per_prompt": 1, "advantage": "leave_one_out"},
+            "at least 2 with advantage 'leave_one_out'",
+        ),
         ({"smoothing": 1.0}, "smoothing"),
     ],
 )

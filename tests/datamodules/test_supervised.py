@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from datamodules.supervised import SupervisedDataModule, check_learnable
 from datamodules.supervised_sources import (
@@ -19,6 +21,7 @@ from datamodules.supervised_sources import (
     TABOMFile,
     TaskReferences,
 )
+from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.tasks import WordProblems
 from lit_dlm.trajectories.exporters import tabom_row
@@ -277,11 +280,53 @@ def test_a_target_that_has_no_probability_is_named_before_training() -> None:
     inside = replace(example, response_ids=np.array([5, PAD, MASK, EOS], dtype=np.int32))
     behind = replace(example, response_ids=np.array([5, EOS, PAD, PAD], dtype=np.int32))
     with pytest.raises(ValueError, match="fake/train/00000: token 0 at response position 1"):
-        check_learnable(inside, spec, num_padding=0)
-    check_learnable(behind, spec, num_padding=0)
+        check_learnable(inside, spec, vocab_size=VOCAB, num_padding=0)
+    check_learnable(behind, spec, vocab_size=VOCAB, num_padding=0)
     for num_padding in (1, None):
         with pytest.raises(ValueError, match="at response position 2"):
-            check_learnable(behind, spec, num_padding=num_padding)
+            check_learnable(behind, spec, vocab_size=VOCAB, num_padding=num_padding)
+
+
+def test_ids_that_the_model_does_not_have_are_named_before_training() -> None:
+    """Also behind the end of an answer, where they are no target but stand on the canvas."""
+    spec = small().spec
+    (example,) = examples(1)
+    for name, ids, message in (
+        ("response_ids", [5, EOS, 24], "ids from 0 to 23, .* got 24 at response position 2"),
+        ("prompt_ids", [5, -1], "got -1 at prompt position 1"),
+    ):
+        wrong = replace(example, **{name: np.array(ids, dtype=np.int32)})
+        with pytest.raises(ValueError, match=f"fake/train/00000: .*{message}"):
+            check_learnable(wrong, spec, vocab_size=24, num_padding=0)
+    highest = replace(example, response_ids=np.array([0, 23], dtype=np.int32))
+    check_learnable(highest, spec, vocab_size=24, num_padding=None)
+
+
+def test_nothing_to_validate_is_an_error_of_validate_only() -> None:
+    data = Data(examples(8), batch_size=4)
+    data.set_examples(data.given, small().spec)
+    assert data.val_dataloader() == []
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer.state.fn = TrainerFn.FITTING
+    assert data.val_dataloader() == []
+    data.trainer.state.fn = TrainerFn.VALIDATING
+    with pytest.raises(ValueError, match=r"data\.val_fraction: expected .* got 0\.0"):
+        data.val_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("data", "instead"),
+    [
+        (SupervisedDataModule([Fixed()]), "data.limit"),  # type: ignore[list-item]
+        (TrajectoryDataModule("shards"), "shards with few records"),
+    ],
+    ids=["supervised", "states"],
+)
+def test_repeated_batches_are_refused(data: LightningDataModule, instead: str) -> None:
+    options = {"logger": False, "enable_checkpointing": False, "overfit_batches": 1}
+    data.trainer = Trainer(accelerator="cpu", **options)
+    with pytest.raises(ValueError, match=f"overfit_batches: expected 0, got 1; .* use {instead}"):
+        data.setup("fit")
 
 
 def test_validation_and_training_share_no_prompt_and_lose_none() -> None:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
+from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.command import main as report
-from tests.e2e.runs import ROOT, fails, results, run
+from lit_dlm.trajectories.exporters import tabom_row
+from lit_dlm.trajectories.shards import TrajectoryShardReader
+from tests.e2e.runs import ROOT, fails, results, run, write_jsonl
 
 EXP = ROOT / "configs" / "exp"
 QUIET = ("--trainer.enable_progress_bar", "false")
@@ -77,8 +81,13 @@ def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) ->
     assert "| tuned |" in table
 
 
-def test_a_recipe_goes_on_from_its_last_checkpoint(run_dir: Path) -> None:
-    """The second call trains the second epoch only; checkpoints hold nothing but the adapter."""
+def test_a_recipe_goes_on_from_its_last_checkpoint(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second call trains the second epoch only; checkpoints hold nothing but the adapter.
+
+    They are no checkpoint of the model without one, and a new run does not mix with this one.
+    """
     name, folder = "tabom_dream_prm12k_tiny.yaml", run_dir / "dream_prm12k"
     fit(name, run_dir, "--trainer.max_epochs", "1", "--ckpt_path", "last")
     first = (folder / "adapters" / "epoch-00" / "adapter_model.safetensors").read_bytes()
@@ -92,6 +101,16 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(run_dir: Path) -> None:
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["epoch"] == 1
     assert all("lora_" in key for key in stored["state_dict"])
+    error = fails(
+        capsys, "predict", "--config", str(EXP / "evaluate_tiny.yaml"), "--run_dir",
+        str(run_dir / "base"), "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), *QUIET,
+    )  # fmt: skip
+    assert f"has no use here for {len(stored['state_dict'])} weights" in error
+    error = fails(
+        capsys, "fit", "--config", str(EXP / name), "--run_dir", str(run_dir),
+        "--trainer.max_epochs", "1", *QUIET,
+    )  # fmt: skip
+    assert f"{folder / 'adapters'}: expected a folder without weights" in error
 
 
 @pytest.mark.parametrize("name", ["dream_ling_coder", "llada_prm12k", "llada_ling_coder"])
@@ -110,6 +129,63 @@ def test_reference_answers_are_as_many_as_the_comparison_takes() -> None:
     assert task["init_args"]["num_examples"] >= int(limit)
 
 
+@pytest.mark.parametrize(
+    "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
+)
+def test_a_recipe_takes_the_release_rows_as_its_comment_says(
+    run_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the release do not say whether they are right, and the filter of shards is gone."""
+    config = EXP / f"tabom_{name}.yaml"
+    (sources,) = re.findall(r"^#   --data\.sources '(.*)'$", config.read_text(), re.MULTILINE)
+    (source,) = yaml.safe_load(sources)
+    methods = source["init_args"]["methods"] or ["default"]
+    tokenizer = load_tokenizer("tiny")
+    reader = TrajectoryShardReader(run_dir / "traces", features=False, worker=0, num_workers=1)
+    given = [tabom_row(record, tokenizer) for record in reader]
+    kept = ("prompt", "response_token_ids", "decoding_order", "non_ltr_positions")
+    rows = [{**{key: row[key] for key in kept}, "method": methods[-1]} for row in given]
+    write_jsonl(run_dir / source["init_args"]["path"], rows)
+    monkeypatch.chdir(run_dir)
+    run(
+        "fit", "--config", str(config), "--run_dir", ".", "--data.sources", sources,
+        "--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.strategy", "auto",
+        "--trainer.precision", "32-true", "--trainer.deterministic", "false",
+        "--trainer.max_steps", "1", "--trainer.logger", "false", *QUIET,
+        "--model.backbone.path", "tiny", "--model.backbone.dtype", "float32",
+        "--model.tokenizer", "tiny", "--model.window", "4", "--model.rank_window", "4",
+        "--data.response_length", "32",
+    )  # fmt: skip
+    (written,) = yaml.safe_load((run_dir / "fit.yaml").read_text())["data"]["init_args"]["sources"]
+    assert written["class_path"].endswith("TABOMFile")
+    assert written["init_args"]["only_correct"] is False
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("tabom_tiny", ""), ("sft_sd_tiny", "sft_sd"), ("sft_gt_tiny", "")],
+)
+def test_a_run_goes_on_from_its_last_checkpoint(
+    run_dir: Path, name: str, folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two steps, then two more, which end where four without a break do."""
+    anew = f"nothing to go on from in {run_dir / folder / 'checkpoints'}, starting anew"
+    caplog.set_level("INFO")
+    for steps, is_new in ((2, True), (4, False)):
+        caplog.clear()
+        fit(f"{name}.yaml", run_dir, "--trainer.max_steps", str(steps), "--ckpt_path", "last")
+        assert (anew in caplog.messages) == is_new
+        stored = run_dir / folder / "checkpoints" / "last.ckpt"
+        assert torch.load(stored, weights_only=True)["global_step"] == steps
+    weights = [run_dir / folder / "adapter", run_dir / "whole"]
+    fit(
+        f"{name}.yaml", run_dir, "--trainer.max_steps", "4", "--model.export_dir", str(weights[1]),
+        "--trainer.enable_checkpointing", "false", "--trainer.callbacks", "[]",
+    )  # fmt: skip
+    resumed, whole = (load_file(path / "adapter_model.safetensors") for path in weights)
+    torch.testing.assert_close(resumed, whole)
+
+
 @pytest.mark.parametrize("name", ["sft_gt_tiny", "sft_sd_tiny"])
 def test_both_baselines_run(run_dir: Path, name: str) -> None:
     fit(f"{name}.yaml", run_dir, "--trainer.max_steps", "2")
@@ -121,3 +197,10 @@ def test_missing_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         capsys, "fit", "--config", str(EXP / "tabom_tiny.yaml"), "--run_dir", str(tmp_path)
     )
     assert "there is no such folder of shards" in error
+
+
+def test_nothing_to_validate_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = str(EXP / "tabom_scores_tiny.yaml")
+    flags = ("--run_dir", str(run_dir), "--data.val_fraction", "0")
+    error = fails(capsys, "validate", "--config", name, *flags, *QUIET)
+    assert "data.val_fraction: expected a number above 0" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from numpy.typing import NDArray
 from callbacks import RewardCurve, RolloutWriter
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.modules.objective import ValueObjective
+from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import SpreadFilter
 from lit_dlm.tasks.word_problems import WordProblems
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.processes import in_two_processes
-from tests.rollouts import DropAll, fit, learner, rollout_data
+from tests.rollouts import DropAll, fit, learner, policy, rollout_data
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
 Weights = dict[str, NDArray[Any]]
+
+CASES = [("ddp", "lora"), ("fsdp", "lora"), ("ddp", "full")]
+"""Strategies and value models."""
 
 
 def trained_weights(rl: torch.nn.Module) -> Weights:
@@ -37,14 +42,23 @@ def trained_weights(rl: torch.nn.Module) -> Weights:
     }
 
 
+def learning(kind: str) -> TraceRLModule:
+    """A policy and a value model on its weights (``lora``) or with its own (``full``)."""
+    if kind == "lora":
+        value = ValueObjective(backbone="lora", lora=LoRASettings(rank=2), lr=1e-2)
+        return learner(value=value)
+    own = policy(vocab_size=462, lora=False, initializer_range=0.2)
+    return learner(value=ValueObjective(backbone="full", lr=1e-2), value_backbone=own)
+
+
 def two_rl_steps(
-    folder: Path, *, accumulate: int, **options: Any
+    folder: Path, *, accumulate: int, kind: str = "lora", **options: Any
 ) -> tuple[Weights, list[dict[str, Any]], int]:
     """Three prompts: with two processes one has twice the rollouts of the other.
 
     Responses that end early take fewer forwards, too. One update per RL step.
     """
-    rl = learner(value=ValueObjective(backbone="lora", lora=LoRASettings(rank=2), lr=1e-2))
+    rl = learning(kind)
     curve = RewardCurve(str(folder))
     data = rollout_data(
         prompts_per_step=3,
@@ -52,6 +66,7 @@ def two_rl_steps(
         batch_size=4,
         filters=[SpreadFilter()],
         val_tasks=[WordProblems("test", num_examples=3)],
+        val_responses=2,
     )
     trainer = fit(
         rl,
@@ -76,10 +91,19 @@ def strategies() -> dict[str, Any]:
 
 def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {
-        name: two_rl_steps(folder / name, accumulate=8, devices=2, strategy=strategy)
-        for name, strategy in strategies().items()
-    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found: dict[str, Any] = {
+            f"{name} {kind}": two_rl_steps(
+                folder / f"{name} {kind}",
+                accumulate=8,
+                kind=kind,
+                devices=2,
+                strategy=strategies()[name],
+            )
+            for name, kind in CASES
+        }
+    found["advice"] = [str(one.message) for one in caught if "sync_dist" in str(one.message)]
     # An RL step without a group to keep, where a skipped update must not leave one process waiting.
     rl = learner()
     before = trained_weights(rl)
@@ -96,27 +120,40 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
-    alone, points, updates = two_rl_steps(tmp_path / "alone", accumulate=16)
-    assert updates == 2
-    start = trained_weights(learner())
+    alone = {
+        kind: two_rl_steps(tmp_path / kind, accumulate=16, kind=kind) for kind in ("lora", "full")
+    }
     both = in_two_processes(on_two_processes, tmp_path)
-    uids = sorted(TrajectoryShardReader(tmp_path / "alone" / "rollouts").uids)
-    for name in ("ddp", "fsdp"):
-        for weights, curve, count in (both[0][name], both[1][name]):
+    uids = sorted(TrajectoryShardReader(tmp_path / "lora" / "rollouts").uids)
+    for name, kind in CASES:
+        expected, points, updates = alone[kind]
+        assert updates == 2
+        logged = set.union(*map(set, points))
+        assert {"val/reward", "train/loss", "train/value_explained"} <= logged
+        for weights, curve, count in (found[f"{name} {kind}"] for found in both):
             assert count == 2
-            assert weights.keys() == alone.keys()
+            assert weights.keys() == expected.keys()
             for key, value in weights.items():
-                np.testing.assert_allclose(value, alone[key], rtol=0, atol=1e-6, err_msg=key)
+                np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-6, err_msg=key)
             assert [point["rollout/reward"] for point in curve] == [
                 point["rollout/reward"] for point in points
             ]
             for point, other in zip(curve, points, strict=True):
-                for score in ("val/reward", "rollout/mismatch", "train/policy_loss"):
-                    assert abs(point[score] - other[score]) < 1e-6, (name, score)
-        reader = TrajectoryShardReader(tmp_path / name / "rollouts")
+                scores = ("train/", "val/", "rollout/mismatch")
+                for score in filter(lambda key: key.startswith(scores), point | other):
+                    difference = abs(point[score] - other[score])
+                    assert difference < 1e-5 * max(1.0, abs(other[score])), (name, score)
+        ours, theirs = (found[f"{name} {kind}"][1] for found in both)
+        for key in ("time/rollout", "time/train"):  # means over both
+            assert [point[key] for point in ours] == [point[key] for point in theirs]
+        reader = TrajectoryShardReader(tmp_path / f"{name} {kind}" / "rollouts")
         assert sorted(reader.uids) == uids
         assert len(reader.shards) == 4  # one per RL step and process
-    moved = [key for key, value in start.items() if not np.array_equal(value, alone[key])]
-    assert len(moved) > len(start) / 2
-    assert both[0]["rests"]
-    assert both[1]["rests"]
+    for kind, (expected, _, _) in alone.items():
+        start = trained_weights(learning(kind))
+        moved = [key for key, value in start.items() if not np.array_equal(value, expected[key])]
+        assert len(moved) > len(start) / 2
+        assert not any("value_backbone.model.lm_head" in key for key in start)
+    for found in both:
+        assert found["rests"]
+        assert not found["advice"]

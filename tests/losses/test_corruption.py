@@ -256,6 +256,7 @@ def test_weights_by_hand() -> None:
     ("make", "message"),
     [
         (lambda: RandomMasking(min_t=0.5, max_t=0.4), "min_t"),
+        (lambda: RandomMasking(max_t=0.0), "max_t above 0"),
         (lambda: RandomMasking(weight="t"), "weight"),  # type: ignore[arg-type]
         (lambda: FixedRatio(ratio=0.0), "ratio"),
         (lambda: SemiAutoregressive().states(responses()), "block_size"),

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lit_dlm.losses.ranking import entropy_ranking
+from lit_dlm.ops.masking import time_delay_mask
 
 CASES = Path(__file__).parents[2].parent / "shared" / "data" / "tabom_rank_cases.json"
 
@@ -176,6 +178,19 @@ def test_equal_entropies_without_margin_have_no_gradient() -> None:
     assert not entropy.grad.any()
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.int32, torch.tensor])
+def test_a_window_may_be_an_integer_of_any_kind(kind: Any) -> None:
+    """Steps 0 and 1 are in the window: one pair, out of order by 1 nat; the cut shows nothing."""
+    entropy, steps = torch.tensor([[2.0, 1.0, 0.0]]), torch.arange(3)[None]
+    everything = torch.ones(1, 3, dtype=torch.bool)
+    assert entropy_ranking(entropy, steps, everything, 0, window=kind(2)).total.item() == 1.0
+    found = time_delay_mask(steps, everything, 0, window=kind(2))
+    assert found.supervised.tolist() == [[True, True, False]]
+    for window in (True, 2.0, torch.tensor(2.0)):
+        with pytest.raises(ValueError, match="window: expected an integer of at least 1"):
+            time_delay_mask(steps, everything, 0, window=window)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -183,6 +198,9 @@ def test_equal_entropies_without_margin_have_no_gradient() -> None:
         ({"ties": "rank"}, "decode_entropy: expected"),
         ({"window": 0}, "window: expected"),
         ({"window": 2.5}, "window: expected an integer"),
+        ({"window": True}, "window: expected an integer .* got True"),
+        ({"window": torch.tensor(True)}, "window: expected an integer"),
+        ({"window": torch.tensor(2.0)}, "window: expected an integer"),
         ({"margin": float("nan")}, "margin: expected a finite"),
         ({"steps": torch.zeros(1, 4)}, "one shape"),
         ({"cut": [0, 1, 2]}, "cut: expected one value or 1"),

@@ -38,7 +38,7 @@ def one_update(batches: list[list[Slot]]) -> Counter[tuple[int, float]]:
 def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
     """21 items, at most 2 * 2 * 2 an update: three of seven, whose items weigh 8/7."""
     every = [
-        deal(21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
+        deal([1.0] * 21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
         for rank in range(2)
     ]
     assert len(every[0]) == len(every[1]) == 6
@@ -54,7 +54,7 @@ def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
 
 def test_items_are_spread_evenly_over_updates() -> None:
     """65 at 64 an update: 33 and 32, never a step from a single row."""
-    found = [(len(batch), batch[0].factor) for batch in deal(65, batch_size=64)]
+    found = [(len(batch), batch[0].factor) for batch in deal([1.0] * 65, batch_size=64)]
     assert found == [(33, 64 / 33), (32, 2.0)]
 
 
@@ -62,7 +62,14 @@ def test_items_are_spread_evenly_over_updates() -> None:
 def test_no_update_mixes_passes(world_size: int) -> None:
     """Passes of 8 and 7 items, 6 an update: 4, 4, 4 and 3, each item once in its own pass."""
     dealt = [
-        deal(8, 7, batch_size=1, accumulate=6 // world_size, rank=rank, world_size=world_size)
+        deal(
+            [1.0] * 8,
+            [1.0] * 7,
+            batch_size=1,
+            accumulate=6 // world_size,
+            rank=rank,
+            world_size=world_size,
+        )
         for rank in range(world_size)
     ]
     step = 6 // world_size
@@ -94,9 +101,10 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
 
 @pytest.mark.parametrize("count", [5, 16, 17, 21])
 def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count: int) -> None:
-    alone = deal(count, batch_size=2, accumulate=4, seed=(1,))
+    alone = deal([1.0] * count, batch_size=2, accumulate=4, seed=(1,))
     pair = [
-        deal(count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,)) for r in (0, 1)
+        deal([1.0] * count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,))
+        for r in (0, 1)
     ]
     steps = -(-count // 8)
     for step in range(steps):
@@ -106,8 +114,8 @@ def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count:
 
 def test_a_short_process_gets_copies_without_weight() -> None:
     """One item for two processes."""
-    assert deal(1, batch_size=4, rank=0, world_size=2) == [[Slot(0, 8.0)]]
-    assert deal(1, batch_size=4, rank=1, world_size=2) == [[Slot(0, 0.0)]]
+    assert deal([1.0], batch_size=4, rank=0, world_size=2) == [[Slot(0, 8.0)]]
+    assert deal([1.0], batch_size=4, rank=1, world_size=2) == [[Slot(0, 0.0)]]
 
 
 def test_advantages_without_values_are_those_of_the_response() -> None:
@@ -237,7 +245,7 @@ def test_old_log_probs_are_those_of_the_training_forward() -> None:
     backbone = policy().eval()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    batches = deal(len(items), batch_size=5)
+    batches = deal([item.size for item in items], batch_size=5)
     sums = fill_old_scores(rl, batches, items, records, move=as_is)
     table = unit_table(items, "old_log_prob", 6)
     for row, record in enumerate(records):
@@ -260,7 +268,9 @@ def test_behaviour_takes_the_samplers_record() -> None:
     rl = module(backbone, objective=PolicyObjective(old_log_prob="behaviour"), num_padding=None)
     records = decoded(backbone, 6)
     items = rl.rows.items(records)
-    fill_old_scores(rl, deal(len(items), batch_size=5), items, records, move=as_is)
+    fill_old_scores(
+        rl, deal([item.size for item in items], batch_size=5), items, records, move=as_is
+    )
     drawn = 0
     for item in items:
         sampled = torch.from_numpy(records[item.record].signals["commit_log_prob"])[item.cells]
@@ -279,7 +289,9 @@ def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     rl = module(backbone, objective=PolicyObjective(kl_to="initial"))
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    fill_old_scores(rl, deal(len(items), batch_size=5), items, records, move=as_is)
+    fill_old_scores(
+        rl, deal([item.size for item in items], batch_size=5), items, records, move=as_is
+    )
     bare = policy(lora=False).eval()
     bare.load_state_dict(
         {

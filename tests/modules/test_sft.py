@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,28 @@ def test_autoregressive_loss_is_that_of_the_causal_model() -> None:
         losses.append(torch.nn.functional.cross_entropy(raw[0, -G - 1 : -1], ids[0, -G:]))
     found = model.terms(batch, seed=0).total
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_token_of_a_response_without_a_prompt_is_no_target() -> None:
+    """Alone or beside a padded neighbour, the other tokens have the losses of the causal model."""
+    model = module(small(shift=1), Autoregressive())
+    spec = model.backbone.spec
+    first, second = examples(2)
+    first = replace(first, prompt_ids=first.prompt_ids[:0])
+    alone = collate_supervised([first], response_length=G, spec=spec)
+    raw = model.backbone.model(
+        alone.ids,
+        attention_mask=torch.ones(1, 1, G, G, dtype=torch.bool).tril(),
+        position_ids=torch.arange(G)[None],
+    ).logits
+    raw[..., list(spec.forbidden_ids)] = -torch.inf
+    wanted = torch.nn.functional.cross_entropy(raw[0, :-1], alone.ids[0, 1:])
+    terms = model.terms(alone, seed=0)
+    torch.testing.assert_close(terms.total, wanted, rtol=1e-5, atol=1e-6)
+    assert terms.parts["num_supervised"] == G - 1
+    both = model.terms(collate_supervised([first, second], response_length=G, spec=spec), seed=0)
+    other = model.terms(collate_supervised([second], response_length=G, spec=spec), seed=0)
+    torch.testing.assert_close(both.total, (wanted + other.total) / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("changes", [{}, BLOCK], ids=["full", "block"])

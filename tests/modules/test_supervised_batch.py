@@ -8,7 +8,7 @@ import numpy as np
 
 from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.ops.cuts import non_ltr_positions
-from tests.finetuning import G, examples, small
+from tests.finetuning import EOS, MASK, G, examples, small
 
 
 def test_steps_of_a_sample_do_not_depend_on_its_neighbours() -> None:
@@ -34,3 +34,29 @@ def test_lists_of_the_data_stand_beside_what_the_steps_say() -> None:
     assert responses.non_ltr[0].nonzero().tolist() == [[3]]
     assert responses.non_ltr[1].tolist() == non_ltr_positions(batch.steps[1]).tolist()
     assert collate_supervised([first, second], response_length=G, spec=spec).non_ltr is None
+
+
+def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
+    """Four tokens in a region of eight, of which the third is the end of the second answer.
+
+    The last of the third is a cell that nothing was written to. Only asked-for padding is learnt
+    behind them, and a copy never learns.
+    """
+    spec = small().spec
+    (first,) = examples(1)
+    answer = np.array([5, 6, 7, 8])
+    cut_off = replace(first, response_ids=answer, steps=None, decode_entropy=None)
+    ended = replace(cut_off, response_ids=np.array([5, 6, EOS, EOS]))
+    open_cell = replace(cut_off, response_ids=np.array([5, 6, 7, MASK]))
+    copy = replace(cut_off, is_real=False)
+    batch = collate_supervised([cut_off, ended, open_cell, copy], response_length=G, spec=spec)
+    assert batch.answer_length.tolist() == [4, 3, 4, 0]
+    assert batch.ids[0, batch.start :].tolist() == [5, 6, 7, 8, EOS, EOS, EOS, EOS]
+
+    def maskable(num_padding: int | None) -> list[list[int]]:
+        cells = responses_of(batch, spec, seed=0, num_padding=num_padding).maskable
+        return [row.nonzero().flatten().tolist() for row in cells]
+
+    assert maskable(0) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2], []]
+    assert maskable(2) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], []]
+    assert maskable(None) == [list(range(G)), list(range(G)), [0, 1, 2, 4, 5, 6, 7], []]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from datamodules.epoch_plan import EpochPlan
@@ -122,16 +122,21 @@ def test_a_rank_window_of_tokens_takes_the_first_ones() -> None:
 
 
 def test_padding_behind_the_answer_is_supervised_only_on_demand() -> None:
-    """Answers of four tokens: the end of text that follows them counts as theirs."""
+    """Three cells of an answer and its end; the end counts as one of them."""
     model = module()
     spec = model.backbone.spec
     short = [
-        replace(one, response_ids=one.response_ids[:4], steps=None, decode_entropy=None)
+        replace(
+            one,
+            response_ids=np.append(one.response_ids[:3], spec.eos_ids[0]),
+            steps=None,
+            decode_entropy=None,
+        )
         for one in examples(3)
     ]
     batch = collate_supervised(short, response_length=G, spec=spec)
-    assert batch.answer_length.tolist() == [5, 5, 5]
-    for num_padding, wanted in ((0, 5), (1, 6), (None, 8)):
+    assert batch.answer_length.tolist() == [4, 4, 4]
+    for num_padding, wanted in ((0, 4), (1, 5), (None, 8)):
         responses = responses_of(batch, spec, seed=0, num_padding=num_padding)
         assert responses.maskable.sum(1).tolist() == [wanted] * 3
 
@@ -263,7 +268,7 @@ def test_a_sample_is_cut_elsewhere_in_the_next_pass(tmp_path: Path) -> None:
 
 def test_checkpoints_of_another_adapter_are_refused(tmp_path: Path) -> None:
     run(module(), Data(examples(), batch_size=4), tmp_path, steps=1)
-    with pytest.raises(ValueError, match=r"lacks .* trained weights"):
+    with pytest.raises(ValueError, match=r"lacks .* weights"):
         run(
             module(small(lora=False)),
             Data(examples(), batch_size=4),
@@ -306,19 +311,49 @@ def test_two_processes_validate_like_one(tmp_path: Path) -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def _train(rank: int, folder: Path) -> dict[str, tuple[list[float], dict[str, np.ndarray]]]:
-    """Losses and weights under both strategies, one run after the other."""
+class Logged(Callback):
+    """Notes what is logged of every batch."""
+
+    def __init__(self) -> None:
+        self.scores: list[Scores] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self.scores.append({name: float(v) for name, v in trainer.callback_metrics.items()})
+
+
+def logged_of(terms: LossTerms) -> Any:
+    """What is to be logged of a step that is one batch."""
+    values = {"loss": terms.total.detach(), **terms.parts}
+    return pytest.approx({f"train/{name}": float(v) for name, v in values.items()}, rel=1e-5)
+
+
+def test_a_logged_value_is_over_all_accumulated_batches(tmp_path: Path) -> None:
+    """The second batch has no decode: the mean of two means would be half the value."""
+    given = undecoded({1, 3, 5, 6})
+    logged, model = Logged(), module()
+    before = model.terms(
+        collate_supervised(given, response_length=G, spec=model.backbone.spec), seed=0
+    )
+    data = Data(given, batch_size=2)
+    run(model, data, tmp_path, steps=1, callbacks=(logged,), accumulate_grad_batches=4)
+    assert logged.scores == [{}, {}, {}, logged_of(before)]
+
+
+def _train(
+    rank: int, folder: Path
+) -> dict[str, tuple[list[float], dict[str, np.ndarray], list[Scores]]]:
+    """Losses, weights and logged values under both strategies, one run after the other."""
     results = {}
     for kind in ("ddp", "fsdp"):
-        watch, model = Watch(), module(loss_norm="global")
+        watch, logged, model = Watch(), Logged(), module(loss_norm="global")
         data = Data(given_to_both(), batch_size=2)
         run(
-            model, data, folder / kind, steps=2, callbacks=(watch,), devices=2,
-            strategy=two_processes(kind),
+            model, data, folder / kind, steps=2, callbacks=(watch, logged), devices=2,
+            strategy=two_processes(kind), log_every_n_steps=2,
         )  # fmt: skip
         with whole_weights(model):
             weights = {name: value.numpy() for name, value in trained(model).items()}
-        results[kind] = (watch.losses, weights)
+        results[kind] = (watch.losses, weights, logged.scores)
     return results
 
 
@@ -333,12 +368,13 @@ def test_two_processes_of_which_one_has_no_target_train_like_one(tmp_path: Path)
         both = [given[ref.number] for plan in plans() for ref in plan.batch(number)]
         batch = collate_supervised(both, response_length=G, spec=model.backbone.spec)
         optimizer.zero_grad()
-        loss = model.terms(batch, seed=0).total
-        loss.backward()
+        terms = model.terms(batch, seed=0)
+        terms.total.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(terms.total.detach()))
     for kind in ("ddp", "fsdp"):
-        (first, weights), (second, others) = (side[kind] for side in sides)
+        (first, weights, logged), (second, others, same) = (side[kind] for side in sides)
+        assert logged == same == [{}, logged_of(terms)]  # only the second step is written
         assert second == [0.0, 0.0]
         # Each process divides by half of the global count, and gradients are averaged.
         np.testing.assert_allclose(np.array(first) / 2, losses, rtol=1e-5)

@@ -26,7 +26,7 @@ from lit_dlm.modules.objective import PolicyObjective, ValueObjective
 from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items, training_rows
 from lit_dlm.modules.rollout_updates import deal, fill_advantages, fill_old_scores
 from lit_dlm.modules.tracerl import TraceRLModule
-from tests.rollouts import decoded, fit, learner, module, policy, rollout_data
+from tests.rollouts import decoded, decoder, fit, learner, module, policy, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}
 
@@ -37,7 +37,7 @@ def prepared(rl: TraceRLModule, *, per_step: int = 1) -> list[RolloutBatch]:
     records = decoded(rl.backbone, 6, per_step=per_step)
     items = rl.rows.items(records)
     fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
-    batches = deal(len(items), batch_size=6)
+    batches = deal([item.size for item in items], batch_size=6)
     fill_old_scores(rl, batches, items, records, move=lambda b: b)
     return [
         collate_items([(items[s.item], s.factor) for s in slots], records, rl.row_spec, num_slots=6)
@@ -73,7 +73,9 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         records = decoded(rl.backbone, 6, per_step=1)
         items = rl.rows.items(records)
         fill_advantages(rl, items, records, kind="none", batch_size=8, move=lambda b: b)
-        fill_old_scores(rl, deal(len(items), batch_size=8), items, records, move=lambda b: b)
+        fill_old_scores(
+            rl, deal([item.size for item in items], batch_size=8), items, records, move=lambda b: b
+        )
         batch = collate_items([(i, 1.0) for i in items], records, rl.row_spec, num_slots=1)
         found.append(gradients(rl, batch))
     assert found[0].keys() == found[1].keys()
@@ -88,7 +90,9 @@ def test_copies_that_fill_a_batch_change_nothing() -> None:
     records = decoded(rl.backbone, 6)
     items = rl.rows.items(records)
     fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
-    fill_old_scores(rl, deal(len(items), batch_size=8), items, records, move=lambda b: b)
+    fill_old_scores(
+        rl, deal([item.size for item in items], batch_size=8), items, records, move=lambda b: b
+    )
     real = [(item, 1.0) for item in items[:3]]
     plain = gradients(rl, collate_items(real, records, rl.row_spec, num_slots=4))
     filled = gradients(
@@ -108,7 +112,7 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
     batch = prepared(rl)[0]
     both = gradients(rl, batch)
     groups = rl.parameter_groups()
-    rl._trains_value = False
+    rl.trains_value = False
     policy_only = gradients(rl, batch)
     names = {id(p): n for n, p in rl.named_parameters()}
     for parameter in groups[0]:
@@ -138,7 +142,7 @@ def test_groups_are_clipped_apart_and_values_rest_between() -> None:
         norm = torch.stack([p.grad.norm() for p in group]).norm()
         torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
     assert set(logged) == {"train/grad_norm_policy", "train/grad_norm_value"}
-    rl._trains_value = False
+    rl.trains_value = False
     rl.configure_gradient_clipping(optimizer, 1.0, "norm")
     assert all(parameter.grad is None for parameter in value_group)
 
@@ -161,22 +165,47 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
         ({"block_alignment": "response"}, "block_alignment: only for block attention"),
         ({"value": ValueObjective(backbone="full")}, "value_backbone: needed"),
         ({"value": ValueObjective(), "corruption": CoupledViews()}, "value: CoupledViews"),
-        *(
-            (
-                {
-                    "objective": PolicyObjective(old_log_prob="behaviour"),
-                    "corruption": corruption,
-                },
-                "TraceMasking with shrink 1; use 'recompute'",
-            )
-            for corruption in (RandomMasking(), TraceMasking(shrink=2))
-        ),
         ({"block_size": 4}, "block_size: expected a positive number with block attention"),
+        ({"method": "no"}, "^method: expected one of random, got 'no'"),
+        ({"val_method": ["random", "no"]}, "^val_method: expected one of random, got 'no'"),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         module(policy(), **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ({}, {"corruption": RandomMasking()}, "padding 'replayed', got RandomMasking;"),
+        ({}, {"corruption": TraceMasking()}, "got TraceMasking with shrink 1 and padding 'hidden'"),
+        (
+            {},
+            {"corruption": TraceMasking(shrink=2, padding="replayed")},
+            "got TraceMasking with shrink 2 and padding 'replayed'; use 'recompute'",
+        ),
+        ({}, {"temperature": 2.0}, r"temperature: the sampler's 1\.0, got 2\.0"),
+        ({"block_size": 3}, {"block_size": 6}, "got blocks of 6 from the sequence"),
+        ({"block_size": 3}, {"block_alignment": "response"}, "got blocks of 3 from the response"),
+        ({"block_size": 3}, {"window": BlockWindow(6, origin="sequence")}, "got blocks of 6"),
+        ({"block_size": 3}, {"window": None}, "decoder's window: blocks of 3 .* got no blocks"),
+    ],
+)
+def test_behaviour_is_refused_in_states_that_the_sampler_never_saw(
+    family: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    backbone = policy(attention="block", **family) if family else policy()
+    sampling = decoder(backbone)
+    if "window" in options:
+        window = options.pop("window")
+        sampling = Decoder(policy=RandomPolicy(), window=window, sampler=sampling.sampler)
+    objective = PolicyObjective(
+        old_log_prob="behaviour", temperature=options.pop("temperature", "rollout")
+    )
+    module(backbone, objective=PolicyObjective(old_log_prob="behaviour"))
+    with pytest.raises(ValueError, match=rf"old_log_prob: .*{message}"):
+        module(backbone, objective=objective, decoders={"random": sampling}, **options)
 
 
 def test_a_fully_trained_policy_has_no_initial_one_and_lends_no_weights() -> None:

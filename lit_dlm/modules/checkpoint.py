@@ -1,0 +1,103 @@
+"""Whether a checkpoint is one of the model at hand: weights by name, adapters by their settings.
+
+Checkpoints hold only what was trained, so Lightning loads them without asking for every weight; it
+would also drop, without a word, those that the model has no place for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lit_dlm.backbones.lora import adapter_parameters
+
+ADAPTERS_KEY = "adapters"
+"""Where a checkpoint has the settings of its adapters."""
+
+_NUM_NAMED = 2
+_WAY_OUT = (
+    "expected one of the same model and lora settings; give the backbone the settings of that run, "
+    "or load its adapter with backbone.init_args.adapter=RUN_DIR/adapter"
+)
+
+
+def trained_adapters(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Settings of the adapters that a module trains.
+
+    Args:
+        module: with decoders anywhere in it.
+
+    Returns:
+        By path, such as ``backbone.model.default``, as plain values: ``rank``, ``alpha``,
+        ``rslora``, ``targets`` and ``layers`` (all of them where none are chosen).
+    """
+    return {
+        path: settings for path, (settings, is_trained) in _adapters(module).items() if is_trained
+    }
+
+
+def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        module: the LightningModule.
+        checkpoint: what Lightning read. Its ``state_dict`` is absent under FSDP2, which has loaded
+            the weights by then and refuses missing ones itself; settings of adapters are absent
+            from checkpoints of old.
+
+    Raises:
+        ValueError: naming some of the weights that are missing or have no place, or the settings
+            that differ.
+    """
+    if "state_dict" in checkpoint:
+        found = set(checkpoint["state_dict"])
+        trained = {name for name, value in module.named_parameters() if value.requires_grad}
+        places = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        places |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        wrong = [
+            f"{kind} {len(names)} weights, such as {', '.join(sorted(names)[:_NUM_NAMED])}"
+            for kind, names in (
+                ("lacks", trained - found),
+                ("has no use here for", found - places),
+            )
+            if names
+        ]
+        if wrong:
+            raise ValueError(f"ckpt_path: the checkpoint {' and '.join(wrong)}; {_WAY_OUT}")
+    if ADAPTERS_KEY not in checkpoint:
+        return
+    ours = {path: settings for path, (settings, _) in _adapters(module).items()}
+    for path, theirs in checkpoint[ADAPTERS_KEY].items():
+        if theirs != ours.get(path):
+            raise ValueError(
+                f"ckpt_path: the checkpoint's adapter {path} has {theirs}, "
+                f"this model's {ours.get(path, 'none')}; {_WAY_OUT}"
+            )
+
+
+def _adapters(module: nn.Module) -> dict[str, tuple[dict[str, Any], bool]]:
+    """Settings of every adapter by path, and whether it is trained."""
+    return {
+        f"{path}.{name}": (
+            _settings(config, part),
+            any(value.requires_grad for _, value in adapter_parameters(part, name)),
+        )
+        for path, part in module.named_modules()
+        if isinstance(part, PreTrainedModel)
+        for name, config in getattr(part, "peft_config", {}).items()
+    }
+
+
+def _settings(config: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """What peft's configuration says; its dropout is no part of the weights."""
+    layers = config.layers_to_transform
+    return {
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "rslora": bool(config.use_rslora),
+        "targets": sorted(config.target_modules),
+        "layers": sorted(range(model.config.num_hidden_layers) if layers is None else layers),
+    }

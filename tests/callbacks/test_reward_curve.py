@@ -1,0 +1,94 @@
+"""The curve of a run: what is in the line of a step, and when there is a step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from callbacks import RewardCurve
+from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.tasks.word_problems import WordProblems
+from tests.rollouts import DigitReward, decoder, fit, learner, policy, rollout_data
+
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "configs" / "exp").glob("tracerl_*.yaml"))
+
+
+class FirstStep(GroupFilter):
+    """Keeps the groups of the first RL step."""
+
+    def __init__(self, rl: TraceRLModule) -> None:
+        self.rl = rl
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        return self.rl.current_epoch == 0
+
+
+class Late(Reward):
+    """Looks at groups that are kept."""
+
+    name = "late"
+    after_filters = True
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [RewardScore(total=0.0) for _ in group]
+
+
+def test_a_step_without_updates_repeats_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    rl, curve = learner(), RewardCurve(str(tmp_path))
+    data = rollout_data(filters=[FirstStep(rl)], rewards=[DigitReward(), Late()])
+    fit(rl, data, tmp_path, callbacks=[curve])
+    first, second = curve.points
+    gone = {"rollout/mismatch", "rollout/mismatch_signed", "rollout/reward/late"}
+    assert first["rollout/items"] > 0 == second["rollout/items"]
+    assert gone | {"train/loss", "train/ratio", "train/grad_norm_policy"} <= first.keys()
+    assert {name for name in first if name not in second} == gone | {
+        name for name in first if name.startswith("train/")
+    }
+    assert {
+        "rollout/reward",
+        "rollout/reward/digits",
+        "time/train",
+        "time/rollout",
+    } <= second.keys()
+
+
+class Seen(Callback):
+    """What the check before training found."""
+
+    def __init__(self) -> None:
+        self.scores: dict[str, float] = {}
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        self.scores = dict(pl_module.validation.last)
+
+
+@pytest.mark.parametrize("sanity_steps", [2, -1])
+def test_step_0_is_of_all_held_out_prompts_or_of_none(tmp_path: Path, sanity_steps: int) -> None:
+    """Two of five batches are four of ten responses, none of them of the second decoder."""
+    backbone = policy()
+    decoders = {"random": decoder(backbone), "slow": decoder(backbone, per_step=1)}
+    rl = learner(decoders=decoders, val_method=["random", "slow"])
+    tasks = [WordProblems("test", num_examples=5)]
+    data = rollout_data(val_tasks=tasks, rollout_batch_size=2, prompts_per_step=1)
+    curve, seen = RewardCurve(str(tmp_path)), Seen()
+    options = {"num_sanity_val_steps": sanity_steps}
+    fit(rl, data, tmp_path, steps=1, callbacks=[curve, seen], **options)
+    assert curve.points[-1]["val/slow/num_prompts"] == 5
+    if sanity_steps < 0:
+        assert [point["step"] for point in curve.points] == [0, 1]
+        assert curve.points[0]["val/num_prompts"] == 5
+        assert curve.points[0]["val/slow/num_prompts"] == 5
+    else:
+        assert [point["step"] for point in curve.points] == [1]
+        assert seen.scores["num_prompts"] == 4
+        assert not any(name.startswith("slow/") for name in seen.scores)
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_experiments_score_the_policy_before_training(path: Path) -> None:
+    assert "num_sanity_val_steps: -1" in path.read_text(encoding="utf-8")

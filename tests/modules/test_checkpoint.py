@@ -1,0 +1,117 @@
+"""Checkpoints are loaded whole into the model that they came from, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.losses.corruption import RandomMasking
+from lit_dlm.modules.checkpoint import ADAPTERS_KEY
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.objective import ValueObjective
+from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.tracerl import VALUE, TraceRLModule
+from tests.finetuning import Data, examples, run, small, trained
+from tests.rollouts import decoder
+
+WAY_OUT = r"backbone\.init_args\.adapter=RUN_DIR/adapter"
+
+
+def adapted(**changes: Any) -> HFBackbone:
+    model = small(lora=False).requires_grad_(False)
+    settings: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": "all", **changes}
+    model.add_adapter(LoRASettings(**settings))
+    return model
+
+
+def sft(backbone: HFBackbone | None = None) -> SFTModule:
+    return SFTModule(backbone or adapted(), tokenizer="tiny", corruption=RandomMasking())
+
+
+def decode(backbone: HFBackbone) -> DecodeModule:
+    return DecodeModule(backbone, tokenizer="tiny")
+
+
+def stored(module: LightningModule) -> dict[str, Any]:
+    """What Lightning would write of a module."""
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def test_a_run_is_scored_by_its_own_settings_only(tmp_path: Path) -> None:
+    """Through the trainer: the same adapter gets the weights, the bare model is refused."""
+    module, data = sft(), Data(examples(), batch_size=4, val_fraction=0.3)
+    run(module, data, tmp_path, steps=2, total=2)
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    path = tmp_path / "run.ckpt"
+    same = sft()
+    Trainer(**options).validate(same, data, ckpt_path=path, verbose=False, weights_only=True)
+    weights = trained(module)
+    assert all(torch.equal(value, weights[name]) for name, value in trained(same).items())
+    bare = small(lora=False).requires_grad_(False)
+    refused = rf"has no use here for 28 weights.*{WAY_OUT}"
+    with pytest.raises(ValueError, match=refused):
+        Trainer(**options).validate(sft(bare), data, ckpt_path=path, weights_only=True)
+    with pytest.raises(ValueError, match=refused):
+        Trainer(**options).predict(decode(bare), [0], ckpt_path=path, weights_only=True)
+
+
+def test_some_of_the_targets_are_not_enough() -> None:
+    """Two layers: 2 matrices for each of 7 modules, of which the other has one."""
+    every, one = adapted(), adapted(targets=["q_proj"])
+    with pytest.raises(ValueError, match=r"has no use here for 24 weights, such as backbone"):
+        decode(one).on_load_checkpoint(stored(sft(every)))
+    with pytest.raises(ValueError, match=r"lacks 24 weights, such as backbone\.model"):
+        decode(every).on_load_checkpoint(stored(sft(one)))
+
+
+@pytest.mark.parametrize("changes", [{"alpha": 8.0}, {"rank": 3}, {"rslora": True}])
+def test_other_scales_of_the_same_weights_are_refused(changes: dict[str, Any]) -> None:
+    checkpoint = stored(sft())
+    decode(adapted(dropout=0.5)).on_load_checkpoint(checkpoint)  # no part of the weights
+    (name,) = changes
+    with pytest.raises(ValueError, match=rf"backbone\.model\.default has .*'{name}'.*{WAY_OUT}"):
+        decode(adapted(**changes)).on_load_checkpoint(checkpoint)
+
+
+def test_settings_count_where_the_weights_are_not_seen() -> None:
+    """FSDP2 hands over all but the weights; checkpoints of old have no settings."""
+    checkpoint = stored(sft())
+    for other in (adapted(targets=["q_proj"]), adapted(layers=[0]), small(lora=False)):
+        with pytest.raises(ValueError, match=r"the checkpoint's adapter backbone\.model\.default"):
+            decode(other).on_load_checkpoint({ADAPTERS_KEY: checkpoint[ADAPTERS_KEY]})
+    decode(adapted(layers=[0, 1])).on_load_checkpoint(checkpoint)
+    del checkpoint[ADAPTERS_KEY]
+    decode(adapted(alpha=8.0)).on_load_checkpoint(checkpoint)
+
+
+def test_whole_weights_load_into_a_frozen_model_without_an_adapter() -> None:
+    checkpoint = stored(sft(small(lora=False)))
+    decode(small(lora=False).requires_grad_(False)).on_load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=r"lacks 28 weights.* and has no use here for 20"):
+        decode(adapted()).on_load_checkpoint(checkpoint)
+
+
+def test_a_value_adapter_belongs_to_the_checkpoint() -> None:
+    def rl(alpha: float | None) -> TraceRLModule:
+        value = None if alpha is None else ValueObjective(lora=LoRASettings(rank=2, alpha=alpha))
+        backbone = adapted()
+        decoders = {"one": decoder(backbone)}
+        return TraceRLModule(backbone, tokenizer="tiny", decoders=decoders, value=value)
+
+    checkpoint = stored(rl(4.0))
+    assert set(checkpoint[ADAPTERS_KEY]) == {"backbone.model.default", f"backbone.model.{VALUE}"}
+    rl(4.0).on_load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=rf"adapter backbone\.model\.{VALUE} has"):
+        rl(8.0).on_load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match="has no use here for"):
+        rl(None).on_load_checkpoint(checkpoint)
+    rl(None).on_load_checkpoint(stored(sft()))

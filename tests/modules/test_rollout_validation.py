@@ -1,0 +1,107 @@
+"""Means of validation by hand, and their independence of where the responses lie."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dlm.grading import Verdict
+from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
+from lit_dlm.rewards import RewardScore
+
+REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
+"""By prompt, of its three responses."""
+
+
+class Engine:
+    """Decodes nothing."""
+
+    def generate(self, prompts: Any) -> list[Any]:
+        return [
+            SimpleNamespace(
+                asked=prompt, trajectory=SimpleNamespace(meta={"num_tokens": 4}, num_steps=2)
+            )
+            for prompt in prompts
+        ]
+
+
+class Scorer:
+    """Reads rewards off; half a point or more is right, prompt 2 is not graded."""
+
+    def score(self, groups: Any) -> list[list[RewardScore]]:
+        found = []
+        for (rollout,) in groups:
+            meta = rollout.asked.meta
+            reward = REWARDS[meta["place"]][meta["response"]]
+            status = "ungraded" if meta["place"] == 2 else "wrong" if reward < 0.5 else "right"
+            found.append(
+                [
+                    RewardScore(
+                        total=reward, verdict=Verdict(status=status), is_correct=status == "right"
+                    )
+                ]
+            )
+        return found
+
+
+class Together:
+    """Adds up over processes that run one after the other; gives sums when asked again."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+
+    def reduce(self, values: Tensor, *, reduce_op: str) -> Tensor:
+        assert reduce_op == "sum"
+        self.total = self.total + values
+        return self.total
+
+
+def asked(place: int, response: int) -> Any:
+    return SimpleNamespace(meta={"method": "a", "place": place, "response": response})
+
+
+def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
+    """Of responses that are dealt to processes, with a copy that fills each one's batch."""
+    together = Together()
+    for mine in processes:
+        engines: Any = {"a": Engine(), "b": Engine()}
+        validation = RolloutValidation(engines, Scorer(), num_prompts=4)  # type: ignore[arg-type]
+        rows = [asked(*one) for one in mine]
+        validation.add(ValidationBatch([*rows, rows[0]], [True] * len(rows) + [False]))
+        found = validation.result(together, torch.device("cpu"))  # type: ignore[arg-type]
+    return found
+
+
+ALL = [(place, response) for place in REWARDS for response in range(3)]
+
+
+def test_responses_to_one_prompt_are_averaged_first() -> None:
+    """Prompts are worth 0.5, 1 and 0: deviation 0.5 (of 3 - 1), so a standard error of 0.5/3^0.5.
+
+    Of prompt 0 two of three are right, of prompt 1 all: 5/6. Decoder ``b`` and prompt 3 have none.
+    """
+    found = scores(ALL)
+    assert found == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_stderr": 0.5 / 3**0.5,
+            "response_length": 4.0,
+            "num_steps": 2.0,
+            "num_prompts": 3.0,
+            "accuracy": 5 / 6,
+        }
+    )
+
+
+def test_where_responses_lie_makes_no_difference() -> None:
+    assert scores(ALL[::2], ALL[1::2]) == pytest.approx(scores(ALL), abs=1e-15)
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    found = scores(ALL[:3])
+    assert found["num_prompts"] == 1.0
+    assert "reward_stderr" not in found
