@@ -38,10 +38,10 @@ tiny-model: install  ## Train the embedded models again (about an hour on two co
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
 
 test: install  ## Run all tests
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: install  ## Run the unit tests only (under a minute)
-	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope
+	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
 
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run

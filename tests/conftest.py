@@ -19,7 +19,11 @@ settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests time on a busy machine: the longest take a minute on one that is not."""
+    """Puts slow tests first and gives them time on a busy machine.
+
+    The longest take a minute on one that is not; begun last, one process would wait for them.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("slow") or item.get_closest_marker("ddp"):
             item.add_marker(pytest.mark.timeout(1200))
