@@ -126,6 +126,7 @@ def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
     torch.testing.assert_close(mean, whole, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # a whole RL step in each of four ways
 def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) -> None:
     """The weights stand still, so that one update and several see the same."""
     found = []
