@@ -1,0 +1,469 @@
+"""Twins of released checkpoints: random weights, and otherwise what a download holds.
+
+A twin has its release's own ``config.json`` words, weight keys, shards with an index, vocabulary
+size, special tokens and chat template, so that whatever runs on it meets what the release would
+bring. Small ones are written in a second; full-size ones stream through little memory. The texts of
+a twin mean nothing: beside the bytes, its tokenizer has few ordinary entries of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from lit_dlm.backbones.assembly import DType, torch_dtype
+from lit_dlm.backbones.families import PLAIN_DECODERS
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.weights import save_checkpoint
+
+_QWEN_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+]
+_LLADA_NAMED = {
+    126080: "<|startoftext|>",
+    126081: "<|endoftext|>",
+    126082: "[CLS]",
+    126083: "[gMASK]",
+    126336: "<|mdm_mask|>",
+    126340: "<role>",
+    126341: "</role>",
+    126342: "<|arithmetic_start|>",
+    126343: "<|arithmetic_end|>",
+    126344: "<|number_start|>",
+    126345: "<|number_end|>",
+    126346: "<|start_header_id|>",
+    126347: "<|end_header_id|>",
+    126348: "<|eot_id|>",
+}
+_ORDINARY = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"}
+_ORDINARY |= {"<think>", "</think>"}
+"""Added tokens that decoded texts show."""
+
+_CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message.role != 'system' %}SYSTEM{% endif %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def _chatml(system: str) -> str:
+    turn = f"<|im_start|>system\\n{system}<|im_end|>\\n"
+    return _CHATML.replace("SYSTEM", f"{{{{ '{turn}' }}}}" if system else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """A released tokenizer as far as its special tokens and files go."""
+
+    added: tuple[str, ...]
+    """Added tokens in the order of their ids, behind the ordinary entries."""
+    num_ordinary: int
+    """Entries before them."""
+    files: Literal["vocab.json", "tokenizer.json"]
+    """How the release stores it; ``vocab.json`` comes with ``merges.txt``."""
+    template: str
+    """Chat template: one turn after the other, as the release's renders plain messages."""
+    named: Mapping[str, str]
+    """Tokens with a part to play, such as ``eos_token``."""
+
+    def ids(self) -> dict[str, int]:
+        """Added tokens to their ids."""
+        return {token: self.num_ordinary + index for index, token in enumerate(self.added)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What a twin copies of a released checkpoint."""
+
+    config: Mapping[str, Any]
+    """Contents of its ``config.json``."""
+    vocabulary: Vocabulary
+    other_keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Weights of parts that this project leaves in the files: key to a small shape."""
+
+
+_END = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+_DREAM_TOKENS = Vocabulary(
+    added=(*_QWEN_TOKENS, "<|beginoftext|>", "<|mask|>"),
+    num_ordinary=151643,
+    files="vocab.json",
+    template=_chatml("You are a helpful assistant."),
+    named={**_END, "bos_token": "<|beginoftext|>", "mask_token": "<|mask|>"},
+)
+_SDAR_TOKENS = Vocabulary(
+    added=(
+        *_QWEN_TOKENS,
+        *("<tool_response>", "</tool_response>", "<think>", "</think>", "<|MASK|>"),
+    ),
+    num_ordinary=151643,
+    files="vocab.json",
+    template=_chatml(""),
+    named=_END,
+)
+_QWEN25_TOKENS = Vocabulary(
+    added=tuple(_QWEN_TOKENS),
+    num_ordinary=151643,
+    files="tokenizer.json",
+    template=_chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    named={"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+)
+_LLADA_TOKENS = Vocabulary(
+    added=tuple(
+        _LLADA_NAMED.get(number, f"<|reserved_token_{number - 126084}|>")
+        for number in range(126080, 126349)
+    ),
+    num_ordinary=126080,
+    files="tokenizer.json",
+    template=(
+        "{% for message in messages %}{{ (bos_token if loop.first else '') + "
+        "'<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + "
+        "message.content | trim + '<|eot_id|>' }}{% endfor %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+    ),
+    named={**_END, "bos_token": "<|startoftext|>", "cls_token": "[CLS]"},
+)
+
+_QWEN2: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+}
+_DREAM: dict[str, Any] = {
+    **_QWEN2,
+    "model_type": "Dream",
+    "architectures": ["DreamModel"],
+    "auto_map": {
+        "AutoConfig": "configuration_dream.DreamConfig",
+        "AutoModel": "modeling_dream.DreamModel",
+    },
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "mask_token_id": 151666,
+    "pad_token_id": 151643,
+}
+_SDAR_4B: dict[str, Any] = {
+    **_QWEN2,
+    "model_type": "sdar",
+    "architectures": ["SDARForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_sdar.SDARConfig",
+        "AutoModel": "modeling_sdar.SDARModel",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+    },
+    "attention_bias": False,
+    "attn_implementation": "flex_attention",
+    "block_size": 4,
+    "fuse_cross_entropy": True,
+    "mask_token_id": 151669,
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 36,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+_SDAR_8B = {**_SDAR_4B, "hidden_size": 4096, "intermediate_size": 12288}
+_LLADA: dict[str, Any] = {
+    "model_type": "llada",
+    "architectures": ["LLaDAModelLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_llada.LLaDAConfig",
+        "AutoModel": "modeling_llada.LLaDAModelLM",
+        "AutoModelForCausalLM": "modeling_llada.LLaDAModelLM",
+    },
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 4096,
+    "embedding_dropout": 0.0,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "init_std": 0.02,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "mlp_ratio": 4,
+    "multi_query_attention": None,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "pad_token_id": 126081,
+    "residual_dropout": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
+_LLADA_V: dict[str, Any] = {
+    "model_type": "llava_llada",
+    "architectures": ["LlavaLLaDAModelLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 126081,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 8192,
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_vision_tower": "google/siglip2-so400m-patch14-384",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 126464,
+}
+
+RELEASES: dict[str, Release] = {
+    "Dream-org/Dream-v0-Instruct-7B": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
+    "apple/DiffuCoder-7B-cpGRPO": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
+    "GSAI-ML/LLaDA-8B-Instruct": Release(config=_LLADA, vocabulary=_LLADA_TOKENS),
+    "Gen-Verse/MMaDA-8B-MixCoT": Release(
+        # 8,192 codes of pictures behind the words.
+        config={**_LLADA, "model_type": "mmada", "embedding_size": 134656, "vocab_size": 134656},
+        vocabulary=_LLADA_TOKENS,
+    ),
+    "GSAI-ML/LLaDA-V": Release(
+        config=_LLADA_V,
+        vocabulary=_LLADA_TOKENS,
+        other_keys={"model.mm_projector.0.weight": (8, 8), "model.image_newline": (8,)},
+    ),
+    "JetLM/SDAR-4B-Chat": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
+    "JetLM/SDAR-8B-Chat": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
+    "Gen-Verse/TraDo-4B-Instruct": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
+    "Gen-Verse/TraDo-8B-Instruct": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
+    "Gen-Verse/TraDo-8B-Thinking": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
+    "Qwen/Qwen2.5-0.5B-Instruct": Release(
+        config={
+            **_QWEN2,
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "eos_token_id": 151645,
+        },
+        vocabulary=_QWEN25_TOKENS,
+    ),
+}
+"""Hub ids, as the shipped configurations name them, to what their twins copy."""
+
+
+def write_twin(
+    folder: str | Path,
+    release: str,
+    *,
+    full_size: bool = False,
+    num_layers: int | None = None,
+    hidden_size: int = 64,
+    dtype: DType = "bfloat16",
+    seed: int = 0,
+    tokenizer: Path | None = None,
+) -> Path:
+    """Writes a twin: configuration, random weights in shards with an index, tokenizer files.
+
+    Weights are normal, with the spread that gives logits of the release's width: ``0.02`` times
+    the root of the released width over the twin's. Norms are one.
+
+    Args:
+        folder: created when absent. A family that is told by its folder's name (TraDo, MMaDA,
+            DiffuCoder) needs that name here.
+        release: a key of :data:`RELEASES`.
+        full_size: the released sizes. One shard of about a gigabyte is in memory at a time.
+        num_layers: decoder layers; by default 2, or all of them at full size.
+        hidden_size: width of a small twin, a multiple of 8; its heads are four.
+        dtype: of the stored weights.
+        seed: of the weights.
+        tokenizer: folder with the release's real tokenizer files, copied instead of made ones.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: nothing is known of the release.
+    """
+    if release not in RELEASES:
+        raise ValueError(f"release: expected one of {sorted(RELEASES)}, got {release!r}")
+    known = RELEASES[release]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _sized(known.config, None if full_size else hidden_size, num_layers)
+    _write_json(folder / "config.json", config)
+    if tokenizer is None:
+        _write_tokenizer(folder, known.vocabulary)
+    else:
+        for path in tokenizer.iterdir():
+            shutil.copyfile(path, folder / path.name)
+
+    width, released = (c.get("hidden_size", c.get("d_model")) for c in (config, known.config))
+    spread = 0.02 * math.sqrt(released / width)
+    # An autoregressive checkpoint has no mask token; its shapes do not depend on one.
+    plain = {"mask_id": 0} if config["model_type"] in PLAIN_DECODERS else None
+    shapes = resolve(config, spec_overrides=plain, source=f"{release}: ").parameter_shapes()
+    shapes |= known.other_keys
+    stored = torch_dtype(dtype)
+    generator = torch.Generator().manual_seed(seed)
+
+    def read(key: str) -> Tensor:
+        if "norm" in key or "ln_f" in key:
+            return torch.ones(shapes[key], dtype=stored)
+        return torch.empty(shapes[key], dtype=stored).normal_(0.0, spread, generator=generator)
+
+    sizes = {key: math.prod(shape) * stored.itemsize for key, shape in shapes.items()}
+    save_checkpoint(sizes, read, folder, max_shard_bytes=min(sum(sizes.values()) // 2, 10**9))
+    return folder
+
+
+_HF_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def _sized(config: Mapping[str, Any], width: int | None, num_layers: int | None) -> dict[str, Any]:
+    """The configuration in its own words, less wide and deep."""
+    own = "d_model" in config
+    sized = dict(config)
+    if width is not None:
+        heads, kv_heads = ("n_heads", "n_kv_heads") if own else _HF_HEADS
+        grouped = config[kv_heads] != config[heads]
+        sized |= {"d_model" if own else "hidden_size": width, heads: 4}
+        sized |= {kv_heads: 2 if grouped else 4}
+        sized |= {"mlp_hidden_size" if own else "intermediate_size": 2 * width}
+        if "head_dim" in config:
+            sized["head_dim"] = width // 2  # not the width over the heads
+        num_layers = num_layers or 2
+    if num_layers is not None:
+        sized["n_layers" if own else "num_hidden_layers"] = num_layers
+    return sized
+
+
+@cache
+def _merges() -> list[tuple[str, str]]:
+    """Merges learnt from Python's own help texts."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = [str(getattr(builtins, name).__doc__) for name in dir(builtins)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1256,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    learner.train_from_iterator(texts, trainer)
+    return [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
+
+
+def _write_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
+    merges = _merges()
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet())]
+    entries += dict.fromkeys(left + right for left, right in merges)
+    entries += [f"<t{number}>" for number in range(len(entries), vocabulary.num_ordinary)]
+    ids = {entry: number for number, entry in enumerate(entries)}
+    added = vocabulary.ids()
+    tokens = [AddedToken(text, special=text not in _ORDINARY, normalized=False) for text in added]
+    if vocabulary.files == "vocab.json":
+        _write_json(folder / "vocab.json", ids)
+        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+        (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        _write_json(folder / "added_tokens.json", added)
+    else:
+        made = Tokenizer(models.BPE(vocab=ids, merges=merges))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        made.add_tokens(tokens)
+        made.save(str(folder / "tokenizer.json"))
+    fields = ("lstrip", "normalized", "rstrip", "single_word", "special")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "added_tokens_decoder": {
+                str(added[token.content]): {
+                    "content": token.content,
+                    **{name: getattr(token, name) for name in fields},
+                }
+                for token in tokens
+            },
+            "chat_template": vocabulary.template,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 131072,
+            "padding_side": "left",
+            **vocabulary.named,
+        },
+    )
+    _write_json(folder / "special_tokens_map.json", dict(vocabulary.named))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

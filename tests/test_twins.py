@@ -1,0 +1,132 @@
+"""Twins against what is known of the releases, and as models of their families."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dlm.backbones import FromAR, HFBackbone
+from lit_dlm.backbones.families import FAMILIES
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.special_tokens import read_added_tokens
+from lit_dlm.backbones.tokenizer import load_tokenizer
+from lit_dlm.twins import RELEASES, write_twin
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+DREAM, LLADA, SDAR, QWEN = (
+    "Dream-org/Dream-v0-Instruct-7B",
+    "GSAI-ML/LLaDA-8B-Instruct",
+    "JetLM/SDAR-4B-Chat",
+    "Qwen/Qwen2.5-0.5B-Instruct",
+)
+
+
+def shared(*names: str) -> Path:
+    path = SHARED.joinpath(*names)
+    if not path.exists():
+        pytest.skip(f"nothing at {path}")
+    return path
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_twin_is_a_model_of_its_family(release: str, tmp_path: Path):
+    folder = write_twin(tmp_path / release, release, hidden_size=16)
+    starts = {"from_ar": FromAR(shift=1)} if release == QWEN else {}
+    backbone: Any = HFBackbone(str(folder), **starts)
+    tokenizer = load_tokenizer(str(folder))
+    spec = backbone.spec
+    if release == QWEN:
+        assert spec.mask_id == len(tokenizer) == 151665
+    else:
+        ids = FAMILIES[spec.family].ids
+        assert spec.family in release.lower().replace("-", "_")
+        assert (spec.mask_id, spec.eos_ids) == (ids.mask, ids.eos)
+        assert tokenizer.convert_ids_to_tokens(ids.mask) in ids.mask_tokens
+    turns = [{"role": "user", "content": "What is 12 + 30?"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(prompt).count("What is 12 + 30?") == 1
+    logits = backbone.denoise(torch.tensor([[*prompt, spec.mask_id, spec.mask_id]])).logits
+    assert logits.shape[-1] == RELEASES[release].config["vocab_size"]
+    assert logits[..., 0].isfinite().all()
+
+
+def test_equal_seeds_give_equal_weights(tmp_path: Path):
+    def weights(seed: int) -> list[bytes]:
+        folder = write_twin(tmp_path / f"{seed}", SDAR, hidden_size=16, seed=seed)
+        return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
+
+    first = weights(0)
+    assert len(first) > 1
+    assert weights(0) == first
+    assert weights(1) != first
+
+
+def test_the_sizes_are_those_of_the_releases():
+    """7,615,616,512 parameters of Dream, 8,015,581,184 of LLaDA, 494,032,768 of Qwen2.5-0.5B."""
+
+    def count(release: str, **options: Any) -> int:
+        shapes = resolve(RELEASES[release].config, **options).parameter_shapes()
+        return sum(map(math.prod, shapes.values()))
+
+    assert count(DREAM) == 7_615_616_512
+    assert count(LLADA) == 8_015_581_184
+    assert count(QWEN, spec_overrides={"mask_id": 0}) == 494_032_768
+
+
+def test_sdar_is_as_published(tmp_path: Path):
+    published = shared("model_configs", "sdar_4b_chat")
+    config = json.loads((published / "config.json").read_text())
+    ours = RELEASES[SDAR].config
+    assert {key: config[key] for key in ours if key in config} == {
+        **{key: ours[key] for key in ours if key in config},
+        "use_cache": False,
+    }
+    index = json.loads((published / "model.safetensors.index.json").read_text())
+    folder = write_twin(tmp_path / SDAR, SDAR, hidden_size=16, num_layers=36)
+    written = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert written["weight_map"].keys() == index["weight_map"].keys()
+    shapes = resolve(ours).parameter_shapes()
+    assert 2 * sum(map(math.prod, shapes.values())) == index["metadata"]["total_size"]
+
+
+@pytest.mark.parametrize(("release", "name"), [(DREAM, "dream"), (LLADA, "llada"), (SDAR, "sdar")])
+def test_special_tokens_and_template_are_as_published(release: str, name: str, tmp_path: Path):
+    published = shared("tokenizers", name)
+    folder = write_twin(tmp_path / release, release, hidden_size=8)
+    # One release writes its mask in two ways.
+    expected = {text: i for text, i in read_added_tokens(published).items() if text != "<MASK>"}
+    assert read_added_tokens(folder) == expected
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    tokenizer = load_tokenizer(str(folder))
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    for messages in (
+        turns[:1],
+        [*turns, {"role": "user", "content": "Three?"}],
+        [{"role": "system", "content": "Be brief."}, *turns[:1]],
+    ):
+        ours, theirs = (
+            tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
+            for template in (None, config["chat_template"])
+        )
+        assert ours == theirs
+
+
+def test_real_tokenizer_files_are_taken_where_they_are_given(tmp_path: Path):
+    folder = write_twin(
+        tmp_path / DREAM, DREAM, hidden_size=8, tokenizer=shared("tokenizers", "dream")
+    )
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer("Hello world")["input_ids"] == [9707, 1879]  # as in Qwen2.5
+    assert HFBackbone(str(folder)).spec.mask_id == tokenizer.convert_tokens_to_ids("<|mask|>")
+
+
+def test_an_unknown_release_is_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"release: expected one of .*, got 'gpt2'"):
+        write_twin(tmp_path, "gpt2")
