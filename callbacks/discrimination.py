@@ -12,11 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.decoding import prompt_canvas
-from lit_dlm.modules.discrimination import (
-    DiscriminationObserver,
-    check_raw_scores,
-    score_curve,
-)
+from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
@@ -92,7 +88,6 @@ class DiscriminationScore(Callback):
                 f"({', '.join(pl_module.decoders) or 'none'}), got {method!r}"
             )
         self.method = method
-        check_raw_scores(pl_module.decoders[method].sampler)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures the model as it is, unless a resumed run did so before."""

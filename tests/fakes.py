@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 
@@ -81,3 +85,33 @@ def logits_for(tokens: Sequence[int], probs: Sequence[float], vocab_size: int = 
         table[row, 2:] = (1.0 - prob) / (vocab_size - 3)
         table[row, token] = prob
     return table.clamp_min(1e-30).log()
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes that tensors made inside the context held at a time, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._held = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id_of(leaf) not in self._known | given:
+                storage = leaf.untyped_storage()
+                self._known.add(id_of(leaf))
+                self._held += storage.nbytes()
+                weakref.finalize(storage, self._drop, id_of(leaf), storage.nbytes())
+        self.peak = max(self.peak, self._held)
+        return result
+
+    def _drop(self, name: int, nbytes: int) -> None:
+        self._known.discard(name)
+        self._held -= nbytes
+
+
+def id_of(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of."""
+    return tensor.untyped_storage()._cdata

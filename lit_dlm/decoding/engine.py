@@ -85,7 +85,7 @@ def decode(
         The final canvas and the counts of every row.
     """
     settings = settings or DecodeSettings()
-    requires, hidden_layers = needs(policy, observers)
+    _, hidden_layers = needs(policy, observers)
     with torch.no_grad():
         state = initial_state(backbone, canvas)
         budget = settings.max_steps or int(state.masked.sum(1).max())
@@ -113,7 +113,7 @@ def decode(
                 sampler=sampler,
                 policy=policy,
                 settings=settings,
-                requires=requires,
+                requires=needs(policy, observers)[0],
                 hidden_layers=hidden_layers,
                 session=session,
             )

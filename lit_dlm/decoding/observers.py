@@ -12,8 +12,9 @@ class Observer(Protocol):
     """Something that watches every step: capture, metrics, animation."""
 
     requires: frozenset[str]
-    """What the loop must provide: ``hidden``, ``entropy``, ``margin``, or ``region`` (proposals
-    for the whole response, not only for the window)."""
+    """What the loop must provide, see :class:`~lit_dlm.decoding.policies.base.CommitPolicy`. Read
+    before every step, so it may say what the next one needs; ``hidden`` has to be there from the
+    beginning."""
 
     def on_start(self, state: DecodeState) -> None:
         """Called once, with the state before the first step."""

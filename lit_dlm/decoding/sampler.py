@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -11,10 +11,21 @@ from torch import Tensor
 from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
 from lit_dlm.decoding.windows import masks_first
-from lit_dlm.ops.greedy import greedy
+from lit_dlm.ops.greedy import arg_max
 from lit_dlm.ops.noise import gumbel_noise
-from lit_dlm.ops.sampling import keep_top_k, keep_top_p
+from lit_dlm.ops.sampling import survivors
 from lit_dlm.ops.scores import confidence, entropy, margin
+
+CHUNK_ELEMENTS = 1_000_000
+"""Logits scored at a time: few enough to stay in a CPU's cache, and beside those of a large
+vocabulary's window no memory worth counting."""
+
+_GPU_CHUNK_ELEMENTS = 8_000_000
+_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "prob": confidence,
+    "entropy": lambda logits, _: entropy(logits),
+    "margin": lambda logits, _: margin(logits),
+}
 
 
 class Sampler:
@@ -56,15 +67,6 @@ class Sampler:
         self.score_on = score_on
         self.score_dtype = score_dtype
 
-    def _filtered(self, logits: Tensor) -> Tensor:
-        if self.temperature not in (0.0, 1.0):
-            logits = logits / self.temperature
-        if self.top_k is not None:
-            logits = keep_top_k(logits, self.top_k)
-        if self.top_p is not None:
-            logits = keep_top_p(logits, self.top_p)
-        return logits
-
     def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
         """The values whose largest entry is the proposal: filtered logits, plus noise if drawn.
 
@@ -75,62 +77,117 @@ class Sampler:
         Returns:
             ``(b, K, V)`` floating point.
         """
-        raw = denoised.logits.to(getattr(torch, self.score_dtype))
-        return self._perturbed(self._filtered(raw), state, denoised)
-
-    def _perturbed(self, filtered: Tensor, state: DecodeState, denoised: Denoised) -> Tensor:
-        if self.temperature == 0.0:
-            return filtered
-        positions = state.positions.gather(1, denoised.columns)
-        noise = gumbel_noise(state.seeds, state.step, positions, filtered.shape[-1])
-        return filtered.double() + noise
+        parts = []
+        for raw, seeds, positions in self._chunks(state, denoised.logits, denoised.columns):
+            values, names = self._filtered(raw)
+            values = self._perturbed(values, names, state.step, seeds, positions)
+            if names is not None:
+                values = torch.full_like(raw, -torch.inf, dtype=values.dtype).scatter(
+                    1, names, values
+                )
+            parts.append(values)
+        return torch.cat(parts).view(denoised.logits.shape)
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
         """Proposes a token for the masked columns that were denoised, with ``region`` for all.
 
+        The cells are scored some at a time, so that this takes little memory beside the logits.
+
         Args:
             state: the state before the step.
             denoised: aligned logits at some columns.
-            requires: which of ``entropy``, ``margin`` and ``drawn`` to compute, and ``region``.
+            requires: which scores to compute: ``entropy``, ``margin``, ``drawn``, ``raw_prob``,
+                ``raw_entropy`` and ``raw_margin``; and ``region``.
 
         Returns:
             Proposals spread over the canvas, 0 where nothing was looked at (on a GPU columns
             without a mask may be looked at too).
         """
-        if "region" not in requires and denoised.logits.device.type == "cpu":
-            denoised = _at_masks(state, denoised)
-        raw = denoised.logits.to(getattr(torch, self.score_dtype))
-        filtered = self._filtered(raw)
-        scored = filtered if self.score_on == "filtered" else raw
-        if self.temperature == 0.0 and scored is filtered:
-            ids, prob = greedy(scored)
-        else:
-            ids = self._perturbed(filtered, state, denoised).argmax(-1)
-            prob = confidence(scored, ids)
-        drawn = None
-        if "drawn" in requires:
-            drawn = prob if scored is filtered else confidence(filtered, ids)
+        columns, order = denoised.columns, None
+        if "region" not in requires and columns.device.type == "cpu":
+            # Each column left out saves a softmax over the vocabulary.
+            order = masks_first(state, columns)
+            columns = columns.gather(1, order)
+        scores: dict[str, Tensor] = {}
+        first = 0
+        for raw, seeds, positions in self._chunks(state, denoised.logits, columns, order):
+            part = slice(first, first + len(raw))
+            first = part.stop
+            for name, values in self._scores(raw, state.step, seeds, positions, requires).items():
+                # Filled rather than joined at the end: small tensors that outlive the large ones
+                # of a chunk would leave holes in the host's memory.
+                scores.setdefault(name, values.new_empty(columns.numel()))[part] = values
 
         def spread(values: Tensor) -> Tensor:
-            canvas = values.new_zeros(state.ids.shape)
-            return canvas.scatter_(1, denoised.columns, values)
+            return values.new_zeros(state.ids.shape).scatter_(1, columns, values.view_as(columns))
 
-        return Proposal(
-            ids=spread(ids),
-            prob=spread(prob),
-            entropy=spread(entropy(scored)) if "entropy" in requires else None,
-            margin=spread(margin(scored)) if "margin" in requires else None,
-            hidden=denoised.hidden,
-            drawn=None if drawn is None else spread(drawn),
-        )
+        spread_scores = {name: spread(values) for name, values in scores.items()}
+        return Proposal(hidden=denoised.hidden, **spread_scores)
 
+    def _chunks(
+        self, state: DecodeState, logits: Tensor, columns: Tensor, order: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields logits ``(n, V)`` to score, seeds ``(n,)`` and positions ``(n, 1)`` of some cells.
 
-def _at_masks(state: DecodeState, denoised: Denoised) -> Denoised:
-    """Leaves out columns without a mask: each would cost a softmax over the vocabulary."""
-    order = masks_first(state, denoised.columns)
-    b, K, V = denoised.logits.shape
-    if order.shape[1] == K:
-        return denoised
-    flat = (order + K * torch.arange(b)[:, None]).flatten()
-    logits = denoised.logits.reshape(-1, V).index_select(0, flat).view(*order.shape, V)
-    return replace(denoised, logits=logits, columns=denoised.columns.gather(1, order))
+        ``order`` picks ``(b, k)`` of the logits' columns; all by default.
+        """
+        b, K, V = logits.shape
+        flat, dtype = logits.reshape(-1, V), getattr(torch, self.score_dtype)
+        seeds = state.seeds[:, None].expand_as(columns).flatten()
+        positions = state.positions.gather(1, columns).flatten()
+        picked = None
+        if order is not None:
+            picked = (order + K * torch.arange(b, device=order.device)[:, None]).flatten()
+        elements = CHUNK_ELEMENTS
+        if logits.device.type != "cpu":  # a quarter of the window: noise takes 32 bytes a logit
+            elements = max(elements, min(columns.numel() * V // 4, _GPU_CHUNK_ELEMENTS))
+        size = max(elements // V, 1)
+        for first in range(0, len(seeds), size):
+            part = slice(first, first + size)
+            raw = flat[part] if picked is None else flat.index_select(0, picked[part])
+            yield raw.to(dtype), seeds[part], positions[part, None]
+
+    def _filtered(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits that proposals are drawn from, and their ids; see :func:`survivors`."""
+        logits = raw if self.temperature in (0.0, 1.0) else raw / self.temperature
+        return survivors(logits, top_k=self.top_k, top_p=self.top_p)
+
+    def _perturbed(
+        self, values: Tensor, names: Tensor | None, step: int, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Adds the noise of the ids that are left, in float64; greedy samplers add none."""
+        if self.temperature == 0.0:
+            return values
+        tokens = torch.arange(values.shape[1], device=values.device)
+        if names is not None:
+            tokens = names[:, None]
+        return gumbel_noise(seeds, step, positions, tokens)[:, 0].add_(values)
+
+    def _scores(
+        self,
+        raw: Tensor,
+        step: int,
+        seeds: Tensor,
+        positions: Tensor,
+        requires: frozenset[str],
+    ) -> dict[str, Tensor]:
+        """Proposed ids and the scores that are asked for, ``(n,)`` each, of logits ``(n, V)``."""
+        values, names = raw, None
+        if self.score_on == "filtered" or self.temperature > 0.0 or "drawn" in requires:
+            values, names = self._filtered(raw)
+        if self.temperature == 0.0:
+            place = arg_max(values)
+        else:
+            place = self._perturbed(values, names, step, seeds, positions).argmax(-1)
+        ids = place if names is None else names.gather(1, place[:, None])[:, 0]
+        scored = (raw, ids) if self.score_on == "raw" else (values, place)
+        found = {"ids": ids}
+        for prefix, (logits, at) in (("", scored), ("raw_", (raw, ids))):
+            for name, score in _SCORES.items():
+                if prefix + name in requires | {"prob"}:
+                    is_known = name in found and logits is scored[0]
+                    found[prefix + name] = found[name] if is_known else score(logits, at)
+        if "drawn" in requires:
+            is_known = values is scored[0]
+            found["drawn"] = found["prob"] if is_known else confidence(values, place)
+        return found

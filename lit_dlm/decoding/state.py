@@ -182,6 +182,12 @@ class Proposal:
     drawn: Tensor | None = None
     """``(b, L)`` probability under which the token was drawn, after temperature and filters
     whatever ``prob`` is read from, when somebody asked for it."""
+    raw_prob: Tensor | None = None
+    """``(b, L)``, like ``raw_entropy`` and ``raw_margin``: the score under the model's own
+    distribution, at temperature 1 and unfiltered whatever ``prob``, ``entropy`` and ``margin`` are
+    read from, when somebody asked for it. What learned heads are shown."""
+    raw_entropy: Tensor | None = None
+    raw_margin: Tensor | None = None
 
 
 @dataclass(frozen=True)

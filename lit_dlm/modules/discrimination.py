@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 from lit_dlm.ops.discrimination import entropy_variance
 
@@ -21,8 +20,9 @@ from lit_dlm.ops.discrimination import entropy_variance
 class DiscriminationObserver:
     """Sums the variance of entropies over the rows of every step; watches any number of decodes."""
 
-    requires: frozenset[str] = frozenset({"entropy", "region"})
-    """Entropies of the whole response, also outside the decoder's window."""
+    requires: frozenset[str] = frozenset({"raw_entropy", "region"})
+    """Entropies of the whole response, also outside the decoder's window, under the model's own
+    distribution, whatever the sampler scores."""
     sums: list[Tensor] = field(default_factory=list)
     """Scalar sum of variances of each step."""
     counts: list[Tensor] = field(default_factory=list)
@@ -33,7 +33,7 @@ class DiscriminationObserver:
 
     def on_step(self, record: StepRecord) -> None:
         """Adds one step of a batch."""
-        state, entropy = record.state, record.proposal.entropy
+        state, entropy = record.state, record.proposal.raw_entropy
         assert entropy is not None
         is_end = state.editable & torch.isin(state.ids, state.eos_ids)
         behind_end = is_end.cumsum(1) > 0
@@ -69,16 +69,3 @@ def score_curve(sums: Tensor, counts: Tensor) -> tuple[float, list[float]]:
     counted = counts > 0
     score = float(curve[counted].mean()) if bool(counted.any()) else 0.0
     return score, curve.tolist()
-
-
-def check_raw_scores(sampler: Sampler) -> None:
-    """The score is defined on raw logits at temperature 1.
-
-    Raises:
-        ValueError: the sampler reads entropies from a filtered distribution.
-    """
-    if sampler.score_on != "raw":
-        raise ValueError(
-            "discrimination score: expected a decoder whose sampler scores raw logits "
-            f"(score_on: raw), got score_on: {sampler.score_on}"
-        )

@@ -1,4 +1,4 @@
-"""The most probable token of every row and its probability.
+"""The most probable token of every row.
 
 On the CPU torch's arg-max over a vocabulary takes twice as long as its softmax, since only the
 maximum itself is vectorised; here it costs little beside the softmax.
@@ -9,27 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lit_dlm.ops.scores import confidence
-
 _BLOCK = 256
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Arg-max and its softmax probability.
+def arg_max(logits: Tensor) -> Tensor:
+    """The most probable token of every row.
 
     Args:
         logits: ``(..., V)`` floating point.
 
     Returns:
-        ``(...)`` int64 ids, of the lowest of several equal ones, and ``(...)`` probabilities in the
-        dtype of ``logits``, float32 at least.
+        ``(...)`` int64 ids, of the lowest of several equal ones.
     """
-    if logits.device.type == "cpu":
-        rows = logits.reshape(-1, logits.shape[-1])
-        ids = _first_arg_max(rows).reshape(logits.shape[:-1])
-    else:
-        ids = logits.argmax(-1)
-    return ids, confidence(logits, ids)
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return _first_arg_max(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape[:-1])
 
 
 def _first_arg_max(rows: Tensor) -> Tensor:

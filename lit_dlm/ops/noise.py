@@ -34,7 +34,7 @@ def sample_seed(seed: int, uid: str) -> int:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical (not arithmetic) right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _counter(n: int) -> int:
@@ -43,13 +43,14 @@ def _counter(n: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+    """Mixes in place: of a vocabulary's keys every copy would cost as much as the arithmetic."""
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def uniform_noise(
-    seeds: Tensor, step: int, positions: Tensor, *, stream: int = 0, num_tokens: int | None = None
+    seeds: Tensor, step: int, positions: Tensor, *, stream: int = 0, tokens: Tensor | None = None
 ) -> Tensor:
     """Uniform draws in the open interval (0, 1).
 
@@ -59,31 +60,30 @@ def uniform_noise(
         positions: ``(B, K)`` int64 positions *within the sample* (not canvas columns, which
             depend on the padding of the batch).
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
-        num_tokens: when given, one draw per vocabulary entry.
+        tokens: ``(T,)`` or ``(B, K, T)`` int64 vocabulary ids, one draw for each; a draw does not
+            depend on which other ids are given.
 
     Returns:
-        ``(B, K)`` or ``(B, K, num_tokens)`` float64.
+        ``(B, K)`` or ``(B, K, T)`` float64.
     """
     key = _mix(seeds + _counter(stream + 1))
     key = _mix(key + _counter(step + 1))
     key = _mix(key[:, None] + _GOLDEN * (positions + 1))
-    if num_tokens is not None:
-        tokens = torch.arange(1, num_tokens + 1, device=key.device)
-        key = _mix(key[..., None] + _GOLDEN * tokens)
-    return (_shift_right(key, 11).to(torch.float64) + 0.5) * 2.0**-53
+    if tokens is not None:
+        key = _mix(key[..., None] + _GOLDEN * (tokens + 1))
+    return _shift_right(key, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
-def gumbel_noise(seeds: Tensor, step: int, positions: Tensor, num_tokens: int) -> Tensor:
-    """Standard Gumbel draws, one per vocabulary entry.
+def gumbel_noise(seeds: Tensor, step: int, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel draws, one per vocabulary id.
 
     Args:
         seeds: ``(B,)`` int64.
         step: decode step.
         positions: ``(B, K)`` int64 positions within the sample.
-        num_tokens: vocabulary size.
+        tokens: ``(T,)`` or ``(B, K, T)`` int64 vocabulary ids.
 
     Returns:
-        ``(B, K, num_tokens)`` float64; adding it to logits and taking the arg-max draws from
-        their softmax.
+        ``(B, K, T)`` float64; adding it to logits and taking the arg-max draws from their softmax.
     """
-    return -(-uniform_noise(seeds, step, positions, num_tokens=num_tokens).log()).log()
+    return uniform_noise(seeds, step, positions, tokens=tokens).log_().neg_().log_().neg_()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_FIRST_LOOK = 1024
+
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
     """Sets everything below the ``top_k`` largest logits to ``-inf``.
@@ -22,7 +24,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None) -> Tensor:
     """Nucleus filter: keeps the smallest set of tokens whose probability reaches ``top_p``.
 
     The token that crosses the bound is kept, so at least one always remains
@@ -31,13 +33,53 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     Args:
         logits: ``(..., V)``.
         top_p: in (0, 1].
+        log_total: ``(..., 1)`` log of the sum of all exponentials, where these logits are not all.
 
     Returns:
-        ``(..., V)`` with dropped entries at ``-inf``.
+        ``(..., V)`` with dropped entries at ``-inf``; of equal entries the first ones are kept.
     """
     if top_p >= 1.0:
         return logits
     values, order = logits.sort(dim=-1, descending=True, stable=True)
-    probs = values.softmax(-1)
+    if log_total is None:
+        log_total = logits.logsumexp(-1, keepdim=True)
+    probs = (values - log_total).exp()
     drop = probs.cumsum(-1) - probs >= top_p
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+
+
+def survivors(
+    logits: Tensor, *, top_k: int | None, top_p: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """What is left after :func:`keep_top_k` and then :func:`keep_top_p`, without a full sort.
+
+    A vocabulary is seldom worth sorting: the filters look at the largest logits alone, and at more
+    of them only if these do not settle the bound or what is equal to it. On a GPU that question
+    waits for the device.
+
+    Args:
+        logits: ``(n, V)`` floating point.
+        top_k: ``None`` keeps all.
+        top_p: ``None`` keeps all.
+
+    Returns:
+        ``(n, m)`` logits, dropped ones at ``-inf``, and ``(n, m)`` int64 ids of these, ascending;
+        ``None`` instead of the ids where ``m`` is the whole vocabulary.
+    """
+    V = logits.shape[-1]
+    if top_k is None and (top_p is None or top_p >= 1.0):
+        return logits, None
+    log_total = logits.logsumexp(-1, keepdim=True) if top_k is None else None
+    size = _FIRST_LOOK if top_k is None else max(_FIRST_LOOK, 2 * top_k)
+    while size < V:
+        ids = logits.topk(size, dim=-1).indices.sort(-1).values
+        values = logits.gather(-1, ids)
+        smallest = values.amin(-1, keepdim=True)
+        kept = values if top_k is None else keep_top_k(values, top_k)
+        kept = kept if top_p is None else keep_top_p(kept, top_p, log_total=log_total)
+        # Equal to the smallest, an entry may have been taken for another one left outside.
+        if not bool(((kept == smallest) & (kept > -torch.inf)).any()):
+            return kept, ids
+        size *= 16
+    kept = logits if top_k is None else keep_top_k(logits, top_k)
+    return (kept if top_p is None else keep_top_p(kept, top_p)), None

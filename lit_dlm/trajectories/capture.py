@@ -37,7 +37,8 @@ class FeatureCapture:
 
     function: Callable[..., Tensor]
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
-    snapshots and ``(b, R)`` scores; returns ``(b, R, F)``. Must treat rows independently."""
+    snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores;
+    returns ``(b, R, F)``. Must treat rows independently."""
     hidden_layers: tuple[int, ...]
     """Snapshots to ask of the backbone."""
     groups: tuple[int, ...]
@@ -92,10 +93,8 @@ class TrajectoryCapture:
         self.level = level
         self.features = features
         self.hidden_layers: tuple[int, ...] = features.hidden_layers if features else ()
-        needs = {"signals": {"region", "entropy"}, "features": {"region", "hidden"}}
+        needs = {"signals": {"region", "entropy"}, "features": {"hidden"}}
         self.requires: frozenset[str] = frozenset(needs.get(level, ()))
-        if features:
-            self.requires |= features.scores
         self._start: DecodeState | None = None
         self._captured: CapturedDecode | None = None
 
@@ -122,6 +121,7 @@ class TrajectoryCapture:
         self._kept: list[KeptStep] = []
         if self.features is not None:
             self._plan = KeptSteps(state.seeds.tolist(), ratio=self.features.step_ratio)
+            self.requires = self._required(self.features, state.step)
 
     def on_step(self, record: StepRecord) -> None:
         """Copies what the level keeps; never waits for the device."""
@@ -133,6 +133,7 @@ class TrajectoryCapture:
             rows = self._plan.rows(state.step)
             if rows:
                 self._kept.append(self._features_of(self.features, record, rows))
+            self.requires = self._required(self.features, state.step + 1)
 
     def on_end(self, result: DecodeResult) -> None:
         """Sends the buffers to the host, the canvases and all small facts as one piece."""
@@ -237,6 +238,12 @@ class TrajectoryCapture:
 
     # -- features ------------------------------------------------------------------------------
 
+    def _required(self, settings: FeatureCapture, step: int) -> frozenset[str]:
+        """What a step must compute: the scores of the whole response only where they are kept."""
+        if not self._plan.rows(step):
+            return frozenset({"hidden"})
+        return frozenset({"hidden", "region", "raw_prob", *(f"raw_{s}" for s in settings.scores)})
+
     def _features_of(
         self, settings: FeatureCapture, record: StepRecord, rows: list[int]
     ) -> KeptStep:
@@ -247,18 +254,15 @@ class TrajectoryCapture:
         """
         state, proposal = record.state, record.proposal
         device = state.ids.device
-        wanted = torch.tensor(rows, device=device)
+        wanted = torch.tensor(rows).to(device, non_blocking=True)
         slots = (state.rows[None, :] == wanted[:, None]).int().argmax(1)
         columns = slice(0 if settings.layout == "all" else state.start, None)
         assert proposal.hidden is not None
         scores = {
-            name: getattr(proposal, name)[slots, columns]
-            for name in ("entropy", "margin")
-            if name in settings.scores
+            name: getattr(proposal, f"raw_{name}")[slots, columns]
+            for name in ("prob", *sorted(settings.scores))
         }
-        features = settings.function(
-            proposal.hidden[slots, columns], proposal.prob[slots, columns], **scores
-        )
+        features = settings.function(proposal.hidden[slots, columns], **scores)
         # Columns that were not looked at (the prompt) propose what stands there.
         looked_at = torch.arange(state.ids.shape[1], device=device) >= state.start
         proposals = torch.where(looked_at, proposal.ids, state.ids)[slots, columns]

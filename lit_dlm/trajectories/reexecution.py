@@ -53,7 +53,7 @@ def teacher_forced(
     *,
     tolerance: float = TOLERANCE,
     steps: frozenset[int] | None = None,
-    captured: frozenset[str] = frozenset(),
+    captured: Callable[[int], frozenset[str]] = lambda _step: frozenset(),
     device: torch.device | str = "cpu",
     on_step: Callable[[int], None] | None = None,
 ) -> list[RecordVerdict]:
@@ -65,8 +65,8 @@ def teacher_forced(
         records: records of one batch: one response length, one mask id.
         tolerance: margin below which a differing decision is explained.
         steps: only these steps; all by default.
-        captured: what the run's capture asked of the loop, such as ``region``: more columns in one
-            product can change its last bits.
+        captured: what the run's capture asked of each step, such as ``region``: more columns in
+            one product can change its last bits.
         device: where to compute.
         on_step: called with the number of records in each executed step.
 
@@ -84,7 +84,6 @@ def teacher_forced(
         )
     sampler = _WatchedSampler(decoder.sampler)
     requires, hidden_layers = needs(decoder.policy)
-    requires |= captured
     replay = BatchedReplay(records, device=device)
     margins = _stored_margins(records, device)
     tallies = [RecordTally(record) for record in records]
@@ -118,7 +117,7 @@ def teacher_forced(
                     sampler=sampler,
                     policy=decoder.policy,
                     settings=decoder.settings,
-                    requires=requires,
+                    requires=requires | captured(state.step),
                     hidden_layers=hidden_layers,
                     session=session,
                 )
@@ -140,7 +139,7 @@ def free_running(
     records: Sequence[Trajectory],
     *,
     tolerance: float = TOLERANCE,
-    captured: frozenset[str] = frozenset(),
+    captured: Callable[[int], frozenset[str]] = lambda _step: frozenset(),
     device: torch.device | str = "cpu",
     on_step: Callable[[int], None] | None = None,
 ) -> list[RecordVerdict]:
@@ -202,7 +201,7 @@ def canvas_of(
         [record.prompt_ids.tolist() for record in records],
         response_length=lengths[0],
         spec=backbone.spec,
-        seeds=[_signed(record.seed) for record in records],
+        seeds=[signed_seed(record.seed) for record in records],
         device=device,
     )
     if all(record.given is None for record in records):
@@ -238,12 +237,13 @@ class _FirstDifference:
         self,
         records: Sequence[Trajectory],
         decoder: Decoder,
-        requires: frozenset[str],
+        captured: Callable[[int], frozenset[str]],
         *,
         device: torch.device | str,
         on_step: Callable[[int], None] | None,
     ) -> None:
-        self.requires = requires
+        self.requires = captured(0)
+        self._captured = captured
         self.tallies = [RecordTally(record) for record in records]
         self._replay = BatchedReplay(records, device=device)
         self._margins = _stored_margins(records, device)
@@ -256,6 +256,7 @@ class _FirstDifference:
     def on_step(self, record: StepRecord) -> None:
         """Compares the canvases; margins only for rows that never differed before."""
         state = record.state
+        self.requires = self._captured(state.step + 1)
         after = state.ids.clone()
         after[:, state.start :] = self._replay.states_at(state.step + 1)[state.rows].long()
         stalled = torch.zeros_like(state.rows, dtype=torch.bool)
@@ -314,6 +315,6 @@ def _stored_margins(records: Sequence[Trajectory], device: torch.device | str) -
     return torch.from_numpy(margins).to(device)
 
 
-def _signed(seed: int) -> int:
+def signed_seed(seed: int) -> int:
     """A stored seed as the signed 64-bit integer that the loop works with."""
     return seed - 2**64 if seed >= 2**63 else seed

@@ -15,7 +15,7 @@ it shows what the record says, whoever wrote it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,18 +34,13 @@ from lit_dlm.trajectories.identity import (
     tokenizer_differences,
 )
 from lit_dlm.trajectories.integrity import check_files
+from lit_dlm.trajectories.kept_steps import KeptSteps
 from lit_dlm.trajectories.provenance import RunRecord
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.reexecution import free_running, teacher_forced
+from lit_dlm.trajectories.reexecution import free_running, signed_seed, teacher_forced
 from lit_dlm.trajectories.shard_files import ShardName
 from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
 from lit_dlm.trajectories.verdict import TOLERANCE, RecordVerdict
-
-_CAPTURED: dict[str, frozenset[str]] = {
-    "signals": frozenset({"region", "entropy"}),
-    "features": frozenset({"region"}),
-}
-"""What capture at a level asks of the loop and what changes the shape of its products."""
 
 
 class Progress(Protocol):
@@ -278,11 +273,9 @@ def _execute(
     )
     records, seeds = seeds_of(batch.records, run, execution.seed)
     lines += changes + seeds
-    capture = run.decode.get("capture")
-    captured = capture.get("level") if isinstance(capture, dict) else None
     options: dict[str, Any] = {
         "tolerance": tolerance,
-        "captured": _CAPTURED.get(str(captured), frozenset()),
+        "captured": _captured(run, records),
         "device": execution.device,
         "on_step": progress.advance if progress else None,
     }
@@ -294,3 +287,15 @@ def _execute(
         drawn = np.random.default_rng(number).choice(longest, execution.num_steps, replace=False)
         steps = frozenset(drawn.tolist())
     return lines, teacher_forced(execution.backbone, decoder, records, steps=steps, **options)
+
+
+def _captured(run: RunRecord, records: Sequence[Trajectory]) -> Callable[[int], frozenset[str]]:
+    """What the run's capture asked of each step of a batch, as far as it shaped the products."""
+    capture = run.decode.get("capture")
+    facts = capture if isinstance(capture, dict) else {}
+    nothing, region = frozenset[str](), frozenset({"region"})
+    if facts.get("level") == "features":
+        seeds = [signed_seed(record.seed) for record in records]
+        plan = KeptSteps(seeds, ratio=facts["step_ratio"])
+        return lambda step: region if plan.rows(step) else nothing
+    return lambda _step: region if facts.get("level") == "signals" else nothing

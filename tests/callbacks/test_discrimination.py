@@ -133,13 +133,6 @@ def test_two_processes_log_one_score(tmp_path: Path) -> None:
     assert advice == []
 
 
-def test_filtered_entropies_are_refused(tmp_path: Path) -> None:
-    callback = DiscriminationScore(str(tmp_path))
-    module = tuned(top_p=0.9, score_on="filtered")
-    with pytest.raises(ValueError, match="score_on: raw"):
-        run(module, Data(examples(), batch_size=4), tmp_path, steps=1, callbacks=(callback,))
-
-
 def test_an_unknown_method_is_named(tmp_path: Path) -> None:
     callback = DiscriminationScore(str(tmp_path), method="random")
     with pytest.raises(ValueError, match=r"decoders \(entropy\), got 'random'"):

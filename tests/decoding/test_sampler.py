@@ -1,11 +1,16 @@
 import math
+from itertools import product
 
 import pytest
 import torch
 
 from lit_dlm.backbones.base import Denoised
-from lit_dlm.decoding import Sampler
+from lit_dlm.decoding import Proposal, Sampler
+from lit_dlm.decoding import sampler as module
+from lit_dlm.ops.noise import gumbel_noise
+from lit_dlm.ops.sampling import keep_top_k, keep_top_p
 from tests.decoding.states import state_with_masks
+from tests.fakes import PeakMemory
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -79,3 +84,82 @@ def test_top_k_restricts_draws():
 def test_bad_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampler(**settings)
+
+
+def _slow(sampler: Sampler, state, denoised: Denoised) -> Proposal:
+    """All cells at once over the whole vocabulary, whatever is masked."""
+    raw = denoised.logits.float()
+    filtered = raw if sampler.temperature in (0.0, 1.0) else raw / sampler.temperature
+    if sampler.top_k is not None:
+        filtered = keep_top_k(filtered, sampler.top_k)
+    if sampler.top_p is not None:
+        filtered = keep_top_p(filtered, sampler.top_p)
+    noisy = filtered.double()
+    if sampler.temperature > 0.0:
+        positions = state.positions.gather(1, denoised.columns)
+        tokens = torch.arange(raw.shape[-1])
+        noisy = noisy + gumbel_noise(state.seeds, state.step, positions, tokens)
+    ids = noisy.argmax(-1)
+
+    def scores(logits):
+        probs = logits.softmax(-1)
+        top = probs.topk(2, dim=-1).values
+        picked = probs.gather(-1, ids[..., None])[..., 0]
+        return picked, torch.special.entr(probs).sum(-1), top[..., 0] - top[..., 1]
+
+    used, own = scores(filtered if sampler.score_on == "filtered" else raw), scores(raw)
+    return Proposal(ids, *used, None, scores(filtered)[0], *own)
+
+
+ALL_SCORES = ("prob", "entropy", "margin", "drawn", "raw_prob", "raw_entropy", "raw_margin")
+
+
+@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "score_on", "filters"),
+    list(
+        product(
+            (0.0, 1.0, 0.7),
+            ("raw", "filtered"),
+            ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.9}),
+        )
+    ),
+)
+@pytest.mark.parametrize("vocab_size", [40, 3000])
+def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
+    monkeypatch, vocab_size, temperature, score_on, filters, region
+):
+    """Seven cells, two at a time; ties in the logits; rows with different numbers of masks."""
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * vocab_size)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(2, 5, vocab_size, generator=generator) * 3).bfloat16()
+    columns = torch.tensor([[6, 2, 3, 4, 5], [2, 3, 4, 5, 6]])
+    state = state_with_masks([[1, 0, 1, 1, 1], [0, 1, 0, 1, 1]], step=3)
+    sampler = Sampler(temperature=temperature, score_on=score_on, **filters)
+    denoised = Denoised(logits=logits, columns=columns)
+    asked = frozenset({*ALL_SCORES, *(["region"] if region else [])})
+    found, slow = sampler.propose(state, denoised, asked), _slow(sampler, state, denoised)
+    looked_at = torch.ones_like(columns, dtype=torch.bool)
+    if not region:
+        looked_at = state.masked.gather(1, columns)
+    assert torch.equal(found.ids.gather(1, columns)[looked_at], slow.ids[looked_at])
+    for name in ALL_SCORES:
+        values = getattr(found, name).gather(1, columns)[looked_at]
+        torch.testing.assert_close(values, getattr(slow, name)[looked_at], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"top_p": 0.95, "score_on": "filtered"}, {"temperature": 0.2, "top_p": 0.95},
+     {"temperature": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_scoring_takes_at_most_four_times_the_memory_of_the_logits(settings):
+    """64 cells of a vocabulary of 152,064 in bfloat16: 19 MB of logits."""
+    logits = torch.randn(2, 32, 152_064, generator=torch.Generator().manual_seed(0)) * 6
+    logits = logits.bfloat16()
+    denoised = Denoised(logits=logits, columns=torch.arange(2, 34).expand(2, -1))
+    state = state_with_masks([[1] * 32] * 2)
+    with PeakMemory() as memory:
+        Sampler(**settings).propose(state, denoised, frozenset({"entropy", "raw_entropy"}))
+    assert memory.peak <= 4 * logits.nbytes

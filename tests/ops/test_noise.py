@@ -28,7 +28,7 @@ def test_uniform_noise_equals_the_hash_in_unbounded_integers():
     seeds = torch.tensor([0, 1, 2**62 + 12345])
     positions = torch.tensor([[0, 5], [7, 7], [1000, 3]])
     found = uniform_noise(seeds, 9, positions, stream=1)
-    per_token = uniform_noise(seeds, 9, positions, num_tokens=4)
+    per_token = uniform_noise(seeds, 9, positions, tokens=torch.arange(4))
     for row, seed in enumerate(seeds.tolist()):
         for column, position in enumerate(positions[row].tolist()):
             assert found[row, column] == _slow_uniform(seed, 9, position, 1, None)
@@ -60,7 +60,7 @@ def test_uniform_noise_looks_uniform_and_independent_over_steps():
 def test_gumbel_arg_max_draws_from_the_softmax():
     """Probabilities 0.7, 0.2, 0.1 over 20,000 draws: standard error at most 0.0033."""
     probs = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    noise = gumbel_noise(torch.arange(200), 0, torch.arange(100).expand(200, -1), 3)
+    noise = gumbel_noise(torch.arange(200), 0, torch.arange(100).expand(200, -1), torch.arange(3))
     drawn = (probs.log() + noise).argmax(-1).flatten()
     shares = torch.bincount(drawn, minlength=3) / drawn.numel()
     torch.testing.assert_close(shares.double(), probs, atol=0.012, rtol=0.0)

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from lit_dlm.ops.sampling import keep_top_k, keep_top_p
+from lit_dlm.ops.sampling import keep_top_k, keep_top_p, survivors
 
 
 def test_top_k_keeps_the_k_largest():
@@ -25,3 +26,30 @@ def test_top_p_keeps_one_token_even_for_a_tiny_bound():
     kept = keep_top_p(logits, 1e-6).isfinite()
     assert torch.equal(kept.sum(-1), torch.ones(5, dtype=torch.long))
     assert torch.equal(kept.to(torch.uint8).argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(None, 0.95), (None, 0.3), (50, None), (50, 0.9), (2000, None), (None, None), (None, 1.0)],
+)
+@pytest.mark.parametrize("scale", [0.0, 0.5, 4.0, 12.0])
+@pytest.mark.parametrize("vocab_size", [300, 20_000])
+def test_survivors_are_those_of_a_full_sort(vocab_size, scale, top_k, top_p):
+    """Logits rounded to bfloat16 have many ties, at scale 0 nothing else; some are forbidden."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(5, vocab_size, generator=generator) * scale).bfloat16().float()
+    logits[:, ::7] = -torch.inf
+    logits[4, 200:] = -torch.inf  # fewer than are looked at first
+    values, ids = survivors(logits, top_k=top_k, top_p=top_p)
+    dense = values
+    if ids is not None:
+        assert (ids.diff() > 0).all()
+        dense = torch.full_like(logits, -torch.inf).scatter(1, ids, values)
+    expected = logits if top_k is None else keep_top_k(logits, top_k)
+    expected = expected if top_p is None else keep_top_p(expected, top_p)
+    assert torch.equal(dense, expected)
+
+
+def test_a_sharp_distribution_leaves_few_logits_to_look_at():
+    logits = torch.arange(20_000.0).neg()[None]
+    assert survivors(logits, top_k=None, top_p=0.95)[0].shape[1] < 2000

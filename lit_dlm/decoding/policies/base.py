@@ -15,7 +15,8 @@ class CommitPolicy(Protocol):
 
     requires: frozenset[str]
     """What it reads of a proposal beyond tokens and probabilities: ``hidden``, ``entropy``,
-    ``margin``, or ``region`` (proposals for the whole response, not only for the window).
+    ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, or ``region`` (proposals
+    for the whole response, not only for the window).
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     forwards_per_step: int
     """Forwards of a learned head in one step: 0 for heuristics."""

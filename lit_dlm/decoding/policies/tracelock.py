@@ -26,8 +26,8 @@ class TraceLockPolicy(CommitPolicy):
     """Commits every candidate whose acceptance probability reaches a threshold.
 
     A row in which none does is left to the stall rule, which commits its best-scored candidate
-    (the release's fallback). The proposal probabilities must be unfiltered ones at temperature 1,
-    as in training (the sampler's default).
+    (the release's fallback). Its features are of the model's own distribution, as in training,
+    whatever the sampler scores.
     """
 
     forwards_per_step = 1
@@ -71,15 +71,15 @@ class TraceLockPolicy(CommitPolicy):
         self.max_accept_per_step = max_accept_per_step
         self.release_compat = release_compat
         self.hidden_layers = scorer.settings.hidden_layers
-        requires = {"hidden"}
+        requires = {"hidden", "raw_prob"}
         if scorer.settings.layout != "masked":
             # Written positions are rows of the network too, so they need a proposal. Masked ones
             # that it sees are the window's, which has one anyway.
             requires.add("region")
         if scorer.settings.features.entropy:
-            requires.add("entropy")
+            requires.add("raw_entropy")
         if scorer.settings.features.margin:
-            requires.add("margin")
+            requires.add("raw_margin")
         self.requires = frozenset(requires)
 
     def select(
@@ -129,11 +129,12 @@ class TraceLockPolicy(CommitPolicy):
     def _features(self, proposal: Proposal, rows: Callable[[Tensor], Tensor]) -> Tensor:
         """Features of the rows that a function takes from ``(b, L, ...)`` tensors."""
         assert proposal.hidden is not None
+        assert proposal.raw_prob is not None
         return self.scorer.features(
             rows(proposal.hidden),
-            rows(proposal.prob),
-            entropy=None if proposal.entropy is None else rows(proposal.entropy),
-            margin=None if proposal.margin is None else rows(proposal.margin),
+            rows(proposal.raw_prob),
+            entropy=None if proposal.raw_entropy is None else rows(proposal.raw_entropy),
+            margin=None if proposal.raw_margin is None else rows(proposal.raw_margin),
         )
 
     def describe(self) -> dict[str, Any]:

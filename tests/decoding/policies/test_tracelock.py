@@ -1,3 +1,6 @@
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from lit_dlm.decoding import (
     FixedQuota,
     FullWindow,
     PrefixCache,
+    Sampler,
     ScheduleQuota,
     prompt_canvas,
 )
@@ -18,8 +22,10 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_
 from lit_dlm.decoding.quotas import NoQuota
 from lit_dlm.decoding.windows import SlidingWindow
 from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from tests.fakes import EOS, MASK, TableBackbone, fake_spec
 from tests.traces import small_backbone, small_projector
 
@@ -165,7 +171,10 @@ def test_decisions_are_those_of_the_network_on_whole_canvases(layout: str) -> No
 
     def compare(state, candidates, proposal):
         features = built.features(
-            proposal.hidden, proposal.prob, entropy=proposal.entropy, margin=proposal.margin
+            proposal.hidden,
+            proposal.raw_prob,
+            entropy=proposal.raw_entropy,
+            margin=proposal.raw_margin,
         )
         columns = torch.arange(state.ids.shape[1])
         visible = left_of_window_end(state.masked, candidates)
@@ -195,9 +204,9 @@ def test_decisions_ignore_what_lies_right_of_the_window() -> None:
     def select(state, candidates, proposal, quota):
         chosen = original(state, candidates, proposal, quota)
         outside = ~left_of_window_end(state.masked, candidates)
-        garbage = torch.where(outside, 0.123, proposal.prob)
+        garbage = torch.where(outside, 0.123, proposal.raw_prob)
         hidden = torch.where(outside[..., None, None], 77.0, proposal.hidden)
-        changed = type(proposal)(proposal.ids, garbage, proposal.entropy, proposal.margin, hidden)
+        changed = replace(proposal, raw_prob=garbage, hidden=hidden)
         spied.append(bool(outside.any()))
         again = original(state, candidates, changed, quota)
         assert torch.equal(chosen.commit, again.commit)
@@ -208,6 +217,75 @@ def test_decisions_ignore_what_lies_right_of_the_window() -> None:
     plugs = Decoder(policy=policy, window=SlidingWindow(4), quota=NoQuota())
     plugs(hashing_backbone(), canvas([[3, 4], [5, 6]]))
     assert any(spied)
+
+
+SAMPLERS = [
+    {"temperature": temperature, "score_on": score_on, **filters}
+    for temperature, score_on, filters in product(
+        (0.0, 1.0, 0.3),
+        ("raw", "filtered"),
+        ({}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.6}),
+    )
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) -> None:
+    """Every step is kept and shown to the policy; the slow reference reads the model's softmax."""
+    built = scorer(spread=8.0, bias=-5.0)
+    shown, kept, wanted, backbone = [], [], [], hashing_backbone()
+    function = partial(acceptance_features, built.projector, settings=built.settings.features)
+
+    def spied(into, compute):
+        def call(*args, **scores):
+            into.append(compute(*args, **scores))
+            return into[-1]
+
+        return call
+
+    class Watch:
+        requires = frozenset()
+
+        def on_start(self, state):
+            del state
+
+        def on_end(self, result):
+            del result
+
+        def on_step(self, record):
+            state, proposal = record.state, record.proposal
+            denoised = backbone.denoise(state.ids, hidden_layers=(-3, -2, -1))
+            probs = denoised.logits.softmax(-1)
+            top = probs.topk(2, dim=-1).values
+            wanted.append(
+                function(
+                    denoised.hidden,
+                    probs.gather(-1, proposal.ids[..., None])[..., 0],
+                    entropy=torch.special.entr(probs).sum(-1),
+                    margin=top[..., 0] - top[..., 1],
+                )[:, state.start :].flatten(0, 1)
+            )
+
+    capture = TrajectoryCapture(
+        vocab_size=8,
+        level="features",
+        features=FeatureCapture(
+            function=spied(kept, function),
+            hidden_layers=(-3, -2, -1),
+            groups=feature_groups(built.projector.config, built.settings.features),
+            projector_digest="digest",
+            step_ratio=1.0,
+            scores=frozenset({"entropy", "margin"}),
+        ),
+    )
+    built.features = spied(shown, built.features)  # type: ignore[method-assign]
+    policy = TraceLockPolicy(scorer=built, threshold=0.5)
+    plugs = Decoder(policy=policy, quota=NoQuota(), sampler=Sampler(**sampler))
+    plugs(backbone, canvas([[3, 4]]), [capture, Watch()])
+    assert len(shown) == len(kept) == len(wanted) > 1
+    for one, other, slow in zip(shown, kept, wanted, strict=True):
+        assert torch.equal(one, other.flatten(0, 1))
+        torch.testing.assert_close(one, slow)
 
 
 def test_window_end_is_the_first_mask_behind_the_last_candidate() -> None:
