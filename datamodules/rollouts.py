@@ -41,7 +41,7 @@ from lit_dlm.modules.rollout_validation import (
     validation_rewards,
 )
 from lit_dlm.modules.rollouts import RolloutEngine, in_order
-from lit_dlm.modules.sharding import whole_weights
+from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.ops.advantages import GroupAdvantage
 from lit_dlm.rewards import GroupFilter, Reward, Rewarder
@@ -268,13 +268,12 @@ class RolloutDataModule(LightningDataModule):
 
     @contextmanager
     def _generating(self) -> Iterator[TraceRLModule]:
-        """Evaluation mode, whole weights and the trainer's precision."""
+        """Evaluation mode and the trainer's precision."""
         assert self.trainer is not None
         module = self._module()
         was_training = {part: part.training for part in module.modules()}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(whole_weights(module))
             stack.enter_context(self.trainer.precision_plugin.forward_context())
             module.eval()
             try:
@@ -288,7 +287,8 @@ class RolloutDataModule(LightningDataModule):
         assert trainer is not None
         rank, world_size = place(trainer)
         bar = RolloutProgress(trainer, now.step)
-        collected = self._collect(bar)
+        with decoding_weights(module.backbone):
+            collected = self._collect(bar)
         self.collected = collected
         seconds = collected.seconds
         begin = time.perf_counter()
@@ -304,17 +304,21 @@ class RolloutDataModule(LightningDataModule):
                     f"RL step {now.step}: no response has a token to train on; look at the "
                     f"decoder '{module.method}'"
                 )
-        estimates = fill_advantages(
-            module,
-            items,
-            kept,
-            kind=self.advantage,
-            batch_size=self.batch_size,
-            move=self._move,
-            rank=rank,
-            world_size=world_size,
-            reduce=self._sum,
-        )
+        with ExitStack() as stack:
+            if module.value_head is not None:  # processes have different numbers of states
+                stack.enter_context(whole_weights(module.value_backbone or module.backbone))
+                stack.enter_context(whole_weights(module.value_head))
+            estimates = fill_advantages(
+                module,
+                items,
+                kept,
+                kind=self.advantage,
+                batch_size=self.batch_size,
+                move=self._move,
+                rank=rank,
+                world_size=world_size,
+                reduce=self._sum,
+            )
         dropped = [] if is_empty else [r for r in collected.records if not r.meta["kept"]]
         collected.records = in_order(estimates.noted([*kept, *dropped]))
         facts = {} if module.value is None else {"rollout/value_mean": estimates.value_mean}

@@ -18,6 +18,7 @@ from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import (
     BlockWindow,
+    CacheScheme,
     Decoder,
     DecodeSettings,
     FixedQuota,
@@ -73,16 +74,25 @@ def policy(*, lora: bool = True, **changes: Any) -> HFBackbone:
     return model
 
 
-def decoder(backbone: HFBackbone, *, temperature: float = 1.0, per_step: int = 2) -> Decoder:
+def decoder(
+    backbone: HFBackbone,
+    *,
+    temperature: float = 1.0,
+    per_step: int = 2,
+    cache: CacheScheme | None = None,
+) -> Decoder:
     """Random order, some tokens a step; ends when an end of text has nothing open before it."""
     spec = backbone.spec
     window = None
     if spec.attention == "block":
         window = BlockWindow(spec.block_size or 1, origin=spec.block_origin)
+    elif cache is not None:
+        window = BlockWindow(4)
     return Decoder(
         policy=RandomPolicy(),
         window=window,
         quota=FixedQuota(per_step),
+        cache=cache,
         sampler=Sampler(temperature=temperature, score_on="filtered", score_dtype="float64"),
         settings=DecodeSettings(eos_rule="fill"),
     )
@@ -90,7 +100,8 @@ def decoder(backbone: HFBackbone, *, temperature: float = 1.0, per_step: int = 2
 
 def module(backbone: HFBackbone, **options: Any) -> TraceRLModule:
     """A module whose tokenizer is never loaded."""
-    options.setdefault("decoders", {"random": decoder(backbone)})
+    cache = options.pop("cache", None)
+    options.setdefault("decoders", {"random": decoder(backbone, cache=cache)})
     return TraceRLModule(backbone, tokenizer="tiny", **options)
 
 

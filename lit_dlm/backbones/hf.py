@@ -36,8 +36,9 @@ class HFBackbone(StoredDecoder, Backbone):
     Constructor options are those of :class:`~lit_dlm.backbones.stored.StoredDecoder`.
     """
 
-    forward_methods: ClassVar = ("denoise", "score_tokens", "score_with_rows", "encode_rows")
-    """Methods that run the weights from outside; under FSDP2 they gather like ``forward``."""
+    forward_methods: ClassVar = ("_encode",)
+    """What runs the weights; under FSDP2 it gathers like ``forward``. Every public method goes
+    through this one, so none can be forgotten; the head is read behind it."""
 
     def denoise(
         self,

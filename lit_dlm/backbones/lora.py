@@ -315,68 +315,6 @@ def keep_in_float32(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
             parameter.data = weights[name].to(parameter.device)
 
 
-def base_parameters_adapted(model: nn.Module) -> dict[str, tuple[Tensor, nn.Module | None]]:
-    """Base weights of a decoder that may hold an adapter.
-
-    Args:
-        model: the decoder.
-
-    Returns:
-        Key without traces of the adapter to the parameter and, for an adapted weight, the layer
-        with which it has to be :func:`merged`.
-    """
-    modules = dict(model.named_modules())
-    found: dict[str, tuple[Tensor, nn.Module | None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if ".lora_" in name:
-            continue
-        owner, _, last = name.rpartition(".")
-        parent = owner.removesuffix(".base_layer")
-        adapted = parent != owner and last == "weight"
-        layer: Any = modules[parent] if adapted else None
-        has_adapter = layer is not None and POLICY in layer.lora_A
-        found[f"{parent}.{last}"] = (parameter, layer if has_adapter else None)
-    return found
-
-
-def merged(weight: Tensor, layer: Any) -> Tensor:
-    """The weight of one of peft's layers with its adapter added.
-
-    Args:
-        weight: ``(out, in)`` of the base layer.
-        layer: peft's layer.
-
-    Returns:
-        ``(out, in)`` in the dtype of ``weight``; the sum is taken in float32 and rounded once.
-    """
-    rows = plain_tensor(layer.lora_B[POLICY].weight).float()
-    columns = plain_tensor(layer.lora_A[POLICY].weight).float()
-    return (weight.float() + rows @ columns * layer.scaling[POLICY]).to(weight.dtype)
-
-
-@torch.no_grad()
-def merge(model: nn.Module) -> int:
-    """Adds the adapter to the base weights and removes its layers, in place.
-
-    Args:
-        model: the decoder.
-
-    Returns:
-        How many layers were merged.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    adapted = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-    for name, layer in adapted:
-        base: Any = layer.get_base_layer()
-        base.weight.copy_(merged(base.weight, layer))
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, base)
-    if adapted:
-        del model.peft_config
-    return len(adapted)
-
-
 def save_adapter(
     model: nn.Module,
     settings: LoRASettings,

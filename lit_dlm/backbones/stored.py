@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones import lora as adapters
+from lit_dlm.backbones import merging
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.assembly import (
     AttentionRoute,
@@ -268,7 +269,7 @@ class StoredDecoder(nn.Module):
         """
         if self._adapter is None:
             raise ValueError("merge_adapter: this backbone has no adapter")
-        adapters.merge(self.model)
+        merging.merge(self.model)
         self._adapter = None
 
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
@@ -345,7 +346,7 @@ class StoredDecoder(nn.Module):
         # One spelling for new and old readers alike.
         config.pop("torch_dtype", None)
         config["dtype"] = str(stored).removeprefix("torch.")
-        weights = adapters.base_parameters_adapted(self.model)
+        weights = merging.base_parameters_adapted(self.model)
         if self.architecture.tie_embeddings:
             del weights[HEAD_KEY]
         translate = self._keys.original if layout == "original" else str
@@ -355,7 +356,7 @@ class StoredDecoder(nn.Module):
             parameter, layer = named[key]
             tensor = plain_tensor(parameter)
             if layer is not None:
-                tensor = adapters.merged(tensor, layer)
+                tensor = merging.merged(tensor, layer)
             return tensor.to(device="cpu", dtype=stored)
 
         write = _is_first_process()

@@ -7,6 +7,7 @@ module that is trained here can also decode: it inherits ``predict_step`` from t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
-from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained
+from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
@@ -124,6 +125,7 @@ class DecodeModule(LightningModule):
         self.seed = seed
         self.register_state_dict_post_hook(drop_frozen_decoders)
         self.level: Level | None = level
+        self._whole = ExitStack()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -144,10 +146,22 @@ class DecodeModule(LightningModule):
         require_own_checkpoint(self, checkpoint)
 
     def configure_model(self) -> None:
-        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
-        if self.device_mesh is not None:
+        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``).
+
+        Outside of ``fit`` a model without anything to train is whole on every process.
+        """
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
+
+    def on_predict_start(self) -> None:
+        """Gathers sharded weights: processes decode different numbers of steps."""
+        self._whole.enter_context(whole_weights(self))
+
+    def on_predict_end(self) -> None:
+        """Shards the weights again."""
+        self._whole.close()
 
     def capture(self) -> TrajectoryCapture | None:
         """The observer of one batch, when the module captures."""

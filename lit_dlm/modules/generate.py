@@ -73,6 +73,7 @@ class TraceModule(DecodeModule):
 
     def on_predict_start(self) -> None:
         """Fits the projector, or loads the one that a former run left."""
+        super().on_predict_start()
         if self.level != "features":
             return
         assert self.projector_dir is not None

@@ -29,6 +29,9 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.merging import fold, restored
+
 
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole.
@@ -135,7 +138,13 @@ def _shard(child: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
             continue
         methods = getattr(part, "forward_methods", ())
         is_decoder = bool(methods) or part in layers
-        fully_shard(part, mesh=mesh, mp_policy=policy if is_decoder else MixedPrecisionPolicy())
+        fully_shard(
+            part,
+            mesh=mesh,
+            # A head is read behind the method that runs the rest.
+            reshard_after_forward=False if methods else None,
+            mp_policy=policy if is_decoder else MixedPrecisionPolicy(),
+        )
         for method in methods:
             register_fsdp_forward_method(part, method)
 
@@ -154,8 +163,9 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
     sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     held: list[FSDPModule] = []
     for part in sharded:
-        # The outermost parts keep their weights after a forward anyway.
-        if any(part is not other and _holds(other, part) for other in sharded):
+        # The others keep their weights after a forward anyway.
+        is_inner = any(part is not other and _holds(other, part) for other in sharded)
+        if is_inner and not getattr(part, "forward_methods", ()):
             part.set_reshard_after_forward(False, recurse=False)
             held.append(part)
         part.unshard()
@@ -166,6 +176,27 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
             part.reshard()
         for layer in held:
             layer.set_reshard_after_forward(True, recurse=False)
+
+
+@contextmanager
+def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
+    """:func:`whole_weights` with the adapter merged into them, for as long as a policy decodes.
+
+    A forward then costs what it costs without an adapter. Merged weights are rounded to the dtype
+    of the base, which the training forward's are not: log-probabilities of the two differ by that
+    much. Afterwards the weights are what they were, bit by bit. Every process must enter.
+
+    Args:
+        backbone: the policy. Do not train inside, nor run it with another adapter.
+    """
+    if backbone.adapter is None:
+        with whole_weights(backbone):
+            yield
+        return
+    with restored(backbone.model), whole_weights(backbone):
+        fold(backbone.model)
+        with backbone.using_adapter(None):
+            yield
 
 
 def drop_frozen_decoders(

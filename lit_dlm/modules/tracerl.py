@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +34,7 @@ from lit_dlm.modules.objective import PolicyObjective, ValueObjective
 from lit_dlm.modules.rollout_batch import RolloutBatch, training_rows
 from lit_dlm.modules.rollout_items import RowBuilder
 from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
-from lit_dlm.modules.sharding import whole_weights
+from lit_dlm.modules.sharding import decoding_weights
 from lit_dlm.modules.update_scores import UpdateScores
 
 VALUE = "value"
@@ -181,7 +180,6 @@ class TraceRLModule(FinetuneModule):
         """What scores held-out prompts; set by the data module."""
         self.facts: dict[str, float] = {}
         """What is known of the RL step, as it is logged."""
-        self._whole = ExitStack()
         self._skips_update = False
         self.trains_value = True
         """Whether the value model learns in this RL step."""
@@ -394,8 +392,8 @@ class TraceRLModule(FinetuneModule):
     # -- validation ------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Gathers sharded weights: processes decode different numbers of steps."""
-        self._whole.enter_context(whole_weights(self))
+        """Gathers the policy's weights: processes decode different numbers of steps."""
+        self._whole.enter_context(decoding_weights(self.backbone))
         if self.validation is not None:
             self.validation.begin()
 
@@ -417,7 +415,7 @@ class TraceRLModule(FinetuneModule):
             self.log_dict(named, sync_dist=True)
 
     def on_validation_end(self) -> None:
-        """Shards the weights again."""
+        """Shards the weights again, and takes the adapter out of them."""
         self._whole.close()
 
     # -- optimisation ----------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""RL steps on two processes, with DDP and FSDP2, against one process."""
+"""RL steps on two processes, with DDP and FSDP2, against one process; some on the command line."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,33 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from numpy.typing import NDArray
+from peft.tuners.lora import LoraLayer
+from torch.distributed.tensor import DTensor
 
 from callbacks import RewardCurve, RolloutWriter
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.modules.objective import ValueObjective
 from lit_dlm.modules.tracerl import TraceRLModule
-from lit_dlm.rewards import SpreadFilter
+from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter
 from lit_dlm.tasks.word_problems import WordProblems
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.processes import in_two_processes
-from tests.rollouts import DropAll, fit, learner, policy, rollout_data
+from tests.rollouts import (
+    FAMILIES,
+    DigitReward,
+    DropAll,
+    fit,
+    learner,
+    policy,
+    rollout_data,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
 Weights = dict[str, NDArray[Any]]
 
-CASES = [("ddp", "lora"), ("fsdp", "lora"), ("ddp", "full")]
+CASES = [("ddp", "lora"), ("fsdp", "lora"), ("ddp", "full"), ("fsdp", "full")]
 """Strategies and value models."""
 
 
@@ -53,14 +65,16 @@ def learning(kind: str) -> TraceRLModule:
 
 def two_rl_steps(
     folder: Path, *, accumulate: int, kind: str = "lora", **options: Any
-) -> tuple[Weights, list[dict[str, Any]], int]:
+) -> tuple[Weights, list[dict[str, Any]], int, dict[str, set[bool]]]:
     """Three prompts: with two processes one has twice the rollouts of the other.
 
     Responses that end early take fewer forwards, too. One update per RL step.
     """
     rl = learning(kind)
+    witness = Witness(rl)
     curve = RewardCurve(str(folder))
     data = rollout_data(
+        rewards=[witness],
         prompts_per_step=3,
         rollout_batch_size=2,
         batch_size=4,
@@ -77,7 +91,47 @@ def two_rl_steps(
         accumulate_grad_batches=accumulate,
         **options,
     )
-    return trained_weights(rl), curve.points, trainer.global_step
+    return trained_weights(rl), curve.points, trainer.global_step, witness.is_sharded
+
+
+class Witness(DigitReward):
+    """Looks at the weights while responses are scored, before they are let go."""
+
+    def __init__(self, rl: TraceRLModule) -> None:
+        self.rl = rl
+        self.is_sharded: dict[str, set[bool]] = {}
+        self.has_merged = False
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        for name, child in self.rl.named_children():
+            parts = self.is_sharded.setdefault(name, set())
+            parts |= {isinstance(value, DTensor) for value in child.parameters()}
+        layers = [part for part in self.rl.backbone.modules() if isinstance(part, LoraLayer)]
+        self.has_merged = bool(layers) and all(layer.active_adapter == [] for layer in layers)
+        return super().score(group)
+
+
+CACHES: dict[str, tuple[type[CacheScheme], dict[str, Any]]] = {
+    "block": (BlockCache, FAMILIES["block from the sequence"]),
+    "prefix": (PrefixCache, FAMILIES["dream"]),
+    "dual": (DualCache, FAMILIES["llada"]),
+}
+WITH_CACHES = [(cache, lora) for cache in CACHES for lora in (True, False)]
+
+
+def with_cache(folder: Path, cache: str, lora: bool, **options: Any) -> tuple[Weights, bool]:
+    """Weights after an RL step whose rollouts and validation decode with a cache."""
+    scheme, family = CACHES[cache]
+    rl = learner(cache=scheme(), family=family, lora=lora)
+    witness = Witness(rl)
+    data = rollout_data(
+        rewards=[witness],
+        val_tasks=[WordProblems("test", num_examples=3)],
+        prompts_per_step=3,
+        rollout_batch_size=2,
+    )
+    fit(rl, data, folder, steps=1, num_sanity_val_steps=1, **options)
+    return trained_weights(rl), witness.has_merged
 
 
 def strategies() -> dict[str, Any]:
@@ -103,6 +157,12 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
             )
             for name, kind in CASES
         }
+    found["caches"] = {
+        (name, cache, lora): with_cache(folder, cache, lora, devices=2, accumulate_grad_batches=8,
+                                        strategy=strategies()[name])
+        for name in ("ddp", "fsdp")
+        for cache, lora in WITH_CACHES
+    }  # fmt: skip
     found["advice"] = [str(one.message) for one in caught if "sync_dist" in str(one.message)]
     # An RL step without a group to keep, where a skipped update must not leave one process waiting.
     rl = learner()
@@ -126,12 +186,17 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
     both = in_two_processes(on_two_processes, tmp_path)
     uids = sorted(TrajectoryShardReader(tmp_path / "lora" / "rollouts").uids)
     for name, kind in CASES:
-        expected, points, updates = alone[kind]
+        expected, points, updates, _ = alone[kind]
         assert updates == 2
         logged = set.union(*map(set, points))
         assert {"val/reward", "train/loss", "train/value_explained"} <= logged
-        for weights, curve, count in (found[f"{name} {kind}"] for found in both):
+        for weights, curve, count, is_sharded in (found[f"{name} {kind}"] for found in both):
             assert count == 2
+            # Of a value model with weights of its own nothing is gathered while the policy decodes.
+            assert is_sharded["backbone"] == {False}
+            assert is_sharded["value_head"] == {name == "fsdp"}
+            if kind == "full":
+                assert is_sharded["value_backbone"] == {name == "fsdp"}
             assert weights.keys() == expected.keys()
             for key, value in weights.items():
                 np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-6, err_msg=key)
@@ -149,7 +214,16 @@ def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
         reader = TrajectoryShardReader(tmp_path / f"{name} {kind}" / "rollouts")
         assert sorted(reader.uids) == uids
         assert len(reader.shards) == 4  # one per RL step and process
-    for kind, (expected, _, _) in alone.items():
+    for cache, lora in WITH_CACHES:
+        single = with_cache(tmp_path, cache, lora, accumulate_grad_batches=16)
+        for found in both:
+            for name in ("ddp", "fsdp"):
+                weights, has_merged = found["caches"][name, cache, lora]
+                assert has_merged == lora
+                for key, value in weights.items():
+                    difference = np.abs(value - single[0][key]).max()
+                    assert difference < 1e-6, (name, cache, lora, key)
+    for kind, (expected, _, _, _) in alone.items():
         start = trained_weights(learning(kind))
         moved = [key for key, value in start.items() if not np.array_equal(value, expected[key])]
         assert len(moved) > len(start) / 2

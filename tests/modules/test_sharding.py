@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.sharding import ShardedStrategy, shard_trained, whole_weights
+from lit_dlm.modules.sharding import (
+    ShardedStrategy,
+    decoding_weights,
+    shard_trained,
+    whole_weights,
+)
 from tests.processes import in_two_processes
 
 STEPS, ROWS, LENGTH = 4, 4, 9
@@ -387,6 +394,143 @@ def test_sharding_twice_is_sharding_once_and_whole_weights_are_the_originals() -
         assert again == sharded
         for name, is_sharded in sharded.items():
             assert is_sharded == name.startswith("value."), name
+
+
+IDS = torch.tensor([[3, 9, 30, 5, 30, 12], [7, 30, 8, 30, 2, 4]])
+CELLS = IDS == 30
+CHOSEN = (IDS, IDS.masked_fill(CELLS, 6), CELLS)
+
+
+@torch.no_grad()
+def window(model: HFBackbone) -> Tensor:
+    """Raw rows of a whole canvas, its keys and values written to a cache."""
+    cache = WindowCache(model.num_layers, length=6, num_rows=2)
+    positions = torch.arange(6).expand(2, -1)
+    return model.encode_window(IDS, cache=cache, visible=None, position_ids=positions)[0]
+
+
+CALLS: dict[str, Callable[[HFBackbone], Tensor]] = {
+    "denoise": lambda model: model.denoise(IDS).logits.clamp_min(-1e3),
+    "forward": lambda model: model(IDS),
+    "encode_window": window,
+    "head": lambda model: model.head(window(model)).clamp_min(-1e3),
+    "score_tokens": lambda model: model.score_tokens(*CHOSEN).ce,
+    "score_with_rows": lambda model: model.score_with_rows(*CHOSEN)[1],
+    "encode_rows": lambda model: model.encode_rows(IDS, CELLS),
+}
+"""Every public method of a backbone, as the first thing that is asked of it."""
+
+
+def outcome(model: HFBackbone, name: str) -> list[Tensor]:
+    """What a method gives, and the gradients of it and of a training step."""
+    found = CALLS[name](model)
+    loss = model.score_tokens(*CHOSEN).ce.sum()
+    if found.requires_grad:
+        loss = loss + found.square().mean()
+    loss.backward()
+    gradients = [value.grad for value in model.parameters() if value.grad is not None]
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
+    return [found.detach(), *whole]
+
+
+def call_sharded(rank: int) -> list[tuple[str, str]]:
+    """Methods whose outcome is another one when the weights are sharded."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    wrong = []
+    for kind in ("full", "lora"):
+        for name in CALLS:
+            holder = nn.Module()
+            holder.backbone = backbone(**VARIANTS[kind])
+            shard_trained(holder, mesh)
+            found = outcome(holder.backbone, name)
+            expected = outcome(backbone(**VARIANTS[kind]), name)
+            assert len(expected) > 10
+            pairs = zip(found, expected, strict=True)
+            if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in pairs):
+                wrong.append((kind, name))
+    return wrong
+
+
+def test_the_calls_are_all_public_methods() -> None:
+    public = {
+        name
+        for name, value in vars(HFBackbone).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    assert public == set(CALLS)
+
+
+@pytest.mark.ddp
+def test_any_method_may_come_first_when_weights_are_sharded() -> None:
+    assert in_two_processes(call_sharded) == [[], []]
+
+
+def merged_and_back(model: HFBackbone) -> tuple[Tensor, Tensor, list[str]]:
+    """Logits of the adapter and of merged weights, and the weights that do not come back."""
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        adapted = model.denoise(IDS).logits
+        with decoding_weights(model):
+            found = model.denoise(IDS).logits
+    moved = []
+    for name, value in model.named_parameters():
+        one, other = value.detach(), before[name]
+        if isinstance(one, DTensor) != isinstance(other, DTensor):
+            moved.append(name)
+        elif isinstance(one, DTensor):
+            one, other = one.to_local(), other.to_local()
+        if not torch.equal(one, other):
+            moved.append(name)
+    return adapted, found, moved
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_decoding_weights_hold_the_adapter_and_leave_nothing_behind(name: str) -> None:
+    """The merged sum is rounded once; the weights come back bit by bit."""
+    adapted, found, moved = merged_and_back(backbone(**VARIANTS[name]))
+    assert moved == []
+    assert distance(found, adapted) < ROUNDING[name]
+    once = backbone(**VARIANTS[name])
+    if once.adapter is None:
+        assert found.equal(adapted)
+        return
+    once.merge_adapter()
+    assert found.equal(once.denoise(IDS).logits)
+    assert not found.equal(adapted)
+
+
+ROUNDING = {"full": 1e-6, "lora": 1e-6, "lora_bf16": 4e-2}
+"""bfloat16 has three digits, in weights and activations alike."""
+
+
+def distance(logits: Tensor, others: Tensor) -> float:
+    """How far the logits of allowed ids lie apart, relative to their size."""
+    one, other = (x[x.isfinite()].double() for x in (logits, others))
+    return float((one - other).norm() / other.norm())
+
+
+def merge_sharded(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    found = {}
+    for name, options in VARIANTS.items():
+        holder = nn.Module()
+        holder.backbone = backbone(**options)
+        shard_trained(holder, mesh)
+        adapted, logits, moved = merged_and_back(holder.backbone)
+        found[name] = (adapted.float().numpy(), logits.float().numpy(), moved)
+    return found
+
+
+@pytest.mark.ddp
+def test_sharded_weights_come_back_too() -> None:
+    for side in in_two_processes(merge_sharded):
+        for name, (adapted, logits, moved) in side.items():
+            assert moved == []
+            expected = merged_and_back(backbone(**VARIANTS[name]))
+            for one, other in zip((adapted, logits), expected[:2], strict=True):
+                assert distance(torch.from_numpy(one), other) < ROUNDING[name]
 
 
 def test_nothing_to_train_and_loose_parameters_are_refused() -> None:
