@@ -18,7 +18,7 @@ from transformers import Cache
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.backbones.block import Span
-from lit_dlm.backbones.window_cache import WindowCache, WindowPlan, write_window
+from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
 
 
@@ -78,8 +78,9 @@ class CachedCanvas:
         self._positions = positions
         self._blocks = blocks
         self._cache = WindowCache(backbone.num_layers, length=length, num_rows=num_rows)
-        self._last: Tensor | None = None  # (B, L, D)
-        self._hidden: Tensor | None = None  # (B, L, H, D)
+        # One column more than the canvas has: the plan writes there what is not kept.
+        self._last: Tensor | None = None  # (B, L + 1, D)
+        self._hidden: Tensor | None = None  # (B, L + 1, H, D)
 
     def take(self, index: Tensor) -> None:
         """Keeps some rows only.
@@ -103,8 +104,8 @@ class CachedCanvas:
     ) -> None:
         """Runs one window of each row.
 
-        Rows with different spans run together: the window is as wide as the widest one, and the
-        columns that it has too many change nothing.
+        Rows with different spans run together: the queries are as wide as the widest window, and
+        what a row has too many is computed and not kept.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -113,49 +114,53 @@ class CachedCanvas:
             block_causal: the windows hold several blocks, and a query sees those up to its own.
         """
         device = ids.device
-        kv_end = max(span.kv_end for span in spans)
         index = None if rows is None else _tensor(rows, device)
-        same = all(span == spans[0] for span in spans)
+        begins, ends, kv_ends = _tensor(spans, device)[:, :, None].unbind(1)  # (n, 1) each
         width = max(span.end - span.begin for span in spans)
-        start = min(max(span.end - width, 0) for span in spans)
-        columns, written = None, None
-        if not same:
-            begins = _tensor([span.begin for span in spans], device)[:, None]
-            ends = _tensor([span.end for span in spans], device)[:, None]
-            # Windows share their right edge, so that none leaves the canvas.
-            columns = (ends - width).clamp_min(0) + torch.arange(width, device=device)  # (n, W)
-            written = (columns >= begins) & (columns < ends)
+        kv_end = max(span.kv_end for span in spans)
+        columns = begins + torch.arange(width, device=device)  # (n, W)
+        kept = torch.where(columns < ends, columns, self.length)
+        columns = columns.clamp_max(self.length - 1)
+        keys = torch.arange(kv_end, device=device)
 
-        def window(values: Tensor) -> Tensor:
-            values = values if index is None else values[index]
-            if columns is None:
-                return values[:, start : start + width]
-            return values.gather(1, columns)
+        def of_rows(values: Tensor) -> Tensor:
+            return values if index is None else values[index]
 
-        visible = self._visible(spans, index, kv_end, device)
+        visible = None  # broadcastable to (n, W, kv_end)
+        if self._pad_mask is not None:
+            visible = of_rows(self._pad_mask)[:, None, :kv_end]
+        if any(span.kv_end < kv_end for span in spans):
+            before = keys < kv_ends[:, None]
+            visible = before if visible is None else visible & before
         if block_causal:
             assert self._blocks is not None
-            keys = self._blocks if index is None else self._blocks[index]
-            seen = window(self._blocks)[:, :, None] >= keys[:, None, :kv_end]  # (n, W, kv_end)
+            blocks = of_rows(self._blocks)
+            seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
             if visible is not None:
-                seen = seen & visible[:, 0]
-            at = torch.arange(start, start + width, device=device) if columns is None else columns
+                seen = seen & visible
             # Padding may lie in a block of its own: it sees itself, since softmax needs a key.
-            itself = at[..., :, None] == torch.arange(kv_end, device=device)
-            visible = (seen | itself)[:, None]
-        plan = WindowPlan(start=start, kv_end=kv_end, rows=index, columns=columns, written=written)
+            visible = seen | (columns[:, :, None] == keys)
+        plan = WindowPlan(
+            rows=torch.arange(len(ids), device=device) if index is None else index,
+            columns=kept,
+            kv_end=kv_end,
+        )
         self._cache.plan = plan
         last, hidden = self.backbone.encode_window(
-            window(ids),
+            of_rows(ids).gather(1, columns),
             cache=self._cache,
-            visible=visible,
-            position_ids=window(self._positions),
+            visible=None if visible is None else visible[:, None],
+            position_ids=of_rows(self._positions).gather(1, columns),
             hidden_layers=self.hidden_layers,
         )
         self.num_forwards += 1
-        self._last = self._kept(self._last, last[:, :, None], plan)
+        if self._last is None:
+            self._last = self._buffer(last)
+        plan.write(self._last, last)
         if hidden is not None:
-            self._hidden = self._kept(self._hidden, hidden, plan)
+            if self._hidden is None:
+                self._hidden = self._buffer(hidden)
+            plan.write(self._hidden, hidden)
 
     def read(self, columns: Tensor) -> Denoised:
         """Predictions at some columns, from the last forward that covered each of them.
@@ -171,35 +176,19 @@ class CachedCanvas:
         starts = None
         if shift and self._pad_mask is not None:
             starts = first_real_columns(self._pad_mask)
-        rows = gather_aligned(self._last[:, :, 0], columns, shift, starts=starts)
+        rows = gather_aligned(self._last, columns, shift, starts=starts)
         hidden = None
         if self._hidden is not None:
             # The buffer changes with the next forward; what is handed out must not.
-            hidden = aligned(self._hidden, shift, starts=starts) if shift else self._hidden.clone()
+            hidden = self._hidden[:, : self.length]
+            hidden = aligned(hidden, shift, starts=starts) if shift else hidden.clone()
         return Denoised(logits=self.backbone.head(rows), columns=columns, hidden=hidden)
 
-    def _visible(
-        self, spans: Sequence[Span], index: Tensor | None, kv_end: int, device: torch.device
-    ) -> Tensor | None:
-        """``(n, 1, 1, kv_end)`` bool keys of each row, or ``None`` when all are seen."""
-        visible = None
-        if self._pad_mask is not None:
-            visible = self._pad_mask if index is None else self._pad_mask[index]
-            visible = visible[:, :kv_end]
-        if any(span.kv_end < kv_end for span in spans):
-            limits = _tensor([span.kv_end for span in spans], device)
-            before = torch.arange(kv_end, device=device) < limits[:, None]
-            visible = before if visible is None else visible & before
-        return None if visible is None else visible[:, None, None, :]
-
-    def _kept(self, buffer: Tensor | None, new: Tensor, plan: WindowPlan) -> Tensor:
-        """Writes ``(n, W, H, D)`` rows into a ``(B, L, H, D)`` buffer, made at the first use."""
-        if buffer is None:
-            buffer = new.new_zeros(self._cache.num_rows, self.length, *new.shape[2:])
-        write_window(buffer.transpose(1, 2), new.transpose(1, 2), plan)
-        return buffer
+    def _buffer(self, like: Tensor) -> Tensor:
+        """``(B, L + 1, ...)`` zeros for rows ``(n, W, ...)``."""
+        return like.new_zeros(self._cache.num_rows, self.length + 1, *like.shape[2:])
 
 
-def _tensor(values: Sequence[int], device: torch.device) -> Tensor:
+def _tensor(values: Sequence[int] | Sequence[Span], device: torch.device) -> Tensor:
     """Small integers on the device, without waiting for it."""
     return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)

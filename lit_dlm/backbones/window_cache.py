@@ -2,14 +2,14 @@
 
 All cache schemes of masked diffusion decoding are cases of one rule: a forward over some columns
 writes its keys and values there and attends to the columns before an end. transformers' own caches
-only append; here a forward may overwrite any columns of preallocated buffers.
+only append; here a forward may overwrite any columns of preallocated buffers, other ones in each
+row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -19,16 +19,23 @@ from transformers.cache_utils import CacheLayerMixin
 class WindowPlan:
     """Where the next forward writes, and how far it sees."""
 
-    start: int
-    """First column that is written; with ``columns`` the smallest one."""
+    rows: Tensor
+    """``(n,)`` int64 rows of the buffers that the forward consists of. Where they are not all, the
+    keys and values of these rows are copied for attention."""
+    columns: Tensor
+    """``(n, W)`` int64 columns that each query is written to; the canvas length ``L`` for one that
+    is not kept."""
     kv_end: int
     """Keys and values of columns ``[0, kv_end)`` are given to attention."""
-    rows: Tensor | None = None
-    """``(n,)`` int64 rows of the buffers that the forward consists of; ``None``: all."""
-    columns: Tensor | None = None
-    """``(n, W)`` int64 columns of each row, ascending; ``None``: ``start, start + 1, ...``."""
-    written: Tensor | None = None
-    """``(n, W)`` bool columns that are written; the others keep what they hold. ``None``: all."""
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Writes a window into a buffer, in place.
+
+        Args:
+            buffer: ``(B, L + 1, ...)``; what is not kept goes to the last column.
+            new: ``(n, W, ...)``.
+        """
+        buffer[self.rows[:, None], self.columns] = new
 
 
 class WindowCache(Cache):
@@ -38,6 +45,9 @@ class WindowCache(Cache):
     zeros; the attention mask must hide them.
     """
 
+    plan: WindowPlan
+    """Of the next forward; to be set before it."""
+
     def __init__(self, num_layers: int, *, length: int, num_rows: int) -> None:
         """Buffers are allocated at the first write.
 
@@ -46,7 +56,6 @@ class WindowCache(Cache):
             length: canvas columns ``L``.
             num_rows: rows of the batch.
         """
-        self.plan = WindowPlan(start=0, kv_end=length)
         self.length = length
         self.num_rows = num_rows
         self._window_layers = [_WindowLayer(self) for _ in range(num_layers)]
@@ -66,7 +75,7 @@ class WindowCache(Cache):
 
 
 class _WindowLayer(CacheLayerMixin):
-    """One decoder layer's buffers, ``(B, kv heads, L, head dim)`` each."""
+    """One decoder layer's buffers, ``(B, kv heads, L + 1, head dim)`` each."""
 
     def __init__(self, cache: WindowCache) -> None:
         super().__init__()
@@ -74,7 +83,7 @@ class _WindowLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers in the dtype and on the device of the first forward."""
-        size = (self._cache.num_rows, key_states.shape[1], self._cache.length)
+        size = (self._cache.num_rows, key_states.shape[1], self._cache.length + 1)
         self.keys = key_states.new_zeros(*size, key_states.shape[3])
         self.values = value_states.new_zeros(*size, value_states.shape[3])
         self.is_initialized = True
@@ -90,12 +99,12 @@ class _WindowLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         plan = self._cache.plan
-        write_window(self.keys, key_states, plan)
-        write_window(self.values, value_states, plan)
-        keys, values = self.keys, self.values
-        if plan.rows is not None:
+        plan.write(self.keys.transpose(1, 2), key_states.transpose(1, 2))
+        plan.write(self.values.transpose(1, 2), value_states.transpose(1, 2))
+        keys, values = self.keys[:, :, : plan.kv_end], self.values[:, :, : plan.kv_end]
+        if len(plan.rows) < self._cache.num_rows:
             keys, values = keys[plan.rows], values[plan.rows]
-        return keys[:, :, : plan.kv_end], values[:, :, : plan.kv_end]
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys attention gets, and the column of the first one."""
@@ -103,33 +112,9 @@ class _WindowLayer(CacheLayerMixin):
         return self._cache.plan.kv_end, 0
 
     def get_seq_length(self) -> int:
-        """The column of the first query."""
-        return self._cache.plan.start
+        """Read only where position ids are not given, which they always are."""
+        return 0
 
     def get_max_length(self) -> int:
         """Columns of the buffers."""
         return self._cache.length
-
-
-def write_window(buffer: Tensor, new: Tensor, plan: WindowPlan) -> None:
-    """Writes a window into a buffer, in place.
-
-    Args:
-        buffer: ``(B, h, L, d)``.
-        new: ``(n, h, W, d)``.
-        plan: where it goes.
-    """
-    if plan.columns is None and plan.rows is None:
-        buffer[:, :, plan.start : plan.start + new.shape[2]] = new
-        return
-    rows, columns = plan.rows, plan.columns
-    if rows is None:
-        rows = torch.arange(len(buffer), device=buffer.device)
-    if columns is None:
-        columns = torch.arange(plan.start, plan.start + new.shape[2], device=buffer.device)
-        columns = columns.expand(len(rows), -1)
-    at = rows[:, None], slice(None), columns  # indexes as (n, W, h, d)
-    values = new.transpose(1, 2)
-    if plan.written is not None:
-        values = torch.where(plan.written[..., None, None], values, buffer[at])
-    buffer[at] = values

@@ -18,8 +18,10 @@ block-causal models (SDAR, arXiv 2510.06303). A refresh is an ordinary step and 
 scheme makes a finished block final in the forward that enters the next one; the reference spends a
 forward of its own on it, with the same result.
 
-Rows of a batch may be in different blocks, and one may refresh while another does not: a step then
-runs two forwards, each over its own rows. What a row gets does not depend on the others.
+Rows of a batch may be in different blocks, and one may refresh while another does not. Under the
+block scheme both share one forward, whose queries are as wide as a refresh: two blocks at most,
+once the prompt has run. A refresh of the other schemes is as wide as the canvas; a step then runs
+two forwards, each over its own rows. What a row gets does not depend on the others.
 """
 
 from __future__ import annotations
@@ -311,36 +313,29 @@ class CacheSession:
             row (``None`` when there are none in any row).
         """
         length = state.ids.shape[1]
-        refresh: dict[int, Span] = {}
-        step: dict[int, Span] = {}
+        spans: list[Span] = []
+        entered: list[int] = []
         for row, column in enumerate(state.frontier):
             begin, end = self._window.bounds(
                 column, start=state.start, length=length, first=self._firsts[row]
             )
             if begin == self._begins[row]:
-                step[row] = self._step_span(begin, end)
+                spans.append(self._step_span(begin, end))
             else:
-                refresh[row] = self._refresh_span(begin, end, self._final(row))
+                # Columns left of the block before this one hold what they will always hold.
+                spans.append(self._refresh_span(begin, end, self._begins[row] or 0))
+                entered.append(row)
                 self._begins[row] = begin
                 self.num_refreshes[self._rows[row]] += 1
-        self._forward(state, refresh, block_causal=self._block_causal)
-        self._forward(state, step)
-        forced = self._first_cells(state, list(refresh)) if self._commits_first else None
+        if self._block_causal or len(entered) in (0, len(spans)):
+            several_blocks = self._block_causal and bool(entered)
+            self._canvas.forward(state.ids, spans, block_causal=several_blocks)
+        else:
+            others = [row for row in range(len(spans)) if row not in entered]
+            for rows in (entered, others):
+                self._canvas.forward(state.ids, [spans[row] for row in rows], rows=rows)
+        forced = self._first_cells(state, entered) if self._commits_first else None
         return self._canvas.read(columns), forced
-
-    def _final(self, row: int) -> int:
-        """Columns left of this one hold what they will always hold."""
-        begin = self._begins[row]
-        return 0 if begin is None else begin
-
-    def _forward(
-        self, state: DecodeState, spans: dict[int, Span], *, block_causal: bool = False
-    ) -> None:
-        if spans:
-            rows = None if len(spans) == len(state.frontier) else list(spans)
-            self._canvas.forward(
-                state.ids, list(spans.values()), rows=rows, block_causal=block_causal
-            )
 
     def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
         """The first cell of each block that was entered, where it is masked."""

@@ -240,7 +240,7 @@ class DecodeResult:
     """``complete``: no mask left; ``eos``: stopped at an end of text; ``step_limit``."""
     num_forwards: int = 0
     """Calls of the backbone for the batch. A step is one, or two where some rows of a batch refresh
-    their cache and others do not; no row takes part in both."""
+    a prefix or dual cache and others do not; no row takes part in both."""
     num_refreshes: Tensor | None = None
     """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""
     policy_seconds: Tensor | None = None

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lit_dlm.backbones.block import Span
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.window_cache import WindowCache, WindowPlan, write_window
+from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.masking import block_numbers
 
 
@@ -119,25 +119,37 @@ def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
 
 
 def test_writes_reach_only_the_planned_rows_and_columns():
-    """Row 1 of 2, columns 3..5 of which 4 and 5 are written."""
-    buffer = torch.zeros(2, 1, 6, 1)
-    plan = WindowPlan(
-        start=3,
-        kv_end=6,
-        rows=torch.tensor([1]),
-        columns=torch.tensor([[3, 4, 5]]),
-        written=torch.tensor([[False, True, True]]),
-    )
-    write_window(buffer, torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1), plan)
-    assert buffer[:, 0, :, 0].tolist() == [[0] * 6, [0, 0, 0, 0, 8, 9]]
+    """Row 1 of 2: the first of three queries is not kept, the others go to columns 4 and 5."""
+    cache = WindowCache(1, length=6, num_rows=2)
+    cache.plan = WindowPlan(rows=torch.tensor([1]), columns=torch.tensor([[6, 4, 5]]), kv_end=6)
+    new = torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1)
+    seen, values = cache.update(new, -new, 0)
+    assert seen.flatten().tolist() == [0, 0, 0, 0, 8, 9]
+    assert values.flatten().tolist() == [0, 0, 0, 0, -8, -9]
+    cache.plan = WindowPlan(rows=torch.arange(2), columns=torch.full((2, 3), 6), kv_end=6)
+    seen, _ = cache.update(new.expand(2, -1, -1, -1), new.expand(2, -1, -1, -1), 0)
+    assert seen[:, 0, :, 0].tolist() == [[0] * 6, [0, 0, 0, 0, 8, 9]]
+
+
+def test_keys_of_all_rows_are_seen_without_a_copy():
+    cache = WindowCache(1, length=6, num_rows=2)
+    new = torch.ones(2, 1, 2, 4)
+    for columns in ([[0, 1], [0, 1]], [[2, 3], [4, 5]]):  # rows drift apart
+        cache.plan = WindowPlan(rows=torch.arange(2), columns=torch.tensor(columns), kv_end=6)
+        keys, values = cache.update(new, new, 0)
+        layer = cache._window_layers[0]
+        for seen, buffer in ((keys, layer.keys), (values, layer.values)):
+            assert buffer is not None
+            assert seen.data_ptr() == buffer.data_ptr()
 
 
 def test_taking_rows_keeps_their_keys():
     cache = WindowCache(1, length=4, num_rows=3)
     keys = torch.arange(12.0).view(3, 1, 4, 1)
+    cache.plan = WindowPlan(rows=torch.arange(3), columns=torch.arange(4).expand(3, 4), kv_end=4)
     cache.update(keys, -keys, 0)
     cache.take(torch.tensor([2]))
-    cache.plan = WindowPlan(start=0, kv_end=3)
+    cache.plan = WindowPlan(rows=torch.tensor([0]), columns=torch.tensor([[0]]), kv_end=3)
     seen, values = cache.update(torch.full((1, 1, 1, 1), 99.0), torch.zeros(1, 1, 1, 1), 0)
     assert seen.flatten().tolist() == [99, 9, 10]
     assert values.flatten().tolist() == [0, -9, -10]

@@ -174,7 +174,7 @@ def test_cached_decoding_equals_the_reference(parity: Path, attn: str):
 
     def window(tokens: Tensor, start: int) -> Tensor:
         end = start + tokens.shape[1]
-        cache.plan = WindowPlan(start=start, kv_end=end)
+        cache.plan = WindowPlan(rows=torch.tensor([0]), columns=columns[:, start:end], kv_end=end)
         visible = (
             block_causal_visibility(block_numbers(end, 4))[:, :, start:] if start == 0 else None
         )

@@ -117,8 +117,8 @@ def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch):
     for backbone in (fast, plain):
         cache = WindowCache(3, length=6, num_rows=2)
         for start in (0, 2, 4):
-            cache.plan = WindowPlan(start=start, kv_end=start + 2)
             places = torch.arange(start, start + 2).expand(2, -1)
+            cache.plan = WindowPlan(rows=torch.arange(2), columns=places, kv_end=start + 2)
             last, _ = backbone.encode_window(
                 IDS[:, start : start + 2], cache=cache, visible=None, position_ids=places
             )

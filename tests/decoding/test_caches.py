@@ -117,6 +117,41 @@ def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule):
     assert cached.num_refreshes.tolist() == expected
 
 
+def test_sixteen_rows_in_different_blocks_share_every_forward():
+    """Prompts of 1 to 7 tokens and a threshold: rows enter their blocks at different steps."""
+    backbone = _block_backbone("sequence")
+    decoder = Decoder(
+        window=BlockWindow(4, origin="sequence"), cache=BlockCache(), **BLOCK_RULES["dynamic"]
+    )
+    prompts = [[5 + 3 * row + i for i in range(1 + row % 7)] for row in range(16)]
+    seen = _Frontiers()
+    canvas = prompt_canvas(prompts, response_length=30, spec=backbone.spec, seeds=range(16))
+    batch = decoder(backbone, canvas, [seen])
+    assert max(len(blocks) for blocks in seen.blocks) >= 4  # so many blocks in one step
+    assert batch.num_forwards == batch.num_steps.max()
+    for row, prompt in enumerate(prompts):
+        alone = _decode(backbone, decoder, [prompt], 30)
+        assert torch.equal(alone.ids[0, -30:], batch.ids[row, -30:])
+        for name in ("num_steps", "num_refreshes", "idle_steps"):
+            assert getattr(alone, name)[0] == getattr(batch, name)[row]
+
+
+class _Frontiers:
+    """Keeps the blocks that the rows of each step are in."""
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.blocks: list[set[int]] = []
+
+    def on_start(self, state: DecodeState) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None:
+        self.blocks.append(set(record.state.block.tolist()))
+
+    def on_end(self, result: DecodeResult) -> None: ...
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_block_cache_equals_the_slow_generator(prompt):
     """Prefill, steps and a last pass over each finished block, as the release does it."""
