@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.attention import GROUPED_SDPA
 from lit_dlm.backbones.autoregressive import add_mask_row
 from lit_dlm.backbones.keys import EMBEDDING_KEY, HEAD_KEY
 from lit_dlm.backbones.resolution import Resolved
@@ -51,7 +52,7 @@ def random_decoder(
 ) -> PreTrainedModel:
     """A decoder with random weights, on torch's default device."""
     config = architecture.hf_config()
-    config._attn_implementation = attn_implementation
+    config._attn_implementation = GROUPED_SDPA if attn_implementation == "sdpa" else "eager"
     model = _MODEL_CLASSES[architecture.decoder](config)
     nn.Module.to(model, dtype)  # in place
     return model

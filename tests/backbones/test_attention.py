@@ -1,0 +1,64 @@
+"""The SDPA route: a window against cached keys, some query heads for each key head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lit_dlm.backbones import attention
+from lit_dlm.backbones.attention import grouped_sdpa
+
+
+def _inputs(*, window: int, mask_rows: int, mask_width: int):
+    """Two rows, six query heads on two key heads, seven keys; the last one is hidden in row 0."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, window, 4, generator=generator)
+    buffers = torch.randn(2, 2, 2, 9, 4, generator=generator)
+    key, value = buffers[..., :7, :]  # views of longer buffers
+    visible = torch.rand(mask_rows, 1, mask_width, 7, generator=generator) < 0.7
+    visible[0, ..., -1] = False
+    visible[..., 0] = True
+    return query, key, value, visible
+
+
+def _slow(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    B, H, W, _ = query.shape
+    visible = visible.expand(B, 1, W, -1)
+    output = torch.empty(B, W, H, value.shape[-1])
+    for b in range(B):
+        for h in range(H):
+            for w in range(W):
+                seen = visible[b, 0, w]
+                scores = key[b, h // 3][seen] @ query[b, h, w] * scale
+                output[b, w, h] = scores.softmax(0) @ value[b, h // 3][seen]
+    return output
+
+
+@pytest.mark.parametrize(("mask_rows", "mask_width"), [(2, 3), (2, 1), (1, 3)])
+def test_a_masked_window_equals_a_slow_loop_and_repeats_no_keys(
+    mask_rows: int, mask_width: int, monkeypatch: pytest.MonkeyPatch
+):
+    query, key, value, visible = _inputs(window=3, mask_rows=mask_rows, mask_width=mask_width)
+    seen: list[Tensor] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        seen.extend([k, v])
+        return plain(q, k, v, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    output, weights = grouped_sdpa(nn.Module(), query, key, value, visible, scaling=0.3)
+    torch.testing.assert_close(output, _slow(query, key, value, visible, 0.3))
+    assert weights is None
+    assert [tensor.data_ptr() for tensor in seen] == [key.data_ptr(), value.data_ptr()]
+
+
+def test_whatever_else_goes_through_transformers(make_backbone):
+    """A whole canvas under a mask: the same bits as with keys repeated for every head."""
+    backbone = make_backbone(num_kv_heads=1)
+    ids = torch.arange(4, 12).view(2, 4)
+    pad_mask = torch.tensor([[False, True, True, True], [True] * 4])
+    ours = backbone.denoise(ids, pad_mask=pad_mask).logits
+    backbone.model.config._attn_implementation = "sdpa"
+    assert torch.equal(backbone.denoise(ids, pad_mask=pad_mask).logits, ours)
