@@ -194,7 +194,8 @@ def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) ->
         "seed": module.seed,
         "split": task.split,
         "tokenizer": module.tokenizer_path,
-        **({"answer_start": module.answer_start} if module.answer_start else {}),
+        **({"template": task.template} if task.template else {}),
+        **({"chat_template": module.chat_template} if module.chat_template else {}),
     }
 
 

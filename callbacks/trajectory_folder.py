@@ -254,7 +254,7 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "methods": {name: decoder.describe() for name, decoder in module.decoders.items()},
             "response_length": getattr(datamodule, "response_length", None),
             "capture": capture,
-            **({"answer_start": module.answer_start} if module.answer_start else {}),
+            **({"chat_template": module.chat_template} if module.chat_template else {}),
         },
         randomness={
             "seed": module.seed,
@@ -263,7 +263,11 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
         },
         data={
             "tasks": {
-                task.name: {"split": task.split} for task in getattr(datamodule, "tasks", ())
+                task.name: {
+                    "split": task.split,
+                    **({"template": task.template} if task.template else {}),
+                }
+                for task in getattr(datamodule, "tasks", ())
             },
             "assignment": getattr(datamodule, "assignment", None),
         },

@@ -71,6 +71,11 @@ class TaskReferences(SupervisedSource):
         end_id = _end_id(model, self.end_token)
         for task in self.tasks:
             for example in task.examples():
+                if example.answer_start:
+                    raise ValueError(
+                        f"{example.uid}: the template of the task begins the answer, which its "
+                        "reference gives whole; training on references needs one that does not"
+                    )
                 yield SupervisedExample(
                     uid=example.uid,
                     prompt_ids=_prompt_ids(model, [{"role": "user", "content": example.text}]),

@@ -30,6 +30,7 @@ from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_
 from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
+from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import Level, TrajectoryCapture
 from lit_dlm.trajectories.captured import CapturedDecode
 from lit_dlm.trajectories.record import Trajectory
@@ -100,8 +101,9 @@ class DecodeModule(LightningModule):
         level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
             be replayed), ``signals`` (also the scores of every step), or nothing.
         sweep: more decoding methods: curves over the values of one option.
-        answer_start: text put before every response, behind the chat template's own, such as
-            ``<think>``; part of the prompt, not of the completion.
+        chat_template: what stands around the turns of a prompt, such as ``dllm-rl-trado-thinking``:
+            a shipped name, a file or a Jinja text (:mod:`lit_dlm.tasks.templates`); the tokenizer's
+            own by default.
     """
 
     strict_loading = False
@@ -115,10 +117,12 @@ class DecodeModule(LightningModule):
         seed: int = 0,
         level: Literal["tokens", "signals"] | None = None,
         sweep: dict[str, Sweep] | None = None,
-        answer_start: str = "",
+        chat_template: str | None = None,
     ) -> None:
         super().__init__()
-        self.answer_start = answer_start
+        self.chat_template = chat_template and template_text(
+            chat_template, kind="chat", option="chat_template"
+        )
         self.backbone = backbone
         self.decoders = expanded(decoders or {}, sweep or {})
         self.tokenizer_path = tokenizer
@@ -130,7 +134,10 @@ class DecodeModule(LightningModule):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, loaded at first use."""
-        return load_tokenizer(self.tokenizer_path)
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        if self.chat_template:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Notes the settings of the trained adapters, which their weights alone do not tell."""
@@ -226,8 +233,8 @@ class DecodeModule(LightningModule):
             add_generation_prompt=True,
             return_dict=False,
         )
-        if self.answer_start:
-            ids = [*ids, *self.tokenizer.encode(self.answer_start, add_special_tokens=False)]
+        if example.answer_start:
+            ids = [*ids, *self.tokenizer.encode(example.answer_start, add_special_tokens=False)]
         return list(ids)
 
     def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:

@@ -59,6 +59,7 @@ class FinetuneModule(DecodeModule):
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
         export_dir: where the last weights are written as an adapter or model folder; ``null``
             leaves that to callbacks.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
 
     Raises:
         ValueError: nothing is trainable, or a setting is out of range.
@@ -82,8 +83,15 @@ class FinetuneModule(DecodeModule):
         warmup_steps: int = 50,
         lr_floor: float = 0.0,
         export_dir: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        super().__init__(
+            backbone,
+            tokenizer=tokenizer,
+            decoders=decoders,
+            seed=seed,
+            chat_template=chat_template,
+        )
         if num_padding is not None and num_padding < 0:
             raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
         if loss_norm not in ("local", "global"):

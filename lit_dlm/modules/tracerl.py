@@ -87,7 +87,7 @@ class TraceRLModule(FinetuneModule):
         warmup_steps: optimiser steps of a linear warm-up.
         reset_optimizer: forget the optimiser's state before every RL step, as dLLM-RL does.
         export_dir: where the last weights are written.
-        answer_start: text put before every response, such as ``<think>``.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
 
     Raises:
         ValueError: options contradict each other.
@@ -116,7 +116,7 @@ class TraceRLModule(FinetuneModule):
         warmup_steps: int = 0,
         reset_optimizer: bool = False,
         export_dir: str | None = None,
-        answer_start: str = "",
+        chat_template: str | None = None,
     ) -> None:
         super().__init__(
             backbone,
@@ -128,8 +128,8 @@ class TraceRLModule(FinetuneModule):
             optimizer=optimizer,
             warmup_steps=warmup_steps,
             export_dir=export_dir,
+            chat_template=chat_template,
         )
-        self.answer_start = answer_start
         if not self.decoders:
             raise ValueError("decoders: expected at least one, which rolls out, got none")
         self.method = method or next(iter(self.decoders))

@@ -17,6 +17,7 @@ from functools import partial
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+from lit_dlm.tasks.templates import PromptTemplate
 
 _ANSWER = re.compile(r"\d+")
 
@@ -79,6 +80,7 @@ class Addition(Task):
         *,
         num_digits: int = 8,
         nine_share: float = 0.4,
+        template: str | None = None,
     ) -> None:
         """Sets up one split.
 
@@ -88,6 +90,8 @@ class Addition(Task):
             seed: seed of that list.
             num_digits: width of both numbers; the sum has one digit more.
             nine_share: chance of a column to add up to nine, which makes long carries.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: an unknown split or a number out of range.
@@ -97,6 +101,8 @@ class Addition(Task):
         if not 0.0 <= nine_share <= 1.0:
             raise ValueError(f"addition.nine_share: expected 0..1, got {nine_share}")
         self.split: str = check_split(self.name, split)
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
         self.num_examples = num_examples
         self.seed = seed
         self.num_digits = num_digits
@@ -111,6 +117,7 @@ class Addition(Task):
             split=check_split(self.name, self.split),
             num_examples=self.num_examples,
             seed=self.seed,
+            template=self._template,
         )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:

@@ -19,6 +19,9 @@ class PromptExample:
     """Name of the task, as in the task table."""
     text: str
     """The user turn, before any chat template."""
+    answer_start: str = ""
+    """Text that the answer begins with, put behind the chat template: the model goes on from it. It
+    is no part of the completion, but graders of code read it in front."""
     reference: dict[str, Any] = field(default_factory=dict)
     """What grading needs (JSON types only)."""
 
@@ -31,6 +34,8 @@ class Task(Protocol):
     split: str
     runs_code: bool
     """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
+    template: str | None = None
+    """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.templates`)."""
 
     @property
     def is_graded(self) -> bool:

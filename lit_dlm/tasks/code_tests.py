@@ -19,11 +19,13 @@ from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
 from lit_dlm.grading.programs import extract_program, grade_by_outputs
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
-_FUNCTION = "Answer with the code in one fenced python block."
-_PROGRAM = (
+_TEMPLATE = (
+    "{{ question }}\n\n{% if test_method == 'function' %}"
+    "Answer with the code in one fenced python block.{% else %}"
     "Write a Python program that reads from standard input and prints its result. Answer with the "
-    "whole program in one fenced python block."
+    "whole program in one fenced python block.{% endif %}"
 )
 _EXTRA_SECONDS = 2.0
 """On top of the time limit of a list of assertions, as in dLLM-RL."""
@@ -48,6 +50,8 @@ class CodeTests(Task):
         max_tests: most tests to take of a problem, the first ones; all by default.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one run may use; each problem's own time limit replaces its times.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "code_tests"
@@ -64,12 +68,15 @@ class CodeTests(Task):
         max_tests: int | None = None,
         allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
+        template: str | None = None,
     ) -> None:
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests: expected at least 1 or null, got {max_tests}")
         self.name = name
         self.split = split
         self.max_tests = max_tests
+        self._template = PromptTemplate(template, default=_TEMPLATE)
+        self.template = self._template.given
         self.allow_code_execution = allow_code_execution
         self._limits = limits or SandboxLimits()
         rows = read_rows(path, split=split, required=("question", "test_method"))
@@ -98,12 +105,13 @@ class CodeTests(Task):
                 raise ValueError(
                     f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
                 )
-        instruction = _FUNCTION if method == "function" else _PROGRAM
         return PromptExample(
             uid=f"{self.name}/{self.split}/{row.index:05d}",
             task=self.name,
-            text=f"{row.text('question').strip()}\n\n{instruction}",
             reference=reference,
+            **self._template.render(
+                {**row.fields, **reference, "question": row.text("question").strip()}
+            ),
         )
 
     def _texts(self, row: Row, name: str) -> list[str]:
@@ -133,9 +141,10 @@ class CodeTests(Task):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The code of the completion."""
         reference = example.reference
+        answer = example.answer_start + completion
         if reference["test_method"] == "stdio":
-            return extract_program(completion).code
-        return extract_code(completion, reference["entry_point"], stub=reference["prefix"]).code
+            return extract_program(answer).code
+        return extract_code(answer, reference["entry_point"], stub=reference["prefix"]).code
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
@@ -143,7 +152,7 @@ class CodeTests(Task):
         seconds = reference["seconds"]
         if reference["test_method"] == "stdio":
             return grade_by_outputs(
-                completion,
+                example.answer_start + completion,
                 reference["test_input"],
                 reference["test_output"],
                 limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
@@ -151,7 +160,7 @@ class CodeTests(Task):
             )
         seconds += _EXTRA_SECONDS
         return grade_by_tests(
-            completion,
+            example.answer_start + completion,
             "\n".join(reference["test_list"]),
             reference["entry_point"],
             stub=reference["prefix"],

@@ -169,7 +169,7 @@ class Countdown(PuzzleTask):
         seed: int = 0,
         style: Literal["steps", "expression"] = "steps",
         exclude_paths: Sequence[str] = (),
-        instruction: str = "",
+        template: str | None = None,
     ) -> None:
         """Sets up one split.
 
@@ -183,7 +183,8 @@ class Countdown(PuzzleTask):
             style: how training solutions are written. An ``expression`` is easier for a very small
                 model, which need not compute the values in between.
             exclude_paths: further files whose problems training must never see.
-            instruction: text before the numbers, for a model that does not know the task.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: if the split is unknown, a count is outside 2..5, or training is asked
@@ -200,7 +201,7 @@ class Countdown(PuzzleTask):
             num_examples=num_examples,
             seed=seed,
             exclude_paths=exclude_paths,
-            instruction=instruction,
+            template=template,
         )
 
     def draw(self, rng: random.Random) -> Problem:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.templates import PromptTemplate
 
 Split = Literal["train", "test"]
 
@@ -139,6 +140,7 @@ def generated_examples(
     num_examples: int,
     seed: int,
     excluded: Callable[[Problem], bool] | None = None,
+    template: PromptTemplate | None = None,
 ) -> list[PromptExample]:
     """Lists distinct problems of one split in a stable order.
 
@@ -151,6 +153,7 @@ def generated_examples(
         num_examples: how many problems.
         seed: seed of the list. The split does not depend on it.
         excluded: says which problems must not be listed whatever their hash.
+        template: makes the prompts; a problem's own text by default.
 
     Returns:
         ``num_examples`` problems, no two with the same key.
@@ -161,6 +164,7 @@ def generated_examples(
     if num_examples < 0:
         raise ValueError(f"{task}.num_examples: expected 0 or more, got {num_examples}")
     rng = random.Random(f"{task}/{split}/{seed}")
+    template = template or PromptTemplate(None)
     seen: set[str] = set()
     examples: list[PromptExample] = []
     repeats = 0
@@ -180,8 +184,8 @@ def generated_examples(
             PromptExample(
                 uid=f"{task}/{split}/{len(examples):05d}",
                 task=task,
-                text=problem.text,
                 reference=problem.reference,
+                **template.render({**problem.reference, "question": problem.text}),
             )
         )
     return examples

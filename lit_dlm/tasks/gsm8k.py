@@ -13,10 +13,12 @@ from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_number, grade_numeric, text_after_marker
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 HUB_ID = "openai/gsm8k"
 _CALCULATOR = re.compile(r"<<[^>]*>>")
-_INSTRUCTION = (
+_TEMPLATE = (
+    "{{ question }}\n\n"
     "Solve the problem step by step and show your work. End with a line of its own that reads "
     "#### <answer>, where <answer> is the final number only."
 )
@@ -30,6 +32,8 @@ class GSM8K(Task):
         split: ``test`` or ``train``.
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "gsm8k"
@@ -42,8 +46,11 @@ class GSM8K(Task):
         split: str = "test",
         limit: int | None = None,
         seed: int | None = None,
+        template: str | None = None,
     ) -> None:
         self.split = split
+        self._template = PromptTemplate(template, default=_TEMPLATE)
+        self.template = self._template.given
         rows = read_rows(
             path or HUB_ID, config="main", split=split, required=("question", "answer")
         )
@@ -57,8 +64,8 @@ class GSM8K(Task):
         return PromptExample(
             uid=f"{self.name}/{self.split}/{row.index:05d}",
             task=self.name,
-            text=f"{row.text('question').strip()}\n\n{_INSTRUCTION}",
             reference={"answer": answer, "solution": solution},
+            **self._template.render({**row.fields, "question": row.text("question").strip()}),
         )
 
     def examples(self) -> Sequence[PromptExample]:

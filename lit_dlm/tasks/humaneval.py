@@ -15,15 +15,13 @@ from lit_dlm.grading.plus import MatchRule, PlusProblem
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.plus import PlusTask, problem_number
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 HUB_ID = "openai/openai_humaneval"
 _REFERENCE_FIELDS = ("prompt", "entry_point", "canonical_solution", "test")
-_INSTRUCTION = (
+_TEMPLATE = (
     "Complete this Python function. Answer with the whole function in one fenced python block."
-)
-_INSTRUCTION_WITH_TESTS = (
-    "Write Python code that passes the tests below. Define {entry_point} exactly as given. Answer "
-    "with code only, in one fenced python block, without an explanation."
+    "\n\n```python\n{{ question | trim }}\n```"
 )
 
 
@@ -36,10 +34,11 @@ class HumanEval(Task):
         split: name of the split.
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
-        tests_in_prompt: shows the grading tests to the model. Scores are then not HumanEval
-            scores; it exists for parity with a published protocol that did this.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one sample may use.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default. With a template that shows
+            ``test``, such as ``tracelock-code``, scores are not HumanEval scores.
     """
 
     name = "humaneval"
@@ -52,12 +51,13 @@ class HumanEval(Task):
         split: str = "test",
         limit: int | None = None,
         seed: int | None = None,
-        tests_in_prompt: bool = False,
         allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
+        template: str | None = None,
     ) -> None:
         self.split = split
-        self.tests_in_prompt = tests_in_prompt
+        self._template = PromptTemplate(template, default=_TEMPLATE)
+        self.template = self._template.given
         self.allow_code_execution = allow_code_execution
         self._limits = limits
         rows = read_rows(path or HUB_ID, split=split, required=("task_id", *_REFERENCE_FIELDS))
@@ -65,18 +65,11 @@ class HumanEval(Task):
 
     def _example(self, row: Row) -> PromptExample:
         reference = {name: row.text(name) for name in _REFERENCE_FIELDS}
-        stub, entry_point = reference["prompt"], reference["entry_point"]
-        if self.tests_in_prompt:
-            instruction = _INSTRUCTION_WITH_TESTS.format(entry_point=entry_point)
-            text = f"{instruction}\n\nProblem:\n{python_block(stub)}\n\nUnit tests:\n"
-            text += python_block(reference["test"])
-        else:
-            text = f"{_INSTRUCTION}\n\n{python_block(stub)}"
         return PromptExample(
             uid=f"{self.name}/{self.split}/{problem_number(row)}",
             task=self.name,
-            text=text,
             reference={**reference, "task_id": row.text("task_id")},
+            **self._template.render({**row.fields, "question": reference["prompt"]}),
         )
 
     def examples(self) -> Sequence[PromptExample]:
@@ -90,13 +83,14 @@ class HumanEval(Task):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The module that is run: the prompt's stub and the code of the completion."""
         reference = example.reference
-        return extract_code(completion, reference["entry_point"], stub=reference["prompt"]).code
+        answer = example.answer_start + completion
+        return extract_code(answer, reference["entry_point"], stub=reference["prompt"]).code
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Runs the problem's tests against the completion, in the sandbox."""
         reference = example.reference
         return grade_by_tests(
-            completion,
+            example.answer_start + completion,
             reference["test"],
             reference["entry_point"],
             stub=reference["prompt"],
@@ -116,13 +110,16 @@ class HumanEvalPlus(PlusTask):
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         cache_dir: folder for expected outputs, private to its owner; memory only by default.
         base_only: grades by the original inputs alone.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "humaneval+"
     _file = "HumanEvalPlus.jsonl.gz"
+    _default = _TEMPLATE
 
-    def _prompt(self, row: Row) -> str:
-        return f"{_INSTRUCTION}\n\n{python_block(row.text('prompt'))}"
+    def _question(self, row: Row) -> str:
+        return row.text("prompt")
 
     def _solution(self, row: Row) -> str:
         return row.text("prompt") + row.text("canonical_solution")

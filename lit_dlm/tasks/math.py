@@ -13,11 +13,13 @@ from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_math, grade_math, last_boxed
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 logger = logging.getLogger(__name__)
 
 HUB_ID = "HuggingFaceH4/MATH-500"
-_INSTRUCTION = (
+_TEMPLATE = (
+    "{{ question }}\n\n"
     "Reason step by step, and write your final answer, and nothing else, inside \\boxed{}."
 )
 
@@ -33,6 +35,8 @@ class MATH(Task):
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
         name: name of the task in results and uids, to tell several files apart.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "math"
@@ -46,8 +50,11 @@ class MATH(Task):
         limit: int | None = None,
         seed: int | None = None,
         name: str = "math",
+        template: str | None = None,
     ) -> None:
         self.name = name
+        self._template = PromptTemplate(template, default=_TEMPLATE)
+        self.template = self._template.given
         self.split = split
         rows = read_rows(path or HUB_ID, split=split, required=())
         for row in rows:
@@ -78,12 +85,12 @@ class MATH(Task):
         return PromptExample(
             uid=f"{self.name}/{self.split}/{row.index:05d}",
             task=self.name,
-            text=f"{problem.strip()}\n\n{_INSTRUCTION}",
             reference={
                 "answer": self._answer(row),
                 "solution": row.fields.get("solution") or "",
                 **kept,
             },
+            **self._template.render({**row.fields, "question": problem.strip()}),
         )
 
     def examples(self) -> Sequence[PromptExample]:

@@ -19,6 +19,7 @@ from lit_dlm.grading.sandbox import CANDIDATE_FILE
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 HUB_ID = "google-research-datasets/mbpp"
 _SPLITS = {
@@ -28,6 +29,13 @@ _SPLITS = {
     "train": range(601, 975),
 }
 _INSTRUCTION = "Answer with the code in one fenced python block."
+_TEMPLATE = (
+    "{{ question }}\n\nThe code must pass these tests:\n"
+    "```python\n{{ test_list | join('\n') | trim }}\n```\n\n" + _INSTRUCTION
+)
+_TEMPLATE_WITHOUT_TESTS = (
+    "{{ question }}\n\nThe function must be called as {{ signature }}.\n\n" + _INSTRUCTION
+)
 # Problem 123 takes 8 s with its canonical solution.
 _LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
 
@@ -42,9 +50,12 @@ class MBPP(Task):
         limit: most examples to take; all by default.
         seed: shuffles before the limit; the file's order by default.
         tests_in_prompt: shows the assertions, as the benchmark is meant: they alone say how the
-            function is called. Without them the prompt gives the function's name and arguments.
+            function is called. Without them the prompt gives the function's name and arguments
+            (``signature``). It chooses between two templates of the task's own.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one sample may use.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "mbpp"
@@ -60,11 +71,14 @@ class MBPP(Task):
         tests_in_prompt: bool = True,
         allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
+        template: str | None = None,
     ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split: expected {', '.join(_SPLITS)}, got {split!r}")
         self.split = split
-        self.tests_in_prompt = tests_in_prompt
+        own = _TEMPLATE if tests_in_prompt else _TEMPLATE_WITHOUT_TESTS
+        self._template = PromptTemplate(template, default=own)
+        self.template = self._template.given
         self.allow_code_execution = allow_code_execution
         self._limits = limits or _LIMITS
         source = path or HUB_ID
@@ -81,21 +95,18 @@ class MBPP(Task):
             raise ValueError(f"{row.origin}: field 'test_list' must be a list of assertions")
         code = row.text("code")
         entry_point, signature = _entry_point(code, tests, row.origin)
-        shown = "\n".join(tests)
-        if self.tests_in_prompt:
-            task = f"The code must pass these tests:\n{python_block(shown)}"
-        else:
-            task = f"The function must be called as {signature}."
         return PromptExample(
             uid=f"{self.name}/{self.split}/{_number(row):05d}",
             task=self.name,
-            text=f"{row.text('text').strip()}\n\n{task}\n\n{_INSTRUCTION}",
             reference={
                 "task_id": _number(row),
                 "entry_point": entry_point,
-                "check": f"{row.fields.get('test_setup_code') or ''}\n{shown}",
+                "check": "\n".join([row.fields.get("test_setup_code") or "", *tests]),
                 "code": code,
             },
+            **self._template.render(
+                {**row.fields, "question": row.text("text").strip(), "signature": signature}
+            ),
         )
 
     def examples(self) -> Sequence[PromptExample]:
@@ -108,12 +119,13 @@ class MBPP(Task):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The code of the completion."""
-        return extract_code(completion, example.reference["entry_point"]).code
+        answer = example.answer_start + completion
+        return extract_code(answer, example.reference["entry_point"]).code
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Runs the assertions against the completion, in the sandbox."""
         return grade_by_tests(
-            completion,
+            example.answer_start + completion,
             example.reference["check"],
             example.reference["entry_point"],
             limits=self._limits,
@@ -132,13 +144,16 @@ class MBPPPlus(PlusTask):
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         cache_dir: folder for expected outputs, private to its owner; memory only by default.
         base_only: grades by the original inputs alone.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "mbpp+"
     _file = "MbppPlus.jsonl.gz"
+    _default = "{{ question }}\n\n" + _INSTRUCTION
 
-    def _prompt(self, row: Row) -> str:
-        return f"{row.text('prompt').strip().strip(chr(34)).strip()}\n\n{_INSTRUCTION}"
+    def _question(self, row: Row) -> str:
+        return row.text("prompt").strip().strip(chr(34)).strip()
 
     def _solution(self, row: Row) -> str:
         return row.text("canonical_solution")

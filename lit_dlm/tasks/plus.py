@@ -14,6 +14,7 @@ from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungr
 from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 
 class PlusTask(Task):
@@ -22,6 +23,8 @@ class PlusTask(Task):
     runs_code = True
     _file: str
     """Name of the release's file, for messages."""
+    _default: str
+    """The task's own template."""
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class PlusTask(Task):
         allow_code_execution: bool = False,
         cache_dir: str | None = None,
         base_only: bool = False,
+        template: str | None = None,
     ) -> None:
         """Reads the file.
 
@@ -44,6 +48,8 @@ class PlusTask(Task):
             allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
             cache_dir: folder for expected outputs, private to its owner; memory only by default.
             base_only: grades by the original inputs alone.
+            template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the task's own by default.
         """
         if path is None:
             raise ValueError(
@@ -53,14 +59,16 @@ class PlusTask(Task):
         self.split = split
         self.allow_code_execution = allow_code_execution
         self._base_only = base_only
+        self._template = PromptTemplate(template, default=self._default)
+        self.template = self._template.given
         self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
         required = ("task_id", "prompt", "entry_point", "canonical_solution")
         rows = read_rows(path, split=split, required=required)
         self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
 
     @abstractmethod
-    def _prompt(self, row: Row) -> str:
-        """The user turn."""
+    def _question(self, row: Row) -> str:
+        """What the template gets as ``question``."""
 
     @abstractmethod
     def _solution(self, row: Row) -> str:
@@ -79,7 +87,6 @@ class PlusTask(Task):
         return PromptExample(
             uid=f"{self.name}/{self.split}/{problem_number(row)}",
             task=self.name,
-            text=self._prompt(row),
             reference={
                 "task_id": row.text("task_id"),
                 "entry_point": row.text("entry_point"),
@@ -87,6 +94,7 @@ class PlusTask(Task):
                 "code": self._solution(row),
                 **plus_fields(row),
             },
+            **self._template.render({**row.fields, "question": self._question(row)}),
         )
 
     def _problem(
@@ -131,7 +139,8 @@ class PlusTask(Task):
     @staticmethod
     def _found(example: PromptExample, completion: str) -> ExtractedCode:
         reference = example.reference
-        return extract_code(completion, reference["entry_point"], stub=reference["stub"])
+        answer = example.answer_start + completion
+        return extract_code(answer, reference["entry_point"], stub=reference["stub"])
 
 
 def problem_number(row: Row) -> str:

@@ -16,10 +16,11 @@ from lit_dlm.grading.answers import (
 )
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 
 class PromptsFile(Task):
-    """Prompts from a file, passed to the model as they are.
+    """Prompts from a file, passed to the model as they are unless a template is given.
 
     Args:
         path: a local file with the fields ``id`` (unique), ``prompt`` and, to grade, ``answer``.
@@ -30,6 +31,8 @@ class PromptsFile(Task):
         limit: most prompts to take; all by default.
         seed: shuffles before the limit; the file's order by default.
         name: name of the task in results and uids, to tell several files apart.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     runs_code = False
@@ -43,7 +46,10 @@ class PromptsFile(Task):
         limit: int | None = None,
         seed: int | None = None,
         name: str = "prompts",
+        template: str | None = None,
     ) -> None:
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
         if grading not in ("none", "exact", "numeric", "math"):
             raise ValueError(f"grading: expected none, exact, numeric or math, got {grading!r}")
         self.name = name
@@ -86,8 +92,8 @@ class PromptsFile(Task):
         return PromptExample(
             uid=f"{self.name}/{self.split}/{self._key(row)}",
             task=self.name,
-            text=prompt,
             reference=reference,
+            **self._template.render({**row.fields, "question": prompt}),
         )
 
     def examples(self) -> Sequence[PromptExample]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.digests import shipped_digests, short_digest
 from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+from lit_dlm.tasks.templates import PromptTemplate
 
 
 class PuzzleTask(Task):
@@ -31,7 +31,7 @@ class PuzzleTask(Task):
         num_examples: int,
         seed: int,
         exclude_paths: Sequence[str],
-        instruction: str,
+        template: str | None,
     ) -> None:
         """Sets up one split.
 
@@ -42,7 +42,8 @@ class PuzzleTask(Task):
             num_examples: how many problems to generate without a file.
             seed: seed of the generated list.
             exclude_paths: further files whose problems training must never see.
-            instruction: text before the problem, for a model that does not know the task.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: the split is unknown, or training is asked for on a file.
@@ -56,7 +57,8 @@ class PuzzleTask(Task):
         self.limit = limit
         self.num_examples = num_examples
         self.seed = seed
-        self.instruction = instruction
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
         self._excluded = shipped_digests(self.name) | {
             short_digest(problem.key) for other in exclude_paths for problem in self.read(other)
         }
@@ -88,25 +90,22 @@ class PuzzleTask(Task):
     def examples(self) -> Sequence[PromptExample]:
         """Lists the problems."""
         if self.path is None:
-            listed = generated_examples(
+            return generated_examples(
                 self.draw,
                 task=self.name,
                 split=check_split(self.name, self.split),
                 num_examples=self.num_examples,
                 seed=self.seed,
                 excluded=self.is_excluded,
+                template=self._template,
             )
-        else:
-            stem = Path(self.path).stem
-            listed = [
-                PromptExample(
-                    uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
-                    task=self.name,
-                    text=problem.text,
-                    reference=problem.reference,
-                )
-                for index, problem in enumerate(list(self.read(self.path))[: self.limit])
-            ]
-        if not self.instruction:
-            return listed
-        return [replace(each, text=f"{self.instruction}\n{each.text}") for each in listed]
+        stem = Path(self.path).stem
+        return [
+            PromptExample(
+                uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
+                task=self.name,
+                reference=problem.reference,
+                **self._template.render({**problem.reference, "question": problem.text}),
+            )
+            for index, problem in enumerate(list(self.read(self.path))[: self.limit])
+        ]

@@ -13,6 +13,7 @@ from typing import Any
 from lit_dlm.grading import SandboxLimits, Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+from lit_dlm.tasks.templates import PromptTemplate
 
 LOOP_VARIABLES = ("x", "v", "n")
 TEMPORARIES = ("t", "r", "z")
@@ -253,6 +254,7 @@ class PythonFunctions(Task):
         *,
         allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
+        template: str | None = None,
     ) -> None:
         """Sets up one split.
 
@@ -262,6 +264,8 @@ class PythonFunctions(Task):
             seed: seed of that list.
             allow_code_execution: permission to run model-written code, needed by :meth:`grade`.
             limits: what one completion may use; ``None`` takes the sandbox's defaults.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: if the split is unknown.
@@ -269,6 +273,8 @@ class PythonFunctions(Task):
         self.allow_code_execution = allow_code_execution
         self.limits = limits
         self.split: str = check_split(self.name, split)
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
         self.num_examples = num_examples
         self.seed = seed
 
@@ -280,6 +286,7 @@ class PythonFunctions(Task):
             split=check_split(self.name, self.split),
             num_examples=self.num_examples,
             seed=self.seed,
+            template=self._template,
         )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:

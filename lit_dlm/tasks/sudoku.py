@@ -160,7 +160,7 @@ class Sudoku(PuzzleTask):
         num_examples: int = 500,
         seed: int = 0,
         exclude_paths: Sequence[str] = (),
-        instruction: str = "",
+        template: str | None = None,
     ) -> None:
         """Sets up one split.
 
@@ -171,7 +171,8 @@ class Sudoku(PuzzleTask):
             num_examples: how many puzzles to generate without a file.
             seed: seed of the generated list.
             exclude_paths: further files whose puzzles training must never see.
-            instruction: text before the rows, for a model that does not know the task.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: if the split is unknown, or training is asked for on a file.
@@ -183,7 +184,7 @@ class Sudoku(PuzzleTask):
             num_examples=num_examples,
             seed=seed,
             exclude_paths=exclude_paths,
-            instruction=instruction,
+            template=template,
         )
 
     def draw(self, rng: random.Random) -> Problem:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
+from lit_dlm.tasks.templates import PromptTemplate
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 ITEMS = ("pens", "cups", "eggs", "keys", "figs", "nuts", "hats", "toys")
@@ -114,18 +115,29 @@ class WordProblems(Task):
     name = "word_problems"
     runs_code = False
 
-    def __init__(self, split: str = "test", num_examples: int = 500, seed: int = 0) -> None:
+    def __init__(
+        self,
+        split: str = "test",
+        num_examples: int = 500,
+        seed: int = 0,
+        *,
+        template: str | None = None,
+    ) -> None:
         """Sets up one split.
 
         Args:
             split: ``train`` or ``test``; a hash of the numbers decides, the seed does not.
             num_examples: how many distinct problems :meth:`examples` lists.
             seed: seed of that list.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
 
         Raises:
             ValueError: if the split is unknown.
         """
         self.split: str = check_split(self.name, split)
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
         self.num_examples = num_examples
         self.seed = seed
 
@@ -137,6 +149,7 @@ class WordProblems(Task):
             split=check_split(self.name, self.split),
             num_examples=self.num_examples,
             seed=self.seed,
+            template=self._template,
         )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:

@@ -185,9 +185,10 @@ def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
     assert "seed: 0, now 5" in error
 
 
-def test_a_given_start_of_the_answer_is_part_of_the_prompt(whole: Path, tmp_path: Path, capsys):
+def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
     """Two tokens behind each prompt; a folder of prompts without them refuses it."""
-    start = "--model.init_args.answer_start=Tom has"
+    text = "{% set answer_start = 'Tom has' %}{{ question }}"
+    start = f"--data.init_args.tasks.init_args.template={text}"
     path = config(tmp_path, "begun", num_examples=2)
     run("predict", "--config", path, start)
     plain, begun = (
@@ -199,7 +200,7 @@ def test_a_given_start_of_the_answer_is_part_of_the_prompt(whole: Path, tmp_path
     assert added
     assert all(ids == plain[uid] + added for uid, ids in begun.items())
     error = fails(capsys, "predict", "--config", str(whole / "predict.yaml"), start)
-    assert "answer_start" in error
+    assert "template" in error
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.tasks import PromptExample
@@ -11,10 +15,22 @@ from tests.rollouts import learner
 def test_an_answer_may_begin_with_a_text_of_its_own() -> None:
     """It stands behind the chat template's own start, without special tokens."""
     example = PromptExample(uid="t/test/0", task="t", text="Tom has 3 pens.")
-    plain = DecodeModule(HFBackbone("tiny"), tokenizer="tiny")
-    begun = DecodeModule(HFBackbone("tiny"), tokenizer="tiny", answer_start="Tom has")
-    ids = plain.encode(example)
-    more = begun.encode(example)
+    module = DecodeModule(HFBackbone("tiny"), tokenizer="tiny")
+    ids = module.encode(example)
+    more = module.encode(replace(example, answer_start="Tom has"))
     assert more[: len(ids)] == ids
-    assert plain.tokenizer.decode(more[len(ids) :]) == "Tom has"
-    assert learner(answer_start="Tom has").encode(example) == more
+    assert module.tokenizer.decode(more[len(ids) :]) == "Tom has"
+
+
+def test_a_chat_template_replaces_the_one_of_the_tokenizer() -> None:
+    example = PromptExample(uid="t/test/0", task="t", text="3 pens")
+    text = "{% for message in messages %}has {{ message.content }}{% endfor %} Tom"
+    module = DecodeModule(HFBackbone("tiny"), tokenizer="tiny", chat_template=text)
+    ids = module.encode(example)
+    assert ids == module.tokenizer.encode("has 3 pens Tom", add_special_tokens=False)
+    assert learner(chat_template=text).encode(example) == ids
+
+
+def test_an_unknown_chat_template_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"chat_template: .*did you mean 'dllm-rl-llada'"):
+        DecodeModule(HFBackbone("tiny"), tokenizer="tiny", chat_template="dllm-rl-lada")

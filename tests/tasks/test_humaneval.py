@@ -45,9 +45,9 @@ def test_prompt_shows_the_stub_and_no_test(plain):
     assert example.uid == "humaneval/test/00000"
     assert "def has_close_elements" in example.text
     assert "check(" not in example.text
-    shown = HumanEval(PLAIN, tests_in_prompt=True, limit=1).examples()[0]
+    shown = HumanEval(PLAIN, template="tracelock-code", limit=1).examples()[0]
     assert "def check(candidate)" in shown.text
-    assert "Define has_close_elements exactly" in shown.text
+    assert "function `has_close_elements` exactly" in shown.text
 
 
 def test_canonical_solutions_of_a_sample_are_right_and_stubs_wrong(plain):

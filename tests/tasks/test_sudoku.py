@@ -135,7 +135,7 @@ def test_training_on_a_file_is_refused(tmp_path: Path) -> None:
         Sudoku("train", str(tmp_path / "a.csv"))
 
 
-def test_an_instruction_goes_before_the_rows() -> None:
-    (example,) = Sudoku("test", num_examples=1, instruction="Solve:").examples()
+def test_a_template_tells_what_the_rows_are() -> None:
+    (example,) = Sudoku("test", num_examples=1, template="Solve:\n{{ question }}").examples()
     assert example.text.startswith("Solve:\n")
     assert Sudoku().grade(example, Sudoku().reference_completion(example)).is_correct

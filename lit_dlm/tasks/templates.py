@@ -1,0 +1,95 @@
+"""Templates of prompts: Jinja texts, shipped by name, from a file, or written out.
+
+A prompt decides a score as much as a decoder does, so none is fixed in code: every task has a
+default and takes a ``template``. Those of releases ship in ``lit_dlm/assets/templates.yaml``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+@cache
+def shipped_templates(kind: Literal["prompt", "chat"]) -> dict[str, str]:
+    """The templates of releases by name.
+
+    Args:
+        kind: ``prompt`` for user turns, ``chat`` for what stands around the turns.
+    """
+    path = files("lit_dlm") / "assets" / "templates.yaml"
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8"))[kind])
+
+
+def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = "template") -> str:
+    """The text of a template.
+
+    Args:
+        given: a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``).
+        kind: which of the shipped ones.
+        option: name of the setting, for errors.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    shipped = shipped_templates(kind)
+    if given in shipped:
+        return shipped[given]
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    nearest = difflib.get_close_matches(given, shipped, n=1, cutoff=0.6)
+    raise ValueError(
+        f"{option}: {given!r} is neither a file nor a text with fields such as {{{{ question }}}} "
+        f"nor a shipped template"
+        + (f"; did you mean {nearest[0]!r}?" if nearest else f" ({', '.join(shipped)})")
+    )
+
+
+class PromptTemplate:
+    """Makes the user turn of a problem, and the start of its answer where the template has one.
+
+    Args:
+        given: the task's option, see :func:`template_text`.
+        default: the task's own template, taken where ``given`` is ``None``.
+    """
+
+    def __init__(self, given: str | None, *, default: str = "{{ question }}") -> None:
+        self.given = None if given is None else template_text(given, kind="prompt")
+        """The text given in place of the default, if any: recorded with results."""
+        # As for chat templates in transformers: a template reads its fields and does nothing else.
+        environment = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, keep_trailing_newline=True
+        )
+        try:
+            self._template = environment.from_string(self.given or default)
+        except TemplateError as error:
+            raise ValueError(f"template: {error} in {given!r}") from None
+
+    def render(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """Fills the template.
+
+        Args:
+            fields: ``question`` and the fields of the data set's row.
+
+        Returns:
+            ``text`` and ``answer_start``, as :class:`~lit_dlm.tasks.base.PromptExample` takes them.
+
+        Raises:
+            ValueError: the template needs a field that there is not.
+        """
+        try:
+            filled = self._template.make_module(fields)
+        except TemplateError as error:
+            raise ValueError(f"template: {error} (there are: {', '.join(fields)})") from None
+        return {"text": str(filled), "answer_start": str(getattr(filled, "answer_start", ""))}
