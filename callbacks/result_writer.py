@@ -194,6 +194,7 @@ def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) ->
         "seed": module.seed,
         "split": task.split,
         "tokenizer": module.tokenizer_path,
+        **({} if module.cut_at_eos else {"cut_at_eos": False}),
         **({"template": task.template} if task.template else {}),
         **({"chat_template": module.chat_template} if module.chat_template else {}),
     }

@@ -59,7 +59,7 @@ class DecodedBatch:
     """Settings of the decoder, as JSON types."""
     result: DecodeResult
     completions: list[str]
-    """Text of each response, cut at its first end of text."""
+    """Text of each response, cut at its first end of text where the module does so."""
     num_tokens: list[int]
     """Response tokens before the first end of text (the useful ones)."""
     captured: CapturedDecode | None = None
@@ -104,6 +104,8 @@ class DecodeModule(LightningModule):
         chat_template: what stands around the turns of a prompt, such as ``dllm-rl-trado-thinking``:
             a shipped name, a file or a Jinja text (:mod:`lit_dlm.tasks.templates`); the tokenizer's
             own by default.
+        cut_at_eos: ends a completion at its first end of text. The TraceLock release (arXiv
+            2605.24697) grades all cells instead, special tokens left out.
     """
 
     strict_loading = False
@@ -118,8 +120,10 @@ class DecodeModule(LightningModule):
         level: Literal["tokens", "signals"] | None = None,
         sweep: dict[str, Sweep] | None = None,
         chat_template: str | None = None,
+        cut_at_eos: bool = True,
     ) -> None:
         super().__init__()
+        self.cut_at_eos = cut_at_eos
         self.chat_template = chat_template and template_text(
             chat_template, kind="chat", option="chat_template"
         )
@@ -244,14 +248,16 @@ class DecodeModule(LightningModule):
             result: the decode.
 
         Returns:
-            The texts, cut at the first end of text (with a template, that of every part of it),
-            and their lengths in tokens.
+            The texts, cut at the first end of text (with a layout, that of every part of it) unless
+            ``cut_at_eos`` is off, and the numbers of tokens before that end.
         """
         spec = self.backbone.spec
         response = result.ids[:, result.start :].cpu()
         given = None if result.given is None else result.given[:, result.start :].cpu()
         is_text = text_cells(response, spec.eos_ids, given)
-        kept = is_text & (response != spec.mask_id)
+        kept = response != spec.mask_id
+        if self.cut_at_eos:
+            kept &= is_text
         texts = [
             str(self.tokenizer.decode(row[cells], skip_special_tokens=True))
             for row, cells in zip(response, kept, strict=True)

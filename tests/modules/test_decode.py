@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.modules.decode import DecodeModule
@@ -34,3 +36,14 @@ def test_a_chat_template_replaces_the_one_of_the_tokenizer() -> None:
 def test_an_unknown_chat_template_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"chat_template: .*did you mean 'dllm-rl-llada'"):
         DecodeModule(HFBackbone("tiny"), tokenizer="tiny", chat_template="dllm-rl-lada")
+
+
+def test_completions_end_at_an_end_of_text_unless_that_is_switched_off() -> None:
+    """`2`, end of text, `3`, end of text: special tokens are no text in either case."""
+    backbone = HFBackbone("tiny")
+    for cut, text in ((True, "2"), (False, "23")):
+        module = DecodeModule(backbone, tokenizer="tiny", cut_at_eos=cut)
+        two, three = module.tokenizer.encode("23", add_special_tokens=False)
+        end = backbone.spec.eos_ids[0]
+        result = SimpleNamespace(ids=torch.tensor([[two, end, three, end]]), start=0, given=None)
+        assert module.completions(result) == ([text], [1])

@@ -48,9 +48,10 @@ class TraceLockPolicy(CommitPolicy):
             threshold: acceptance probability from which a proposal is committed.
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
-            release_compat: decides as the release does: the end-of-text gate works behind the cap
-                and not on the fallback, so a row whose proposals all end the text commits one and
-                opens the gate; a quota takes the most probable proposals, not the best-scored.
+            release_compat: decides as the release does: the end-of-text gate knows the end of text
+                that also pads (the first of the backbone's ``eos_ids``, 151643 for Dream) and no
+                end of turn; it works behind the cap and not on the fallback, so a row whose
+                proposals all end the text commits one and opens the gate; a quota takes the most probable proposals, not the best-scored.
                 With a ``ScheduleQuota``, a ``SlidingWindow`` and the loop's own gate off, steps
                 count as in arXiv 2605.24697.
             scorer: the loaded policy, instead of ``path``.
@@ -91,8 +92,9 @@ class TraceLockPolicy(CommitPolicy):
             logits, candidates, threshold=self.threshold, max_accept=self.max_accept_per_step
         )
         if self.release_compat:
-            has_end = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
-            commit = commit & (has_end[:, None] | ~torch.isin(proposal.ids, state.eos_ids))
+            end_id = state.eos_ids[0]
+            has_end = (state.editable & (state.ids == end_id)).any(1)
+            commit = commit & (has_end[:, None] | (proposal.ids != end_id))
         if quota is not None:
             order = proposal.prob if self.release_compat else logits
             commit = commit | top_quota(order, candidates, quota)

@@ -394,7 +394,7 @@ def mixed_backbone() -> TableBackbone:
     return TableBackbone(table)
 
 
-def first_commit(decoder: Decoder) -> list[int]:
+def first_commit(decoder: Decoder, backbone=None, canvas=None) -> list[int]:
     seen: list[list[int]] = []
 
     class Watch:
@@ -409,7 +409,7 @@ def first_commit(decoder: Decoder) -> list[int]:
         def on_step(self, record):
             seen.append(record.commit[0].nonzero()[:, 0].tolist())
 
-    decoder(mixed_backbone(), long_canvas(4), [Watch()])
+    decoder(backbone or mixed_backbone(), canvas or long_canvas(4), [Watch()])
     return seen[0]
 
 
@@ -447,6 +447,22 @@ def test_release_gate_works_behind_the_cap() -> None:
     gated = DecodeSettings(eos_gate=True)
     assert first_commit(Decoder(policy=policies[0], quota=NoQuota())) == [1]
     assert first_commit(Decoder(policy=policies[1], quota=NoQuota(), settings=gated)) == [2]
+
+
+def test_release_gate_knows_the_end_of_text_and_no_end_of_turn() -> None:
+    """Text, text, end of turn, end of text, all accepted under a cap of 4: it drops the last."""
+    end_of_turn = 6
+    table = torch.zeros(8, 8)
+    for column, token in enumerate([5, 5, end_of_turn, EOS, 5, 5], start=2):
+        table[column, token] = 9.0
+    backbone = TableBackbone(table)
+    backbone.spec = fake_spec(eos_ids=(EOS, end_of_turn))
+    policy = TraceLockPolicy(scorer=scorer(), release_compat=True)
+    policy.decision_logits = (  # type: ignore[method-assign]
+        lambda state, candidates, proposal: 50.0 - torch.arange(8.0).expand_as(proposal.prob)
+    )
+    canvas = prompt_canvas([[3, 3]], response_length=6, spec=backbone.spec, seeds=[0])
+    assert first_commit(Decoder(policy=policy, quota=NoQuota()), backbone, canvas) == [2, 3, 4]
 
 
 def test_release_quota_takes_the_most_probable() -> None:
