@@ -1,11 +1,13 @@
 """Benchmarks and prompt sources, one file each, behind one protocol."""
 
 from lit_dlm.tasks.addition import Addition
+from lit_dlm.tasks.alpaca import Alpaca
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
+from lit_dlm.tasks.kodcode import KodCode
 from lit_dlm.tasks.math import MATH
 from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
 from lit_dlm.tasks.prompts_file import PromptsFile
@@ -20,10 +22,12 @@ __all__ = [
     "MBPP",
     "TASKS",
     "Addition",
+    "Alpaca",
     "CodeTests",
     "Countdown",
     "HumanEval",
     "HumanEvalPlus",
+    "KodCode",
     "MBPPPlus",
     "PromptExample",
     "PromptsFile",

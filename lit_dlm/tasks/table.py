@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_dlm.tasks.addition import Addition
+from lit_dlm.tasks.alpaca import Alpaca
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.countdown import Countdown
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
+from lit_dlm.tasks.kodcode import KodCode
 from lit_dlm.tasks.math import MATH
 from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
 from lit_dlm.tasks.prompts_file import PromptsFile
@@ -33,6 +35,8 @@ TASKS: dict[str, type[Task]] = {
     "mbpp": MBPP,
     "mbpp+": MBPPPlus,
     "code_tests": CodeTests,
+    "kodcode": KodCode,
+    "alpaca": Alpaca,
     "prompts": PromptsFile,
 }
 """Name to class."""

@@ -51,9 +51,9 @@ class TraceLockPolicy(CommitPolicy):
             release_compat: decides as the release does: the end-of-text gate knows the end of text
                 that also pads (the first of the backbone's ``eos_ids``, 151643 for Dream) and no
                 end of turn; it works behind the cap and not on the fallback, so a row whose
-                proposals all end the text commits one and opens the gate; a quota takes the most probable proposals, not the best-scored.
-                With a ``ScheduleQuota``, a ``SlidingWindow`` and the loop's own gate off, steps
-                count as in arXiv 2605.24697.
+                proposals all end the text commits one and opens the gate; a quota takes
+                the most probable proposals, not the best-scored. With a ``ScheduleQuota``, a
+                ``SlidingWindow`` and the loop's own gate off, steps count as in arXiv 2605.24697.
             scorer: the loaded policy, instead of ``path``.
         """
         if (path is None) == (scorer is None):

@@ -1,0 +1,265 @@
+"""KodCode (arXiv 2503.02951): synthetic coding problems with tests in the manner of pytest.
+
+The tests import the answer from a module named ``solution`` and run in the sandbox's trusted
+process, where neither that module nor pytest exists: :func:`checks` rewrites them for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lit_dlm.grading import SandboxLimits, Verdict
+from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
+
+HUB_ID = "KodCode/KodCode-V1"
+_TEMPLATE = "{{ question }}\n\nAnswer with the code in one fenced python block."
+_MODULE = "solution"
+PYTEST = """
+class pytest:
+    class raises:
+        def __init__(self, expected, match=None):
+            self.expected, self.match, self.value = expected, match, None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, error, traceback):
+            if kind is None:
+                raise AssertionError("no exception was raised")
+            if not issubclass(kind, self.expected):
+                return False
+            import re
+            if self.match is not None and not re.search(self.match, str(error)):
+                raise AssertionError("the exception has another message")
+            self.value = error
+            return True
+
+    class approx:
+        def __init__(self, expected, rel=1e-6, abs=1e-12):
+            self.expected, self.rel, self.abs = expected, rel, abs
+
+        def __eq__(self, got):
+            return self._close(got, self.expected)
+
+        def _close(self, got, expected):
+            if isinstance(expected, dict):
+                return got.keys() == expected.keys() and all(
+                    self._close(got[key], expected[key]) for key in expected
+                )
+            if isinstance(expected, (list, tuple)):
+                return len(got) == len(expected) and all(map(self._close, got, expected))
+            return got == expected or (
+                max(got - expected, expected - got)
+                <= max(self.rel * max(expected, -expected), self.abs)
+            )
+"""
+"""What stands for pytest in the tests: its two names that KodCode uses as functions."""
+
+
+class KodCode(Task):
+    """Problems of KodCode, or of a file of the same form.
+
+    A row has the problem in ``question`` (or ``prompt``: the beginning of a module), the tests in
+    ``test_code`` or ``test``, and the name of the function in ``entry_point`` or ``test_info``. A
+    field ``solution`` may hold code that passes. Tests that need more than the standard library
+    or pytest's fixtures leave a problem ungraded. The answer runs in a process of its own, so tests
+    of what it prints or does to a list that it was given fail: with the 232 rows of KodCode's demo
+    218 solutions are right, 6 ungraded and 8 wrong for these reasons.
+
+    Args:
+        path: a local file or folder, or a hub id, such as the TraceLock release's
+            ``BOB12311/kodcode-humaneval-like``.
+        split: name of the split.
+        limit: most examples to take; all by default.
+        seed: shuffles before the limit; the file's order by default.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        limits: what one sample may use.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default. It is also given ``test``
+            and ``entry_point``.
+    """
+
+    name = "kodcode"
+    runs_code = True
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        split: str = "train",
+        limit: int | None = None,
+        seed: int | None = None,
+        allow_code_execution: bool = False,
+        limits: SandboxLimits | None = None,
+        template: str | None = None,
+    ) -> None:
+        self.split = split
+        self.allow_code_execution = allow_code_execution
+        self._limits = limits
+        self._template = PromptTemplate(template, default=_TEMPLATE)
+        self.template = self._template.given
+        rows = read_rows(path or HUB_ID, split=split, required=())
+        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+
+    def _example(self, row: Row) -> PromptExample:
+        fields = row.fields
+        question = row.text("question" if "question" in fields else "prompt")
+        test = row.text("test_code" if "test_code" in fields else "test")
+        solution = fields.get("solution") or fields.get("canonical_solution") or ""
+        entry_point = _entry_point(row, test, solution)
+        try:
+            check, problem = checks(test, entry_point), ""
+        except ValueError as error:
+            check, problem = "", str(error)
+        return PromptExample(
+            uid=f"{self.name}/{self.split}/{row.index:06d}",
+            task=self.name,
+            reference={
+                "entry_point": entry_point,
+                "check": check,
+                "problem": problem,
+                "stub": "" if "question" in fields else question,
+                "solution": solution,
+            },
+            **self._template.render(
+                {**fields, "question": question, "test": test, "entry_point": entry_point}
+            ),
+        )
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The chosen problems in a stable order."""
+        return self._examples
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The data set's solution in a fenced block.
+
+        Raises:
+            ValueError: the row has none.
+        """
+        if not example.reference["solution"]:
+            raise ValueError(f"{example.uid}: the row has no field 'solution'")
+        return python_block(example.reference["solution"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The code of the completion."""
+        reference = example.reference
+        answer = example.answer_start + completion
+        return extract_code(answer, reference["entry_point"], stub=reference["stub"]).code
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
+        reference = example.reference
+        if reference["problem"]:
+            return Verdict(status="ungraded", detail=reference["problem"])
+        return grade_by_tests(
+            example.answer_start + completion,
+            reference["check"],
+            reference["entry_point"],
+            stub=reference["stub"],
+            limits=self._limits,
+            allow_code_execution=self.allow_code_execution,
+        )
+
+
+def _entry_point(row: Row, test: str, solution: str) -> str:
+    """The function (or class) under test; an empty text where nothing tells.
+
+    As the row names it, else the last one that the solution defines and the tests speak of.
+    """
+    told: Any = row.fields.get("test_info") or ()
+    named = [row.fields.get("entry_point"), *(each.get("function_name") for each in told)]
+    for name in named:
+        if name:
+            return str(name)
+    try:
+        defined = [getattr(node, "name", None) for node in ast.parse(solution).body]
+    except (SyntaxError, ValueError):
+        return ""
+    spoken_of = set(re.findall(r"\w+", test))
+    return next((str(name) for name in reversed(defined) if name in spoken_of), "")
+
+
+def checks(test_code: str, entry_point: str) -> str:
+    """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`.
+
+    Imports of the answer and of pytest go, since the grader binds the answer's names itself and
+    :data:`PYTEST` stands for the other; every test function becomes one assertion.
+
+    Args:
+        test_code: functions named ``test_...``; tests that define ``check(candidate)`` stay as
+            they are.
+        entry_point: the function under test.
+
+    Returns:
+        The tests.
+
+    Raises:
+        ValueError: they do not parse, hold no test, bring the answer along, or need a fixture or
+            a package.
+    """
+    if not entry_point:
+        raise ValueError("nothing tells the name of the function under test")
+    try:
+        tree = ast.parse(test_code)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the tests do not parse ({error})") from None
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if "check" in functions:
+        return test_code
+    if entry_point in {getattr(node, "name", None) for node in tree.body}:
+        raise ValueError(f"the tests define {entry_point!r} themselves")
+    tests = {name: node for name, node in functions.items() if name.startswith("test")}
+    if not tests:
+        raise ValueError("there is no function named test_...")
+    for name, node in tests.items():
+        if ast.unparse(node.args) or node.decorator_list:
+            raise ValueError(f"{name} needs pytest to give it arguments")
+    rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
+    # Each is one true assertion once the function has returned, whatever it returned.
+    return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)])
+
+
+class _WithoutImports(ast.NodeTransformer):
+    """Takes the imports of the answer and of pytest out, and refuses what is not there."""
+
+    def __init__(self) -> None:
+        self.module_names: set[str] = set()
+
+    def visit_Import(self, node: ast.Import) -> ast.stmt:
+        kept = []
+        for alias in node.names:
+            if alias.name == _MODULE:
+                self.module_names.add(alias.asname or alias.name)
+            elif alias.name != "pytest" or alias.asname:
+                _require_standard(alias.name)
+                kept.append(alias)
+        return ast.Import(kept) if kept else ast.Pass()
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+        if node.module != _MODULE:
+            _require_standard(node.module or "")
+            return node
+        renamed = [a for a in node.names if a.asname]
+        if not renamed:
+            return ast.Pass()
+        names = ast.Tuple([ast.Name(a.asname or "", ast.Store()) for a in renamed], ast.Store())
+        values = ast.Tuple([ast.Name(a.name, ast.Load()) for a in renamed], ast.Load())
+        return ast.Assign([names], values)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id in self.module_names:
+            return ast.Name(node.attr, node.ctx)
+        return node
+
+
+def _require_standard(module: str) -> None:
+    if module.split(".")[0] not in sys.stdlib_module_names:
+        raise ValueError(f"the tests import {module or 'a neighbour'!r}")
