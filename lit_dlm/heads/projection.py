@@ -8,13 +8,14 @@ by two of them with GELU between.
 The projector of the release (arXiv 2605.24697) is an autoencoder trained by unpublished code. Ours
 by default is fitted in closed form by a principal component analysis, which needs no gradient
 training and no hyperparameter but the two widths; ``random_orthogonal`` is its baseline, and
-:class:`Autoencoder` makes the trained kind.
+:class:`Autoencoder` makes the trained kind. The release's own checkpoint loads as well.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,6 @@ ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
 _CONFIG_FILE = "projector.json"
 _WEIGHTS_FILE = "projector.safetensors"
-_LAYER_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class ProjectorConfig:
     """How the maps were found."""
     inner_width: int = 0
     """Width between two affine maps of an autoencoder's encoders; 0 for a single map."""
+    norm_eps: float = 1e-6
+    """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
         kinds = ("pca", "random_orthogonal", "autoencoder")
@@ -147,7 +149,7 @@ class Projector(nn.Module):
                 f"hidden: expected (..., H, D) = (..., {expected[0]}, {expected[1]}) for this "
                 f"projector, got {tuple(hidden.shape)}"
             )
-        snapshots, deltas = normalised_snapshots(hidden)
+        snapshots, deltas = normalised_snapshots(hidden, eps=self.config.norm_eps)
         if self.config.inner_width:
             snapshots = F.gelu(
                 F.linear(snapshots, self.hidden_inner_weight, self.hidden_inner_bias)
@@ -160,8 +162,9 @@ class Projector(nn.Module):
     def digest(self) -> str:
         """SHA-256 over the configuration and the bytes of all tensors (hexadecimal)."""
         config = asdict(self.config)
-        if not self.config.inner_width:
-            del config["inner_width"]  # as in the digests from before there was one
+        for option, default in (("inner_width", 0), ("norm_eps", 1e-6)):
+            if config[option] == default:
+                del config[option]  # as in the digests from before there was one
         sha = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
         for name, tensor in sorted(self.named_buffers()):
             sha.update(name.encode())
@@ -181,10 +184,16 @@ class Projector(nn.Module):
     def load(cls, folder: str | Path) -> Projector:
         """Reads a projector written by :meth:`save` and checks its digest.
 
+        Args:
+            folder: its folder; or the file ``best_val_loss.pt`` of the TraceLock release's
+                autoencoder (hub id ``BOB12311/tracelock-dream-ae``), see :func:`read_released`.
+
         Raises:
             ValueError: a file is missing, or its content does not match the stored digest.
         """
         folder = Path(folder)
+        if folder.is_file():
+            return read_released(folder)
         for name in (_CONFIG_FILE, _WEIGHTS_FILE):
             if not (folder / name).is_file():
                 raise ValueError(f"projector folder {folder}: {name} is missing")
@@ -197,6 +206,87 @@ class Projector(nn.Module):
                 f"got {projector.digest()}"
             )
         return projector
+
+
+def read_released(path: Path) -> Projector:
+    """The projection autoencoder that the TraceLock release publishes, as a projector.
+
+    Its checkpoint holds ``autoencoder_config`` and, under ``projection_state``, the state
+    dictionaries ``hidden_norm``, ``delta_norm``, ``hidden_encoder`` and ``delta_encoder``. The
+    modules behind them are unpublished; this takes normalisations with a weight and a bias for
+    layer normalisations, which fold into the map behind them, and an encoder of two maps for one
+    with GELU between. No pickled object is loaded.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A projector of kind ``autoencoder`` for three snapshots, in float32.
+
+    Raises:
+        ValueError: the file is no such checkpoint or has other layers.
+    """
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
+    state = stored.get("projection_state") if isinstance(stored, dict) else None
+    facts = stored.get("autoencoder_config") if isinstance(stored, dict) else None
+    if not isinstance(state, dict) or not isinstance(facts, dict):
+        raise ValueError(f"{path}: expected 'autoencoder_config' and 'projection_state' in it")
+    maps: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name in ("hidden", "delta"):
+        norm, encoder = state.get(f"{name}_norm", {}), state.get(f"{name}_encoder", {})
+        weights = [key for key in encoder if key.endswith("weight")]
+        biases = [key.removesuffix("weight") + "bias" for key in weights]
+        if (
+            set(norm) != {"weight", "bias"}
+            or not 1 <= len(weights) <= 2
+            or (
+                set(encoder) != {*weights, *biases}
+                or any(encoder[key].ndim != 2 for key in weights)
+            )
+        ):
+            raise ValueError(
+                f"{path}: expected a layer normalisation and one or two affine maps with biases "
+                f"for {name!r}, got {name}_norm: {', '.join(norm) or 'nothing'} and "
+                f"{name}_encoder: {', '.join(encoder) or 'nothing'}"
+            )
+        layers = [
+            (encoder[weight].double(), encoder[bias].double())
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        # W (g * x + b) + c = (W g) x + (W b + c)
+        first, offset = layers[0]
+        layers[0] = (first * norm["weight"].double(), first @ norm["bias"].double() + offset)
+        maps[name] = layers
+    if len(maps["hidden"]) != len(maps["delta"]):
+        raise ValueError(f"{path}: expected as many maps of deltas as of snapshots")
+    inner = maps["hidden"][0][0].shape[0] if len(maps["hidden"]) == 2 else 0
+    projector = Projector(
+        ProjectorConfig(
+            hidden_size=int(facts["d_model"]),
+            hidden_rank=int(facts["d_hidden_bottleneck"]),
+            delta_rank=int(facts["d_delta_bottleneck"]),
+            kind="autoencoder",
+            inner_width=inner,
+            norm_eps=1e-5,
+        )
+    )
+    suffixes = ["_inner", ""] if inner else [""]
+    found = {
+        f"{name}{suffix}_{part}": tensor.float()
+        for name, layers in maps.items()
+        for suffix, layer in zip(suffixes, layers, strict=True)
+        for part, tensor in zip(("weight", "bias"), layer, strict=True)
+    }
+    try:
+        projector.load_state_dict(found)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: the sizes do not fit its configuration ({reason})") from None
+    return projector
 
 
 class Autoencoder(nn.Module):
@@ -351,11 +441,12 @@ class _Moments:
         return weight.float(), -(weight @ mean).float()
 
 
-def normalised_snapshots(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def normalised_snapshots(hidden: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """What the encoders read: layer-normalised snapshots and differences of neighbours.
 
     Args:
         hidden: ``(..., H, D)`` floating point.
+        eps: added to the variance.
 
     Returns:
         ``(..., H, D)`` and ``(..., H - 1, D)`` float32.
@@ -364,6 +455,6 @@ def normalised_snapshots(hidden: Tensor) -> tuple[Tensor, Tensor]:
     width = (hidden.shape[-1],)
     deltas = hidden[..., 1:, :] - hidden[..., :-1, :]
     return (
-        F.layer_norm(hidden, width, eps=_LAYER_NORM_EPS),
-        F.layer_norm(deltas, width, eps=_LAYER_NORM_EPS),
+        F.layer_norm(hidden, width, eps=eps),
+        F.layer_norm(deltas, width, eps=eps),
     )

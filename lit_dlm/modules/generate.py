@@ -35,7 +35,8 @@ class TraceModule(DecodeModule):
         settings: what the TraceLock policy will be shown.
         hidden_rank: features kept of each hidden snapshot (256 in arXiv 2605.24697).
         delta_rank: features kept of each difference of snapshots (32 there).
-        projector_dir: where the projector is kept; needed at level ``features``.
+        projector_dir: where the projector is kept, and fitted where nothing is yet; or the
+            TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
         projector_prompts: prompts on which it is fitted.
     """
 

@@ -146,3 +146,64 @@ def test_inner_width_belongs_to_autoencoders() -> None:
         ProjectorConfig(hidden_size=4, hidden_rank=2, delta_rank=2, inner_width=3)
     with pytest.raises(ValueError, match=r"kind: .* got 'magic'"):
         ProjectorConfig(hidden_size=4, hidden_rank=2, delta_rank=2, kind="magic")
+
+
+def release_checkpoint(inner: int = 0, D: int = 12, ranks: tuple[int, int] = (4, 2)) -> dict:
+    """Random networks in the layout of the release's file."""
+    torch.manual_seed(3)
+    networks = {}
+    for name, rank in zip(("hidden", "delta"), ranks, strict=True):
+        norm = torch.nn.LayerNorm(D)
+        torch.nn.init.normal_(norm.weight)
+        torch.nn.init.normal_(norm.bias)
+        layers = (
+            [torch.nn.Linear(D, inner), torch.nn.GELU(), torch.nn.Dropout(0.1)] if inner else []
+        )
+        encoder = torch.nn.Sequential(*layers, torch.nn.Linear(inner or D, rank))
+        networks |= {f"{name}_norm": norm, f"{name}_encoder": encoder.eval()}
+    facts = {"d_model": D, "d_hidden_bottleneck": ranks[0], "d_delta_bottleneck": ranks[1]}
+    return {"networks": networks, "autoencoder_config": {**facts, "dropout": 0.1}}
+
+
+def write_release(folder: Path, checkpoint: dict) -> Path:
+    state = {name: network.state_dict() for name, network in checkpoint["networks"].items()}
+    path = folder / "best_val_loss.pt"
+    stored = {"autoencoder_config": checkpoint["autoencoder_config"], "projection_state": state}
+    torch.save(stored, path)
+    return path
+
+
+@pytest.mark.parametrize("inner", [0, 7])
+def test_the_released_autoencoder_loads_as_a_projector(tmp_path: Path, inner: int) -> None:
+    """Slow reference: its normalisations and encoders applied one snapshot at a time."""
+    checkpoint = release_checkpoint(inner)
+    projector = Projector.load(write_release(tmp_path, checkpoint))
+    assert projector.config.groups == (4, 4, 4, 2, 2)
+    # Small deltas, where the eps of the normalisation counts.
+    hidden = torch.randn(5, 1, 12) + 0.01 * torch.randn(5, 3, 12)
+    network = checkpoint["networks"]
+    expected = [network["hidden_encoder"](network["hidden_norm"](hidden[:, k])) for k in range(3)]
+    expected += [
+        network["delta_encoder"](network["delta_norm"](hidden[:, k + 1] - hidden[:, k]))
+        for k in range(2)
+    ]
+    torch.testing.assert_close(projector(hidden), torch.cat(expected, 1))
+    projector.save(tmp_path / "ours")
+    assert Projector.load(tmp_path / "ours").digest() == projector.digest()
+
+
+def test_other_layers_in_a_released_file_are_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = release_checkpoint()
+    checkpoint["networks"]["delta_norm"] = torch.nn.RMSNorm(12)
+    with pytest.raises(ValueError, match=r"for 'delta', got delta_norm: weight and"):
+        Projector.load(write_release(tmp_path, checkpoint))
+    checkpoint = release_checkpoint()
+    checkpoint["autoencoder_config"]["d_model"] = 13
+    with pytest.raises(ValueError, match="sizes do not fit"):
+        Projector.load(write_release(tmp_path, checkpoint))
+    torch.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "pickled.pt")
+    with pytest.raises(ValueError, match="not a checkpoint of tensors"):
+        Projector.load(tmp_path / "pickled.pt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="expected 'autoencoder_config'"):
+        Projector.load(tmp_path / "other.pt")
