@@ -233,6 +233,7 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
     datamodule: Any = getattr(trainer, "datamodule", None)
     describe = getattr(module.backbone, "describe", None)
     spec = module.backbone.spec
+    methods = getattr(datamodule, "methods", None) or list(module.decoders)
     capture: dict[str, Any] = {"level": module.level}
     if isinstance(module, TraceModule):
         capture |= {
@@ -251,7 +252,7 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "eos_ids": list(spec.eos_ids),
         },
         decode={
-            "methods": {name: decoder.describe() for name, decoder in module.decoders.items()},
+            "methods": {name: module.decoders[name].describe() for name in methods},
             "response_length": getattr(datamodule, "response_length", None),
             "capture": capture,
             **({"chat_template": module.chat_template} if module.chat_template else {}),

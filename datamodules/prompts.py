@@ -95,6 +95,8 @@ class PromptDataModule(LightningDataModule):
                 f"methods: expected some of {', '.join(module.decoders) or '(no decoders)'}, "
                 f"got {', '.join(methods) or 'none'}"
             )
+        for name in methods:
+            module.decoders[name].check(module.backbone)
         rank, world = self.trainer.global_rank, self.trainer.world_size
         recorded: set[str] = set()
         if self.trajectories_dir:

@@ -74,9 +74,7 @@ class Decoder:
             ValueError: the policy was trained for another backbone, or the layout does not fit the
                 canvas.
         """
-        check = getattr(self.policy, "check_backbone", None)
-        if callable(check):
-            check(backbone)
+        self.check(backbone)
         return decode(
             backbone,
             self.prepared(canvas, backbone),
@@ -88,6 +86,16 @@ class Decoder:
             settings=self.settings,
             observers=observers,
         )
+
+    def check(self, backbone: Backbone) -> None:
+        """Reads what a learned policy needs from disk, and refuses one of another backbone.
+
+        Raises:
+            ValueError: the policy's folder is not one, or it was trained for another backbone.
+        """
+        check = getattr(self.policy, "check_backbone", None)
+        if callable(check):
+            check(backbone)
 
     def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
         """The canvas with the layout's template and regions; doing it twice changes nothing."""

@@ -98,7 +98,8 @@ class RolloutEngine:
         overlong_margin: cells short of the budget at which a response counts as overlong.
 
     Raises:
-        ValueError: the module has no such decoder, or a number is out of range.
+        ValueError: the module has no such decoder, its learned policy is missing or another
+            backbone's, or a number is out of range.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class RolloutEngine:
                 f"method: expected one of {', '.join(module.decoders) or '(no decoders)'}, "
                 f"got {method!r}"
             )
+        module.decoders[method].check(module.backbone)
         if response_length < 1 or batch_size < 1:
             raise ValueError(
                 "response_length and batch size of rollouts: expected at least 1, got "

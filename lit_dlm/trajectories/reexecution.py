@@ -76,7 +76,7 @@ def teacher_forced(
     Raises:
         ValueError: the records cannot be executed with this backbone.
     """
-    _check_policy(decoder, backbone)
+    decoder.check(backbone)
     if steps is not None and not isinstance(decoder.cache, NoCache):
         raise ValueError(
             f"steps: with {type(decoder.cache).__name__} a step depends on the ones before it, so "
@@ -282,13 +282,6 @@ class _FirstDifference:
 
     def on_end(self, result: DecodeResult) -> None:
         """Nothing to finish."""
-
-
-def _check_policy(decoder: Decoder, backbone: Backbone) -> None:
-    """The check that a decoder makes before it decodes."""
-    check = getattr(decoder.policy, "check_backbone", None)
-    if callable(check):
-        check(backbone)
 
 
 def _advanced(state: DecodeState, ids: Tensor) -> DecodeState:

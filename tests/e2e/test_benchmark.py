@@ -221,3 +221,20 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
 def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flags, message):
     error = fails(capsys, "predict", "--config", config(tmp_path, "bad"), *flags)
     assert message in error
+
+
+def test_a_learned_method_that_is_left_out_needs_no_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(
+        tmp_path / "own.yaml",
+        f"run_dir: {tmp_path / 'run'}\n"
+        "data: {init_args: {tasks: [{class_path: WordProblems, "
+        "init_args: {split: test, num_examples: 2}}]}}\n",
+    )
+    shipped = ("predict", "--config", str(ROOT / "configs/exp/benchmark_tiny.yaml"))
+    told = fails(capsys, *shipped, "--config", file, "--data.methods", "[entropy,tracelock-0.95]")
+    assert f"acceptance policy folder {tmp_path / 'run' / 'policy'}: config.json is missing" in told
+    assert not (tmp_path / "run" / "results").exists()
+    run(*shipped, "--config", file, "--data.methods", "[entropy]")
+    assert list(results(tmp_path / "run")) == [("word_problems", "entropy")]

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from lit_dlm.decoding import (
@@ -8,6 +10,9 @@ from lit_dlm.decoding import (
     SlidingWindow,
     ThresholdPolicy,
 )
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.sweep import Sweep, expanded, with_option
 from lit_dlm.reports.plots import family
@@ -52,6 +57,17 @@ def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -
 def test_wrong_options_and_values_are_named(option: str, value: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_option(BASE, option, value)
+
+
+def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:
+    base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=NoQuota())
+    points = Sweep(decoder=base, option="policy.threshold", values=[0.5, 0.9]).decoders("learned")
+    config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
+    AcceptanceScorer(Projector.random_orthogonal(config)).save(tmp_path)
+    told = [point.describe()["policy"] for point in points.values()]
+    assert [one.pop("threshold") for one in told] == [0.5, 0.9]
+    assert told[0] == told[1]
+    assert told[0]["max_accept_per_step"] == 2
 
 
 def test_two_methods_of_one_name_are_refused() -> None:

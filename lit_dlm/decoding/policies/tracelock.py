@@ -8,6 +8,7 @@ every method can be compared with the same ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class TraceLockPolicy(CommitPolicy):
         release_compat: bool = False,
         scorer: AcceptanceScorer | None = None,
     ) -> None:
-        """Loads the policy.
+        """Sets the rules; the weights are read at first use, so that nobody needs unused ones.
 
         Args:
             path: folder exported by training.
@@ -54,34 +55,48 @@ class TraceLockPolicy(CommitPolicy):
                 proposals all end the text commits one and opens the gate; a quota takes
                 the most probable proposals, not the best-scored. With a ``ScheduleQuota``, a
                 ``SlidingWindow`` and the loop's own gate off, steps count as in arXiv 2605.24697.
-            scorer: the loaded policy, instead of ``path``.
+            scorer: the loaded policy; ``path`` is not read then.
         """
-        if (path is None) == (scorer is None):
-            raise ValueError("TraceLockPolicy: expected exactly one of path and scorer")
+        if path is None and scorer is None:
+            raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
         if max_accept_per_step is not None and max_accept_per_step < 1:
             raise ValueError(
                 f"max_accept_per_step: expected at least 1 or null, got {max_accept_per_step}"
             )
-        if scorer is None:
-            assert path is not None
-            scorer = AcceptanceScorer.load(path)
-        self.scorer = scorer.eval()
+        self.path = path
+        if scorer is not None:
+            self.scorer = scorer.eval()
         self.threshold = threshold
         self.max_accept_per_step = max_accept_per_step
         self.release_compat = release_compat
-        self.hidden_layers = scorer.settings.hidden_layers
+
+    @cached_property
+    def scorer(self) -> AcceptanceScorer:
+        """The learned policy, read from its folder at first use."""
+        assert self.path is not None
+        return AcceptanceScorer.load(self.path)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Hidden snapshots that the network reads."""
+        return self.scorer.settings.hidden_layers
+
+    @cached_property
+    def requires(self) -> frozenset[str]:  # type: ignore[override]
+        """What the network reads of a proposal; see :class:`CommitPolicy`."""
+        settings = self.scorer.settings
         requires = {"hidden", "raw_prob"}
-        if scorer.settings.layout != "masked":
+        if settings.layout != "masked":
             # Written positions are rows of the network too, so they need a proposal. Masked ones
             # that it sees are the window's, which has one anyway.
             requires.add("region")
-        if scorer.settings.features.entropy:
+        if settings.features.entropy:
             requires.add("raw_entropy")
-        if scorer.settings.features.margin:
+        if settings.features.margin:
             requires.add("raw_margin")
-        self.requires = frozenset(requires)
+        return frozenset(requires)
 
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None

@@ -325,9 +325,15 @@ def test_bad_options_are_named(option: str, value: float) -> None:
         TraceLockPolicy(scorer=scorer(), **{option: value})
 
 
-def test_needs_exactly_one_source_of_weights() -> None:
-    with pytest.raises(ValueError, match="exactly one of path and scorer"):
+def test_needs_a_source_of_weights() -> None:
+    with pytest.raises(ValueError, match="expected path or scorer, got neither"):
         TraceLockPolicy()
+
+
+def test_a_missing_folder_is_no_matter_before_it_is_used(tmp_path: Path) -> None:
+    unused = decoder(TraceLockPolicy(tmp_path / "none"))
+    with pytest.raises(ValueError, match="policy folder .*none: config.json is missing"):
+        unused.check(hashing_backbone())
 
 
 def test_policy_of_another_backbone_is_refused() -> None:
