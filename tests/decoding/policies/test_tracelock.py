@@ -332,7 +332,7 @@ def test_needs_a_source_of_weights() -> None:
 
 def test_a_missing_folder_is_no_matter_before_it_is_used(tmp_path: Path) -> None:
     unused = decoder(TraceLockPolicy(tmp_path / "none"))
-    with pytest.raises(ValueError, match="policy folder .*none: config.json is missing"):
+    with pytest.raises(ValueError, match=r"policy folder .*none: config\.json is missing"):
         unused.check(hashing_backbone())
 
 
