@@ -418,6 +418,17 @@ class TraceLockModule(DecodeModule):
 
     # -- files -----------------------------------------------------------------------------------
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keeps the length of this run in its schedule, where ``OneCycleLR`` restores the old one.
+
+        Raises:
+            ValueError: the weights are not those of this model.
+        """
+        super().on_load_checkpoint(checkpoint)
+        for state in checkpoint.get("lr_schedulers", ()):
+            for length in ("total_steps", "_schedule_phases"):
+                state.pop(length, None)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Drops the frozen backbone from the file."""
         state = checkpoint["state_dict"]

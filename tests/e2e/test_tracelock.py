@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 
 from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
 from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start
@@ -129,6 +133,25 @@ def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path
     expected = load_file(whole / "policy" / "model.safetensors")
     assert resumed.keys() == expected.keys()
     assert all(resumed[name].equal(expected[name]) for name in expected)
+
+
+def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, tmp_path: Path):
+    """Up to step 18, from a checkpoint of a run that was to end at step 12."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    last = {"filename": "new", "every_n_train_steps": 18, "save_top_k": 1}
+    new = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": last}
+    run(*FIT, "--trainer.max_steps=18", f"--run_dir={tmp_path}", f"--trainer.callbacks+={new}")
+    (path,) = tmp_path.rglob("new*.ckpt")
+    state = torch.load(path, weights_only=True)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    expected = OneCycleLR(AdamW([weight], lr=0.002), max_lr=0.002, total_steps=18, pct_start=0.1)
+    for _ in range(18):
+        expected.optimizer.step()
+        expected.step()
+    assert state["global_step"] == 18
+    assert state["lr_schedulers"][0]["_last_lr"] == expected.get_last_lr()
 
 
 def test_a_truncated_shard_is_one_clear_error(whole: Path, tmp_path: Path, capsys):
