@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
+_LENGTH_GROUP = 50
+"""Batches whose examples are sorted by length together."""
+
 
 class ExampleRef(NamedTuple):
     """One slot of a batch."""
@@ -44,6 +47,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         world_size: int = 1,
         blocks_per_group: int = 64,
         numbers: Sequence[int] | NDArray[np.integer] | None = None,
+        lengths: Sequence[int] | NDArray[np.integer] | None = None,
         batches_done: Callable[[], int] = lambda: 0,
     ) -> None:
         """Sets up the plan.
@@ -56,6 +60,8 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             world_size: number of processes.
             blocks_per_group: blocks whose examples are mixed.
             numbers: number of every example in its dataset; counted from 0 by default.
+            lengths: length of every example, to put similar ones into one batch; batches are mixed
+                at random by default. A pass holds the same examples either way.
             batches_done: asked at each start of iteration: batches that each rank has consumed
                 since the beginning of training.
         """
@@ -70,6 +76,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
                 f"EpochPlan: expected {len(self.blocks)} numbers like blocks, "
                 f"got {len(self.numbers)}"
             )
+        self.lengths = None if lengths is None else np.asarray(lengths)
         self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
@@ -105,8 +112,19 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             group = rng.permutation(len(names))[block] // self.blocks_per_group
             order = np.lexsort((rng.random(len(self.blocks)), group))
             needed = len(self) * self.batch_size * self.world_size
+            if self.lengths is not None:
+                self._group_by_length(order[:needed], rng)
             self._order = (epoch, np.resize(order, max(needed, len(order))))
         return self._order[1]
+
+    def _group_by_length(self, order: NDArray[np.int64], rng: np.random.Generator) -> None:
+        """Sorts runs of batches by length, and shuffles the batches of each run, in place."""
+        assert self.lengths is not None
+        whole = len(order) // self.batch_size * self.batch_size
+        for first in range(0, whole, _LENGTH_GROUP * self.batch_size):
+            run = order[first : min(first + _LENGTH_GROUP * self.batch_size, whole)]
+            by_length = run[np.argsort(self.lengths[run], kind="stable")]
+            run[:] = rng.permutation(by_length.reshape(-1, self.batch_size)).ravel()
 
     def set_epoch(self, epoch: int) -> None:
         """Does nothing: the pass follows from the batches that are done."""

@@ -26,6 +26,7 @@ from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
     collate_supervised,
+    needed_cells,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,18 +36,25 @@ class SupervisedDataset(Dataset[SupervisedBatch]):
     """Whole batches by lists of example references."""
 
     def __init__(
-        self, examples: Sequence[SupervisedExample], *, response_length: int, spec: BackboneSpec
+        self,
+        examples: Sequence[SupervisedExample],
+        *,
+        response_length: int,
+        spec: BackboneSpec,
+        num_padding: int | None = None,
     ) -> None:
         """Sets up the dataset.
 
         Args:
             examples: all examples.
-            response_length: cells of every response.
+            response_length: cells of every response, at most.
             spec: of the model.
+            num_padding: cells of fill behind an answer that are supervised; ``None`` for all.
         """
         self.examples = examples
         self.response_length = response_length
         self.spec = spec
+        self.num_padding = num_padding
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> SupervisedBatch:
         """The collated examples of a batch."""
@@ -57,6 +65,17 @@ class SupervisedDataset(Dataset[SupervisedBatch]):
             ],
             response_length=self.response_length,
             spec=self.spec,
+            num_padding=self.num_padding,
+        )
+
+    def row_length(self, number: int) -> int:
+        """Columns of the canvas that one example needs."""
+        example = self.examples[number]
+        return len(example.prompt_ids) + needed_cells(
+            example,
+            response_length=self.response_length,
+            spec=self.spec,
+            num_padding=self.num_padding,
         )
 
 
@@ -69,8 +88,13 @@ class SupervisedDataModule(LightningDataModule):
 
     Args:
         sources: where examples come from.
-        response_length: cells of every response.
+        response_length: cells of every response. Of a block model, a batch leaves out blocks behind
+            those of its last targets.
         batch_size: examples per batch and process.
+        group_by_length: puts examples of similar length into one batch, so that less of it is
+            padding (transformers' option of that name): runs of 50 batches of the shuffled order
+            are sorted by length, and their batches shuffled. Useful with ``batch_size`` above 1 on
+            block models, whose rows end with their answers.
         max_prompt_length: examples with longer prompts are left out.
         overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
@@ -93,6 +117,7 @@ class SupervisedDataModule(LightningDataModule):
         *,
         response_length: int = 256,
         batch_size: int = 8,
+        group_by_length: bool = False,
         max_prompt_length: int = 256,
         overlong: Literal["cut", "drop"] = "cut",
         missing_order: Literal["none", "ltr"] = "none",
@@ -122,6 +147,7 @@ class SupervisedDataModule(LightningDataModule):
         self.sources = sources
         self.response_length = response_length
         self.batch_size = batch_size
+        self.group_by_length = group_by_length
         self.max_prompt_length = max_prompt_length
         self.overlong = overlong
         self.missing_order = missing_order
@@ -162,14 +188,21 @@ class SupervisedDataModule(LightningDataModule):
                 example, facts.spec, vocab_size=facts.vocab_size, num_padding=module.num_padding
             )
         check_decodes(examples, module, response_length=self.response_length)
-        self.set_examples(examples, facts.spec)
+        self.set_examples(examples, facts.spec, num_padding=module.num_padding)
 
-    def set_examples(self, examples: list[SupervisedExample], spec: BackboneSpec) -> None:
+    def set_examples(
+        self,
+        examples: list[SupervisedExample],
+        spec: BackboneSpec,
+        *,
+        num_padding: int | None = None,
+    ) -> None:
         """Splits examples into a training and a validation side.
 
         Args:
             examples: all of them.
             spec: of the model.
+            num_padding: cells of fill behind an answer that are supervised; ``None`` for all.
         """
         is_val = np.array(
             [is_validation(e.uid, seed=self.seed, fraction=self.val_fraction) for e in examples],
@@ -186,7 +219,9 @@ class SupervisedDataModule(LightningDataModule):
                     f"sources: no {name} example is left of {len(examples)} that pass the filters; "
                     f"give more data, or other limits or val_fraction ({self.val_fraction})"
                 )
-        self._dataset = SupervisedDataset(examples, response_length=self.response_length, spec=spec)
+        self._dataset = SupervisedDataset(
+            examples, response_length=self.response_length, spec=spec, num_padding=num_padding
+        )
 
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
@@ -247,6 +282,9 @@ class SupervisedDataModule(LightningDataModule):
             rank=rank,
             world_size=world_size,
             numbers=self.train_numbers,
+            lengths=[self._dataset.row_length(number) for number in self.train_numbers]
+            if self.group_by_length
+            else None,
             batches_done=lambda: batches_done(self.trainer, len(plan)),
         )
         return planned_loader(self._dataset, plan, num_workers=self.num_workers)

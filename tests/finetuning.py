@@ -74,7 +74,7 @@ class Data(SupervisedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
-        self.set_examples(self.given, module.backbone.spec)
+        self.set_examples(self.given, module.backbone.spec, num_padding=module.num_padding)
 
 
 class Watch(Callback):

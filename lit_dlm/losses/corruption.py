@@ -84,11 +84,12 @@ class RandomMasking(Corruption):
         else:
             place = torch.arange(G, device=device).expand(len(sample), -1)
         cells = torch.arange(G, device=device).expand(len(sample), -1)
-        copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies * G
+        copy = torch.arange(B * self.copies, device=device)[:, None] % self.copies
         seeds = responses.seeds[sample]
-        noise = uniform_noise(seeds, 0, copy + place, stream=_LEVEL)
+        # A key per cell and copy in which G has no part: it differs from batch to batch.
+        noise = uniform_noise(seeds, 0, place * self.copies + copy, stream=_LEVEL)
         t = self.min_t + (self.max_t - self.min_t) * noise
-        chosen = uniform_noise(seeds, 0, copy + cells, stream=_CELL) < t
+        chosen = uniform_noise(seeds, 0, cells * self.copies + copy, stream=_CELL) < t
         maskable = responses.maskable[sample]
         supervised = chosen & maskable
         return NoisyStates(

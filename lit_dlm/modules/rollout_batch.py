@@ -17,6 +17,7 @@ from lit_dlm.modules.supervised_batch import (
     TrainingRows,
     collate_supervised,
     lay_out,
+    whole_blocks,
 )
 from lit_dlm.ops.masking import TwoCopyLayout
 from lit_dlm.ops.packing import PackedLayout
@@ -177,14 +178,10 @@ def _needed_length(
     whole = max(records[item.record].num_generated for item in items)
     if spec.attention != "block":
         return whole
-    assert spec.block_size is not None
     needed = 1
     for item in items:
-        # Blocks behind that of the last target are seen by nobody who is asked.
-        offset = records[item.record].num_prompt if spec.block_origin == "sequence" else 0
         last = int(item.cells[-1]) if item.unit is not None else int(item.cells.max())
-        block = (offset + last) // spec.block_size
-        needed = max(needed, (block + 1) * spec.block_size - offset)
+        needed = max(needed, whole_blocks(last + 1, records[item.record].num_prompt, spec))
     return min(needed, whole)
 
 

@@ -81,48 +81,98 @@ class SupervisedBatch:
         return torch.tensor(seeds, dtype=torch.long, device=self.ids.device)
 
 
+def whole_blocks(num_cells: int, num_prompt: int, spec: BackboneSpec) -> int:
+    """Response cells up to the end of the block in which the last of some lies.
+
+    Blocks behind it are seen by none of them, so a forward that is asked for them needs no more.
+
+    Args:
+        num_cells: the cells, counted from the start of the response; at least one.
+        num_prompt: tokens of the prompt, padding excluded.
+        spec: of a model with block attention.
+    """
+    assert spec.block_size is not None
+    offset = num_prompt if spec.block_origin == "sequence" else 0
+    return -(-(offset + num_cells) // spec.block_size) * spec.block_size - offset
+
+
+def needed_cells(
+    example: SupervisedExample, *, response_length: int, spec: BackboneSpec, num_padding: int | None
+) -> int:
+    """Response cells that take part in the prediction of an example's targets.
+
+    Args:
+        example: the example.
+        response_length: cells of the response region.
+        spec: of the model; with full attention every cell takes part.
+        num_padding: cells of fill behind the answer that may be targets; ``None`` for all.
+    """
+    if spec.attention != "block" or num_padding is None:
+        return response_length
+    last = max(1, _answer_length(example, spec) + num_padding)
+    return min(response_length, whole_blocks(last, len(example.prompt_ids), spec))
+
+
+def _answer_length(example: SupervisedExample, spec: BackboneSpec) -> int:
+    """See :attr:`SupervisedBatch.answer_length`."""
+    if not example.is_real:
+        return 0
+    # Not in the fill: an answer that was cut off before its end must not learn to end.
+    ends = np.flatnonzero(np.isin(example.response_ids, spec.eos_ids))
+    return int(ends[0]) + 1 if len(ends) else len(example.response_ids)
+
+
 def collate_supervised(
-    examples: Sequence[SupervisedExample], *, response_length: int, spec: BackboneSpec
+    examples: Sequence[SupervisedExample],
+    *,
+    response_length: int,
+    spec: BackboneSpec,
+    num_padding: int | None = None,
 ) -> SupervisedBatch:
     """Left-pads prompts and fills responses.
 
     Args:
         examples: at least one.
-        response_length: cells of every response ``G``; none may be longer.
-        spec: gives padding, end of text and mask ids.
+        response_length: cells of every response; none may be longer.
+        spec: gives padding, end of text and mask ids, and the attention.
+        num_padding: cells of fill behind an answer that may be targets; ``None`` for all.
 
     Returns:
-        The batch, on the CPU.
+        The batch, on the CPU. Of a block model, blocks behind those of the last targets are cut
+        off, which changes no prediction: ``G`` is then less than ``response_length``.
 
     Raises:
         ValueError: a response is longer than the region.
     """
     start = max(len(example.prompt_ids) for example in examples)
-    B, G = len(examples), response_length
+    B = len(examples)
+    G = max(
+        needed_cells(example, response_length=response_length, spec=spec, num_padding=num_padding)
+        for example in examples
+    )
     ids = np.full((B, start + G), spec.eos_ids[0], dtype=np.int64)
     real = np.ones((B, start + G), dtype=bool)
     answer_length = np.zeros(B, dtype=np.int64)
     steps = np.full((B, G), -1, dtype=np.int64)
     entropy = np.zeros((B, G), dtype=np.float32)
     for row, example in enumerate(examples):  # ragged lists, on the host
-        first, size = start - len(example.prompt_ids), len(example.response_ids)
-        if size > G:
+        first, given = start - len(example.prompt_ids), len(example.response_ids)
+        if given > response_length:
             raise ValueError(
-                f"{example.uid}: expected at most response_length = {G} tokens, got {size}"
+                f"{example.uid}: expected at most response_length = {response_length} tokens, "
+                f"got {given}"
             )
+        size = min(given, G)
         ids[row, :first] = spec.pad_id
         real[row, :first] = False
         ids[row, first:start] = example.prompt_ids
         response = ids[row, start:]
-        response[:size] = example.response_ids
-        if example.is_real:
-            # Not in the fill: an answer that was cut off before its end must not learn to end.
-            ends = np.flatnonzero(np.isin(example.response_ids, spec.eos_ids))
-            answer_length[row] = ends[0] + 1 if len(ends) else size
+        response[:size] = example.response_ids[:size]
+        answer_length[row] = _answer_length(example, spec)
         if example.steps is not None:
-            steps[row, :size] = example.steps
+            steps[row, :size] = example.steps[:size]
         if example.decode_entropy is not None:
-            entropy[row, :size] = example.decode_entropy
+            entropy[row, :size] = example.decode_entropy[:size]
     has_steps = np.array([example.steps is not None for example in examples])
     has_entropy = all(example.decode_entropy is not None for example in examples)
     return SupervisedBatch(
@@ -146,8 +196,9 @@ def _non_ltr(examples: Sequence[SupervisedExample], steps: Tensor) -> Tensor | N
     found = non_ltr_positions(steps)
     for row, example in enumerate(examples):  # ragged lists, on the host
         if example.non_ltr is not None:
+            listed = torch.from_numpy(example.non_ltr[: found.shape[1]])
             found[row] = False
-            found[row, : len(example.non_ltr)] = torch.from_numpy(example.non_ltr)
+            found[row, : len(listed)] = listed
     return found
 
 

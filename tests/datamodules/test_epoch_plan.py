@@ -1,5 +1,6 @@
 from itertools import chain
 
+import numpy as np
 import pytest
 
 from datamodules.epoch_plan import EpochPlan, FixedPlan
@@ -93,3 +94,29 @@ def test_no_examples_is_an_error() -> None:
         EpochPlan([], batch_size=1, seed=0)
     with pytest.raises(ValueError, match="at least one example"):
         FixedPlan([], batch_size=1)
+
+
+def test_batches_of_similar_length_hold_what_a_pass_holds_without_them() -> None:
+    """202 lengths in batches of 2: a run of 100 and one of 2 examples is sorted on its own."""
+    lengths = np.random.default_rng(0).permutation(202)
+    plain = plan(202, batch_size=2, seed=3)
+    grouped = plan(202, batch_size=2, seed=3, lengths=lengths)
+    for epoch in (0, 1):
+        first, second = plain.order(epoch), grouped.order(epoch)
+        for begin in (0, 100):  # the same examples in every run
+            assert sorted(first[begin : begin + 100]) == sorted(second[begin : begin + 100])
+            run = np.sort(lengths[first[begin : begin + 100]]).reshape(-1, 2).tolist()
+            batches = lengths[second[begin : begin + 100]].reshape(-1, 2)
+            assert sorted(np.sort(batches).tolist()) == run  # neighbours in length
+            assert np.any(np.diff(batches[:, 0]) < 0)  # short and long ones in turn
+    assert grouped.order(0).tolist() != grouped.order(1).tolist()
+
+
+def test_grouped_batches_resume_and_are_shared_like_others() -> None:
+    lengths = np.arange(40) * 7 % 40
+    whole = indices(plan(lengths=lengths))
+    resumed = plan(lengths=lengths, batches_done=lambda: 3)
+    assert indices(resumed)[: len(whole) - 3] == whole[3:]
+    ranks = [indices(plan(lengths=lengths, rank=rank, world_size=2)) for rank in (0, 1)]
+    dealt = [batch for pair in zip(*ranks, strict=True) for batch in pair]
+    assert dealt == whole[: len(dealt)]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 
+from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
+from lit_dlm.losses.states import Corruption
+from lit_dlm.modules.sft import SFTModule
 from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.ops.cuts import non_ltr_positions
 from tests.finetuning import EOS, MASK, G, examples, small
@@ -60,3 +65,88 @@ def test_an_answer_without_an_end_learns_none_from_the_fill() -> None:
     assert maskable(0) == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2], []]
     assert maskable(2) == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], []]
     assert maskable(None) == [list(range(G)), list(range(G)), [0, 1, 2, 4, 5, 6, 7], []]
+
+
+BLOCK = {"attention": "block", "block_size": 3, "decoder": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_padding", "cells"),
+    [
+        # Prompts of 1 and 2 tokens, answers of 2 and 4 cells: blocks of 3 that hold cells 1 and 3
+        # end, counted from the first token, before columns 3 and 6, which are cells 2 and 4.
+        (BLOCK, 0, 4),
+        # Counted from the response, behind cells 3 and 6.
+        ({**BLOCK, "block_origin": "response"}, 0, 6),
+        # With 3 cells of fill, targets end at cells 4 and 6: columns 6 and 9, cells 5 and 7.
+        (BLOCK, 3, 7),
+        (BLOCK, 7, G),
+        (BLOCK, None, G),
+        ({}, 0, G),
+    ],
+)
+def test_blocks_behind_the_last_targets_are_left_out(
+    changes: dict[str, object], num_padding: int | None, cells: int
+) -> None:
+    spec = small(**changes).spec
+    first, second = examples(2)
+    given = [
+        replace(first, response_ids=np.array([5, EOS, EOS, EOS, EOS, EOS, EOS, EOS])),
+        replace(second, response_ids=np.array([5, 6, 7, 8]), steps=None, decode_entropy=None),
+    ]
+    batch = collate_supervised(given, response_length=G, spec=spec, num_padding=num_padding)
+    assert batch.ids.shape == (2, 2 + cells)
+    assert batch.answer_length.tolist() == [2, 4]
+    assert batch.steps[0].tolist() == first.steps[:cells].tolist()
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+@pytest.mark.parametrize(
+    "corruption",
+    [
+        RandomMasking(copies=3, weight="1/t", min_t=0.2, level="block"),
+        SemiAutoregressive(weight="1/length"),
+        TraceMasking(shrink=2, rows_per_sample=2, padding="replayed"),
+    ],
+    ids=lambda corruption: type(corruption).__name__,
+)
+def test_what_is_left_out_changes_no_loss_and_no_noise(
+    corruption: Corruption, origin: str, padding: int
+) -> None:
+    """Answers of 2, 3, 4 and 2 of 8 cells, a batch at full length and one that was cut."""
+    model = SFTModule(
+        small(**{**BLOCK, "block_origin": origin}),
+        corruption=corruption,
+        tokenizer="tiny",
+        num_padding=padding,
+    )
+    spec = model.backbone.spec
+    ended = np.full(G, EOS)
+    given = [
+        replace(
+            example,
+            response_ids=np.where(np.arange(G) < 1 + number % 3, example.response_ids, ended),
+        )
+        for number, example in enumerate(examples(4))
+    ]
+    whole = collate_supervised(given, response_length=G, spec=spec)
+    cut = collate_supervised(given, response_length=G, spec=spec, num_padding=padding)
+    assert cut.ids.shape[1] < whole.ids.shape[1]
+    expected, found = (model.terms(batch, seed=3) for batch in (whole, cut))
+    torch.testing.assert_close(found.total, expected.total)
+    assert found.parts["num_supervised"] == expected.parts["num_supervised"] > 0
+
+
+def test_noise_of_a_sample_does_not_depend_on_the_length_of_its_batch() -> None:
+    """Neither that of its first copy nor that of its second."""
+    spec = small(**BLOCK).spec
+    first, second = (replace(e, response_ids=e.response_ids[:3], steps=None) for e in examples(2))
+    long = replace(second, response_ids=np.full(G, 5))
+    corruption = RandomMasking(copies=2, level="token")
+    hidden = []
+    for other in (second, long):
+        batch = collate_supervised([first, other], response_length=G, spec=spec, num_padding=0)
+        states = corruption.states(responses_of(batch, spec, seed=0, num_padding=0))
+        hidden.append(states.hidden[:2, :3].tolist())
+    assert hidden[0] == hidden[1]
