@@ -86,21 +86,35 @@ class TaskReferences(SupervisedSource):
 class ResponsesFile(SupervisedSource):
     """A file of answered prompts, one JSON object a line (``.jsonl``, also gzipped).
 
-    A row holds ``messages`` (chat turns, the last one the assistant's), or a prompt under
-    ``prompt``, ``instruction`` (with ``input`` below it where that is not empty) or ``question``
-    and a response under ``response``, ``output``, ``completion`` or ``answer``.
+    A row holds ``messages`` (chat turns, the last one the assistant's), ``conversations`` (the same
+    as turns of ``from`` and ``value``, as OpenHermes has them), or a prompt under ``prompt``,
+    ``instruction`` (with ``input`` below it where that is not empty) or ``question`` and a response
+    under ``response``, ``output``, ``completion`` or ``answer``.
+
+    Its ``step_map``, where it has one, holds the step that wrote each token of the response
+    (dLLM-RL, arXiv:2509.06949). Steps behind the last token are left out, and the end of text comes
+    after all others where the map ends before it, as in that release.
 
     Args:
-        path: the file.
-        end_token: token behind every response; the model's first end of text by default.
+        path: the file (also ``.json`` with a list of objects), or a data set on the hub.
+        end_token: token behind every response that does not end in an end of text; the model's
+            first one by default.
+        templated: prompts are texts behind a chat template already, such as those of dLLM-RL's
+            preprocessed files; by default they are user turns.
         limit: most rows to take; all by default.
     """
 
     def __init__(
-        self, path: str, *, end_token: str | None = None, limit: int | None = None
+        self,
+        path: str,
+        *,
+        end_token: str | None = None,
+        templated: bool = False,
+        limit: int | None = None,
     ) -> None:
         self.path = path
         self.end_token = end_token
+        self.templated = templated
         self.limit = limit
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
@@ -109,11 +123,30 @@ class ResponsesFile(SupervisedSource):
         rows = read_rows(self.path, split="train", required=())
         for number, row in enumerate(rows[: self.limit]):
             turns, response = _conversation(row)
+            response_ids = _response_ids(model, response, end_id)
             yield SupervisedExample(
                 uid=f"{Path(self.path).name.partition('.')[0]}/{number:06d}",
-                prompt_ids=_prompt_ids(model, turns),
-                response_ids=_response_ids(model, response, end_id),
+                prompt_ids=self._prompt_ids(row, turns, model),
+                response_ids=response_ids,
+                steps=_step_map(row, response_ids, model.spec.eos_ids),
             )
+
+    def _prompt_ids(
+        self, row: Row, turns: list[dict[str, str]], model: ModelFacts
+    ) -> NDArray[np.int32]:
+        if self.templated and (chats := _CHATS.keys() & row.fields.keys()):
+            raise ValueError(
+                f"{row.origin}: templated expects a prompt that is one text, got {chats.pop()!r}"
+            )
+        raw = _raw_ids(model, turns[0]["content"])
+        if self.templated:
+            return raw
+        if np.isin(raw[:1], list(model.tokenizer.get_added_vocab().values())).any():
+            raise ValueError(
+                f"{row.origin}: the prompt begins with {model.tokenizer.decode(raw[:1])!r}, so it "
+                "went through a chat template already; set templated: true"
+            )
+        return _prompt_ids(model, turns)
 
 
 class RecordedDecodes(SupervisedSource):
@@ -307,11 +340,39 @@ def _prompt_ids(model: ModelFacts, turns: list[dict[str, str]]) -> NDArray[np.in
     return np.array(ids, dtype=np.int32)
 
 
+def _raw_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:
+    return np.array(model.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+
 def _response_ids(model: ModelFacts, text: str, end_id: int) -> NDArray[np.int32]:
-    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return np.array([*ids, end_id], dtype=np.int32)
+    ids = _raw_ids(model, text)
+    if len(ids) and ids[-1] in model.spec.eos_ids:
+        return ids
+    return np.append(ids, np.int32(end_id))
 
 
+def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArray[np.int32] | None:
+    """``(n,)`` steps of a response from 0, where the row has them."""
+    given = row.fields.get("step_map")
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(isinstance(n, int) and n >= 0 for n in given):
+        raise ValueError(f"{row.origin}: 'step_map' must list whole numbers of 0 or more")
+    ends = len(ids) > 0 and ids[-1] in eos_ids
+    if given and ends and len(given) == len(ids) - 1:
+        given = [*given, max(given) + 1]
+    if len(given) < len(ids):
+        raise ValueError(
+            f"{row.origin}: 'step_map' has {len(given)} steps for a response of {len(ids)} tokens; "
+            "was it made with another tokenizer?"
+        )
+    steps = np.array(given[: len(ids)], dtype=np.int32)
+    return steps - steps.min(initial=np.iinfo(np.int32).max)
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+_CHATS = {"messages": "role and content", "conversations": f"from ({', '.join(_ROLES)}) and value"}
+"""Fields that hold turns, and of what."""
 _PROMPT_FIELDS = ("prompt", "instruction", "question")
 _RESPONSE_FIELDS = ("response", "output", "completion", "answer")
 
@@ -319,15 +380,18 @@ _RESPONSE_FIELDS = ("response", "output", "completion", "answer")
 def _conversation(row: Row) -> tuple[list[dict[str, str]], str]:
     """Turns before the response, and the response."""
     fields = row.fields
-    if "messages" in fields:
-        turns = fields["messages"]
+    chat = next((name for name in _CHATS if name in fields), None)
+    if chat is not None:
+        turns = fields[chat]
+        if chat == "conversations" and isinstance(turns, list):
+            turns = [_renamed(turn) for turn in turns]
         if not isinstance(turns, list) or len(turns) < 2 or not all(map(_is_turn, turns)):
             raise ValueError(
-                f"{row.origin}: field 'messages' must list at least two turns with role and content"
+                f"{row.origin}: field {chat!r} must list at least two turns with {_CHATS[chat]}"
             )
         if turns[-1]["role"] != "assistant":
             raise ValueError(
-                f"{row.origin}: the last of 'messages' must be the assistant's, "
+                f"{row.origin}: the last of {chat!r} must be the assistant's, "
                 f"got role {turns[-1]['role']!r}"
             )
         return turns[:-1], turns[-1]["content"]
@@ -335,13 +399,21 @@ def _conversation(row: Row) -> tuple[list[dict[str, str]], str]:
     response = next((name for name in _RESPONSE_FIELDS if name in fields), None)
     if prompt is None or response is None:
         raise ValueError(
-            f"{row.origin}: expected 'messages', or one of {', '.join(_PROMPT_FIELDS)} and one of "
-            f"{', '.join(_RESPONSE_FIELDS)}; got {', '.join(sorted(fields)) or 'nothing'}"
+            f"{row.origin}: expected 'messages', 'conversations', or one of "
+            f"{', '.join(_PROMPT_FIELDS)} and one of {', '.join(_RESPONSE_FIELDS)}; got "
+            f"{', '.join(sorted(fields)) or 'nothing'}"
         )
     text = row.text(prompt)
     if prompt == "instruction" and fields.get("input"):
         text = f"{text}\n\n{row.text('input')}"
     return [{"role": "user", "content": text}], row.text(response)
+
+
+def _renamed(turn: Any) -> Any:
+    """A turn of ``conversations`` as one of ``messages``."""
+    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+        return None
+    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
 
 
 def _is_turn(turn: Any) -> bool:

@@ -23,10 +23,12 @@ from datamodules.supervised_sources import (
 )
 from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
+from lit_dlm.losses.corruption import TraceMasking
+from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.tasks import WordProblems
 from lit_dlm.trajectories.exporters import tabom_row
 from lit_dlm.trajectories.shards import merge_manifest
-from tests.finetuning import EOS, MASK, PAD, Data, examples, small
+from tests.finetuning import EOS, MASK, PAD, Data, G, examples, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 
 
@@ -64,6 +66,7 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
         {"prompt": "2+3", "response": "5"},
         {"instruction": "2+3", "input": "", "output": "5"},
         {"question": "2+3", "answer": "5"},
+        {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
     ]
     path = rows(tmp_path / "a.jsonl", *lines)
     first, *others = ResponsesFile(path).examples(model)
@@ -71,13 +74,47 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
     for other in others:
         assert other.prompt_ids.tolist() == first.prompt_ids.tolist()
         assert other.response_ids.tolist() == first.response_ids.tolist()
-    assert [e.uid for e in [first, *others]] == [f"a/{n:06d}" for n in range(4)]
+    assert [e.uid for e in [first, *others]] == [f"a/{n:06d}" for n in range(5)]
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))
     assert [e.uid for e in ResponsesFile(str(packed), limit=2).examples(model)] == [
         "a/000000",
         "a/000001",
     ]
+
+
+def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    """dLLM-RL's preprocessed files: a JSON list, the end of the answer inside its text.
+
+    The response is three tokens, ``1``, ``2`` and the end. A map from 1 is counted from 0; one
+    without the end gives it a step of its own, one of the whole region is cut.
+    """
+    prompt, response = "<|user|>2+3<|assistant|>", "12<|endoftext|>"
+    maps = [[3, 1, 4], [3, 1], [0, 0, 1, 1, 1], None]
+    path = tmp_path / "sft.json"
+    lines = [{"prompt": prompt, "response": response, "step_map": given} for given in maps]
+    path.write_text(json.dumps(lines))
+    found = list(ResponsesFile(str(path), templated=True).examples(model))
+    plain = rows(tmp_path / "a.jsonl", {"prompt": "2+3", "response": "12"})
+    (expected,) = ResponsesFile(plain).examples(model)
+    for example in found:
+        assert example.prompt_ids.tolist() == expected.prompt_ids.tolist()
+        assert example.response_ids.tolist() == expected.response_ids.tolist()
+    steps = [None if e.steps is None else e.steps.tolist() for e in found]
+    assert steps == [[2, 0, 3], [2, 0, 3], [0, 0, 1], None]
+    assert len(expected.response_ids) == 3
+
+
+def test_trace_training_follows_the_step_map(tmp_path: Path, model: ModelFacts) -> None:
+    """Steps 2, 0, 2 of three tokens: one state predicts the second, the other the rest."""
+    line = {"prompt": "2+3", "response": "12", "step_map": [2, 0, 2]}
+    (example,) = ResponsesFile(rows(tmp_path / "a.jsonl", line)).examples(model)
+    batch = collate_supervised([example], response_length=4, spec=model.spec)
+    responses = responses_of(batch, model.spec, seed=0, num_padding=0)
+    states = TraceMasking().states(responses)
+    assert states.supervised.tolist() == [[False, True, False, False], [True, False, True, False]]
 
 
 def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
@@ -185,13 +222,29 @@ def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"text": "x"}, r"a\.jsonl.*1.*expected 'messages', or one of prompt"),
+        ({"text": "x"}, r"a\.jsonl.*1.*expected 'messages', 'conversations', or one of prompt"),
         ({"messages": [{"role": "user", "content": "x"}]}, "at least two turns"),
         (
             {"messages": [{"role": "user", "content": "x"}] * 2},
             "the last of 'messages' must be the assistant's, got role 'user'",
         ),
         ({"prompt": 3, "response": "x"}, "field 'prompt' must be a text"),
+        (
+            {"prompt": "<|user|>2+3<|assistant|>", "response": "x"},
+            r"begins with '<\|user\|>', .* set templated: true",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "x"}]},
+            r"'conversations' must list at least two turns with from \(human, gpt, system\)",
+        ),
+        (
+            {"prompt": "2+3", "response": "12", "step_map": [0]},
+            "'step_map' has 1 steps for a response of 3 tokens",
+        ),
+        (
+            {"prompt": "2+3", "response": "12", "step_map": [0, -1, 1]},
+            "'step_map' must list whole numbers of 0 or more",
+        ),
     ],
 )
 def test_bad_rows_are_named(
@@ -200,6 +253,13 @@ def test_bad_rows_are_named(
     path = rows(tmp_path / "a.jsonl", line)
     with pytest.raises(ValueError, match=message):
         list(ResponsesFile(path).examples(model))
+
+
+def test_a_templated_file_holds_no_chats(tmp_path: Path, model: ModelFacts) -> None:
+    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    path = rows(tmp_path / "a.jsonl", {"messages": turns})
+    with pytest.raises(ValueError, match="expects a prompt that is one text, got 'messages'"):
+        list(ResponsesFile(path, templated=True).examples(model))
 
 
 def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) -> None:
@@ -252,6 +312,24 @@ def test_a_cut_that_keeps_the_end_of_text_is_told_apart(
     second = replace(second, response_ids=np.array([5, 6, EOS, *[PAD] * 5], dtype=np.int32))
     read(model, first, second, *examples(4)[2:], response_length=5, limit=2)
     assert "cut 2 responses to response_length, 5 tokens, 1 of them before" in caplog.text
+
+
+def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
+    """Answers of 1 to 8 cells in pairs: of a block model, neighbours in length share a batch."""
+    given = examples(64)
+    for number, example in enumerate(given):
+        example.response_ids[number % G :] = EOS
+    columns, uids = {}, {}
+    for grouped in (False, True):
+        data = Data(given, batch_size=2, group_by_length=grouped)
+        spec = small(attention="block", block_size=1, decoder="qwen3").spec
+        data.set_examples(given, spec, num_padding=0)
+        batches = list(data.train_dataloader())
+        columns[grouped] = sum(batch.ids.numel() for batch in batches)
+        uids[grouped] = sorted(uid for batch in batches for uid in batch.uids)
+    assert uids[True] == uids[False] == sorted(example.uid for example in given)
+    real = sum(len(e.prompt_ids) + min(number % G + 1, G) for number, e in enumerate(given))
+    assert real <= columns[True] < 1.1 * real < columns[False]
 
 
 def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) -> None:
