@@ -226,4 +226,5 @@ def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
         else float(result.policy_seconds[number]),
         fill=None if fill is None else fill.by_name(),
         lockstep=None if fill is None else fill.lockstep_score(),
+        response=example.response,
     )

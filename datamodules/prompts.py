@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.trajectories.shards import completed_uids, recover
 
+logger = logging.getLogger(__name__)
+
 
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
@@ -33,6 +36,8 @@ class PromptDataModule(LightningDataModule):
             a hash of its uid.
         batch_size: prompts decoded together; results do not depend on it.
         max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
+        responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
+            give their mean accuracy (avg@k) and pass@k. A larger number goes on from a smaller one.
         methods: decoders to run; all of the module by default.
         assignment: ``each`` runs every method on every example, ``one`` gives each example one
             method, chosen by a hash of its uid.
@@ -50,6 +55,7 @@ class PromptDataModule(LightningDataModule):
         response_length: int | list[int] = 256,
         batch_size: int = 32,
         max_prompt_length: int = 2048,
+        responses_per_prompt: int = 1,
         methods: list[str] | None = None,
         assignment: Literal["each", "one"] = "each",
         results_dir: str | None = None,
@@ -61,6 +67,10 @@ class PromptDataModule(LightningDataModule):
             raise ValueError("tasks: expected at least one task, got none")
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        if responses_per_prompt < 1:
+            raise ValueError(
+                f"responses_per_prompt: expected at least 1, got {responses_per_prompt}"
+            )
         tasks_by_name(tasks)
         self.tasks = tasks
         lengths = [response_length] if isinstance(response_length, int) else response_length
@@ -70,6 +80,7 @@ class PromptDataModule(LightningDataModule):
         self.mix = mix
         self.batch_size = batch_size
         self.max_prompt_length = max_prompt_length
+        self.responses_per_prompt = responses_per_prompt
         self.methods = methods
         self.assignment = assignment
         self.results_dir = results_dir
@@ -97,6 +108,14 @@ class PromptDataModule(LightningDataModule):
             )
         for name in methods:
             module.decoders[name].check(module.backbone)
+        greedy = [name for name in methods if module.decoders[name].sampler.temperature == 0.0]
+        if self.responses_per_prompt > 1 and greedy:
+            logger.warning(
+                "responses_per_prompt: %d responses of %s, whose sampler has temperature 0, differ "
+                "only where the policy draws at random",
+                self.responses_per_prompt,
+                ", ".join(greedy),
+            )
         rank, world = self.trainer.global_rank, self.trainer.world_size
         recorded: set[str] = set()
         if self.trajectories_dir:
@@ -112,7 +131,11 @@ class PromptDataModule(LightningDataModule):
         if self.mix is not None:
             examples = self.mix.chosen(examples)
         for task in self.tasks:
-            mine = examples[task.name][rank::world]
+            mine = [
+                response
+                for example in examples[task.name][rank::world]
+                for response in example.responses(self.responses_per_prompt)
+            ]
             for method in methods:
                 assigned = [e for e in mine if self._assigned(e, methods, method)]
                 done = {e.uid for e in assigned if decode_uid(e, method) in recorded}
@@ -128,7 +151,7 @@ class PromptDataModule(LightningDataModule):
     def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         if self.assignment == "each":
             return True
-        return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
+        return methods[zlib.crc32(example.prompt_uid.encode()) % len(methods)] == method
 
     def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
         """One loader per task and method that has work left; none when all is done."""
@@ -160,7 +183,7 @@ class PromptDataModule(LightningDataModule):
         if isinstance(self.response_length, int):
             return self.response_length
         assert self._module is not None
-        return drawn_length(self.response_length, example.uid, seed=self._module.seed)
+        return drawn_length(self.response_length, example.prompt_uid, seed=self._module.seed)
 
     def _loader(
         self, method: str, length: int, examples: list[PromptExample]

@@ -20,9 +20,10 @@ HEADERS = (
     "steps A", "steps B", "B - A (95 %)",
 )  # fmt: skip
 NOTE = (
-    "Paired on the samples that both have. p: exact McNemar test, two-sided; p (Holm): adjusted "
-    "for all rows. Intervals: paired bootstrap, 10,000 resamples. only A, only B: samples that "
-    "just this one got right. Steps: mean forwards of the backbone."
+    "Paired on the samples that both have; of several responses to a prompt, the first. p: exact "
+    "McNemar test, two-sided; p (Holm): adjusted for all rows. Intervals: paired bootstrap, 10,000 "
+    "resamples. only A, only B: samples that just this one got right. Steps: mean forwards of the "
+    "backbone."
 )
 MAX_DIFFERENCES = 8
 

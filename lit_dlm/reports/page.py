@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from lit_dlm.reports.results import ResultRow
 from lit_dlm.reports.summary import MethodSummary
-from lit_dlm.reports.tables import HEADERS, by_task, markdown_tables, table_cells
+from lit_dlm.reports.tables import by_task, markdown_tables, table_rows
 
 ASSETS = Path(__file__).resolve().parent / "assets" / "report"
 MAX_TEXT = 1200
@@ -157,10 +157,11 @@ def report_markdown(content: ReportContent, *, front: str | None) -> str:
 
 
 def _table(task: str, group: Sequence[MethodSummary]) -> str:
-    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in HEADERS)
+    headers, *texts = table_rows(group)
+    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in headers)
     rows = []
-    for summary in group:
-        first, *others = (html.escape(cell) for cell in table_cells(summary))
+    for text in texts:
+        first, *others = (html.escape(cell) for cell in text)
         cells = "".join(f"<td>{cell}</td>" for cell in others)
         rows.append(f"<tr><th scope=row>{first}</th>{cells}</tr>")
     return (

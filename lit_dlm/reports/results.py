@@ -64,6 +64,13 @@ class ResultRow:
     """Filled share of every region of the decoder's layout before each step and at the end."""
     lockstep: float | None = None
     """How closely the regions kept step, 0 to 1; ``None`` for a decoder without a layout."""
+    response: int = 0
+    """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
+
+    @property
+    def prompt_uid(self) -> str:
+        """Uid of the prompt, which all responses to it share."""
+        return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
 
 class ResultFolder:

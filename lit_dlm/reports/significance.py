@@ -148,6 +148,8 @@ def compare_rows(
 ) -> PairedComparison:
     """Compares two methods on the uids that both have.
 
+    Of several responses to a prompt only the first counts: the tests take samples as independent.
+
     Args:
         rows_a: results of A on one task.
         rows_b: results of B on the same task.
@@ -159,7 +161,9 @@ def compare_rows(
     Raises:
         ValueError: no uid is in both, or samples were not graded.
     """
-    first, second = ({row.uid: row for row in rows} for rows in (rows_a, rows_b))
+    first, second = (
+        {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)
+    )
     common = sorted(first.keys() & second.keys())
     task = rows_a[0].task
     if not common:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ class MethodSummary:
     task: str
     method: str
     n: int
-    """Samples."""
+    """Samples: prompts times responses to each."""
     accuracy: float | None
-    """Fraction of right samples; ``None`` where nothing was graded."""
+    """Fraction of right samples, avg@k with k responses to a prompt; ``None`` where nothing was
+    graded."""
     stderr: float | None
-    """Standard error of the accuracy, ``sqrt(p (1 - p) / n)``."""
+    """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
+    prompt the one that takes prompts as drawn at random and their responses as dependent."""
     nfe: float
     """Mean forwards of the backbone per sample (average steps)."""
     tokens_per_step: float
@@ -43,6 +46,31 @@ class MethodSummary:
     """Fraction of samples whose grading ran out of time."""
     lockstep: float | None = None
     """Mean lockstep score; ``None`` for a method without a layout."""
+    pass_at: dict[str, float] | None = None
+    """pass@k by ``k``, for the powers of two up to the responses to a prompt and their number;
+    ``None`` with one response, or where nothing was graded."""
+
+
+def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
+    """Chance that at least one of ``k`` responses is right, estimated without bias from more.
+
+    Chen et al. 2021 (arXiv:2107.03374), equation 1: ``1 - C(n - c, k) / C(n, k)``. For example
+    2 right of 4 and ``k = 2``: ``1 - C(2, 2) / C(4, 2) = 5 / 6``.
+
+    Args:
+        num_responses: ``n``.
+        num_right: ``c``.
+        k: from 1 to ``n``.
+
+    Raises:
+        ValueError: ``k`` or ``c`` is out of range.
+    """
+    if not 1 <= k <= num_responses or not 0 <= num_right <= num_responses:
+        raise ValueError(
+            f"pass_at_k: expected 1 <= k <= n and 0 <= c <= n, got n = {num_responses}, "
+            f"c = {num_right}, k = {k}"
+        )
+    return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
@@ -56,16 +84,22 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     """
     n = len(rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
-    accuracy: float | None = None
+    accuracy = stderr = pass_at = None
     if any(row.verdict != "ungraded" for row in rows):
         accuracy = sum(row.correct for row in rows) / n
+        grades: defaultdict[str, list[bool]] = defaultdict(list)
+        for row in rows:
+            grades[row.prompt_uid].append(row.correct)
+        errors = (sum(group) - len(group) * accuracy for group in grades.values())
+        stderr = math.sqrt(sum(error * error for error in errors)) / n
+        pass_at = _pass_at(list(grades.values()))
     forwards = sum(row.nfe for row in rows)
     return MethodSummary(
         task=rows[0].task,
         method=rows[0].method,
         n=n,
         accuracy=accuracy,
-        stderr=None if accuracy is None else math.sqrt(accuracy * (1.0 - accuracy) / n),
+        stderr=stderr,
         nfe=forwards / n,
         tokens_per_step=sum(row.response_length for row in rows) / forwards,
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,
@@ -77,7 +111,20 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         unfinished=sum(row.status == "step_limit" for row in rows) / n,
         timeouts=sum(row.verdict == "timeout" for row in rows) / n,
         lockstep=sum(lockstep) / len(lockstep) if lockstep else None,
+        pass_at=pass_at,
     )
+
+
+def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
+    """See :attr:`MethodSummary.pass_at`; up to the fewest responses that a prompt has."""
+    most = min(map(len, grades))
+    if most == 1:
+        return None
+    numbers = [2**power for power in range(1, most.bit_length()) if 2**power < most]
+    return {
+        str(k): sum(pass_at_k(len(group), sum(group), k) for group in grades) / len(grades)
+        for k in [*numbers, most]
+    }
 
 
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:

@@ -12,8 +12,24 @@ from lit_dlm.reports.summary import MethodSummary
 HEADERS = ("method", "accuracy", "steps", "tokens/step", "ms/sample", "n")
 
 
-def table_cells(summary: MethodSummary) -> tuple[str, ...]:
-    """The texts of a table row, as :data:`HEADERS` names them."""
+def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
+    """The texts of a table: :data:`HEADERS`, then one row per method.
+
+    Methods with several responses to a prompt add a last column, the largest k of pass@k.
+
+    Args:
+        summaries: methods of one task.
+    """
+    cells = [_cells(summary) for summary in summaries]
+    if all(summary.pass_at is None for summary in summaries):
+        return [HEADERS, *cells]
+    return [
+        (*HEADERS, "pass@k"),
+        *((*row, _pass_cell(summary)) for row, summary in zip(cells, summaries, strict=True)),
+    ]
+
+
+def _cells(summary: MethodSummary) -> tuple[str, ...]:
     accuracy = "-"
     if summary.accuracy is not None and summary.stderr is not None:
         accuracy = f"{100 * summary.accuracy:.1f} ± {100 * summary.stderr:.1f} %"
@@ -25,6 +41,13 @@ def table_cells(summary: MethodSummary) -> tuple[str, ...]:
         f"{1000 * summary.seconds:.1f}",
         str(summary.n),
     )
+
+
+def _pass_cell(summary: MethodSummary) -> str:
+    if summary.pass_at is None:
+        return "-"
+    k, value = max(summary.pass_at.items(), key=lambda item: int(item[0]))
+    return f"{100 * value:.1f} % (k = {k})"
 
 
 def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[MethodSummary]]]:
@@ -40,13 +63,15 @@ def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
         summaries: in the order wanted.
 
     Returns:
-        Markdown text. Accuracy is in percent with its standard error; ``steps`` are mean forwards
-        of the backbone per sample.
+        Markdown text. Accuracy is in percent with its standard error, over all responses (avg@k);
+        ``steps`` are mean forwards of the backbone per sample.
     """
     parts = []
     for task, group in by_task(summaries):
-        lines = [f"### {task}", "", f"| {' | '.join(HEADERS)} |", "|---|" + "---:|" * 5]
-        lines += [f"| {' | '.join(table_cells(summary))} |" for summary in group]
+        headers, *rows = table_rows(group)
+        lines = [f"### {task}", "", f"| {' | '.join(headers)} |"]
+        lines.append("|---|" + "---:|" * (len(headers) - 1))
+        lines += [f"| {' | '.join(row)} |" for row in rows]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -56,9 +81,10 @@ def terminal_tables(summaries: Sequence[MethodSummary]) -> list[Table]:
     tables = []
     for task, group in by_task(summaries):
         table = Table(title=task, title_justify="left", title_style="bold")
-        for header in HEADERS:
+        headers, *rows = table_rows(group)
+        for header in headers:
             table.add_column(header, justify="left" if header == "method" else "right")
-        for summary in group:
-            table.add_row(*table_cells(summary))
+        for row in rows:
+            table.add_row(*row)
         tables.append(table)
     return tables

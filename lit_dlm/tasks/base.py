@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from lit_dlm.grading import Verdict
@@ -14,7 +14,8 @@ class PromptExample:
     """One problem. ``uid`` is stable and is the key of the sample everywhere."""
 
     uid: str
-    """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit."""
+    """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit. Of
+    several responses to a prompt the second is ``gsm8k/test/00012#1``, and so on."""
     task: str
     """Name of the task, as in the task table."""
     text: str
@@ -24,6 +25,22 @@ class PromptExample:
     is no part of the completion, but graders of code read it in front."""
     reference: dict[str, Any] = field(default_factory=dict)
     """What grading needs (JSON types only)."""
+    response: int = 0
+    """Number of the response, of several to one prompt."""
+
+    @property
+    def prompt_uid(self) -> str:
+        """Uid of the prompt, which is that of its first response."""
+        return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
+
+    def responses(self, count: int) -> list[PromptExample]:
+        """The same problem to be answered several times, each time with a seed of its own.
+
+        Args:
+            count: how many answers; the first is this very example.
+        """
+        others = range(1, count)
+        return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from tests.callbacks.test_shard_writer import LENGTH, Letters, trace_module
 pytestmark = pytest.mark.slow  # whole predict loops
 
 
-def predict(run_dir: Path, module=None, *, count: int = 6, folder="trajectories", more=()) -> None:
+def predict(
+    run_dir: Path, module=None, *, count: int = 6, folder="trajectories", more=(), responses=1
+) -> None:
     data = PromptDataModule(
         [Letters(count)],
         response_length=LENGTH,
         batch_size=3,
+        responses_per_prompt=responses,
         results_dir=str(run_dir / "results"),
         trajectories_dir=None if folder is None else str(run_dir / folder),
     )
@@ -64,6 +68,22 @@ def test_every_row_names_the_trajectory_that_it_came_from(tmp_path):
     predict(tmp_path, module)
     assert module.backbone.forwards == 0
     check(tmp_path, 12)
+
+
+def test_further_responses_join_the_first_ones(tmp_path):
+    """Six prompts by two methods: 12 samples, then one more each; those of before stay as is."""
+    predict(tmp_path)
+    first = {(row.method, row.uid): row for row in rows_of(tmp_path)}
+    predict(tmp_path, responses=2)
+    check(tmp_path, 24)
+    rows = {(row.method, row.uid): row for row in rows_of(tmp_path)}
+    assert {key: rows[key] for key in first} == first
+    others = [row for key, row in rows.items() if key not in first]
+    for row in others:
+        assert (row.response, row.uid) == (1, f"{row.prompt_uid}#1")
+        assert row.seed != first[row.method, row.prompt_uid].seed
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(record["n"], list(record["pass_at"])) for record in summary] == [(12, ["2"])] * 2
 
 
 def test_rows_without_trajectory_are_made_again(tmp_path, caplog):

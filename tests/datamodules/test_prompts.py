@@ -97,6 +97,54 @@ def test_processes_share_the_examples_without_overlap(world: int):
     assert sorted(chain(*parts)) == sorted(whole)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_further_responses_have_names_of_their_own_and_the_first_keeps_its(world: int):
+    options = {"responses_per_prompt": 3, "methods": ["two"]}
+    parts = [
+        _work(PromptDataModule([Letters()], **options), rank=r, world=world) for r in range(world)
+    ]
+    # All responses to a prompt on one process, one behind the other.
+    assert parts[0][:4] == [
+        ("two", f"letters/test/{name}") for name in ("0", "0#1", "0#2", f"{world}")
+    ]
+    wanted = [f"letters/test/{n}{suffix}" for n in range(7) for suffix in ("", "#1", "#2")]
+    assert sorted(uid for _, uid in chain(*parts)) == sorted(wanted)
+
+
+def test_more_responses_go_on_from_fewer(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    done = [f"letters/test/{n}" for n in range(7)] + ["letters/test/2#1"]
+    folder.append([row(uid, task="letters", method="two") for uid in done])
+    data = PromptDataModule(
+        [Letters()], methods=["two"], results_dir=str(tmp_path), responses_per_prompt=2
+    )
+    assert [uid for _, uid in _work(data)] == [f"letters/test/{n}#1" for n in (0, 1, 3, 4, 5, 6)]
+
+
+def test_responses_of_a_prompt_share_method_and_length():
+    data = PromptDataModule(
+        [Letters()], assignment="one", response_length=[3, 4, 5], responses_per_prompt=4
+    )
+    of_prompt: dict[str, set[tuple[str, int]]] = {}
+    _work(data)
+    for loader in data.predict_dataloader():
+        for batch in loader:
+            for example in batch.examples:
+                found = of_prompt.setdefault(example.prompt_uid, set())
+                found.add((batch.method, batch.response_length))
+    assert len(of_prompt) == 7
+    assert all(len(found) == 1 for found in of_prompt.values())
+    assert len(set.union(*of_prompt.values())) > 2
+
+
+def test_equal_responses_of_a_greedy_sampler_are_told(caplog: pytest.LogCaptureFixture):
+    _work(PromptDataModule([Letters()], responses_per_prompt=2))
+    assert "2 responses of one, two, whose sampler has temperature 0" in caplog.text
+    caplog.clear()
+    _work(PromptDataModule([Letters()]))
+    assert caplog.text == ""
+
+
 def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
     folder = ResultFolder(tmp_path)
     folder.append([row(f"letters/test/{n}", task="letters", method="one") for n in (0, 3)], rank=4)

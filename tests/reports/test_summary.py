@@ -1,5 +1,6 @@
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from lit_dlm.reports import (
 )
 from lit_dlm.reports.command import merge_runs
 from lit_dlm.reports.plots import family
+from lit_dlm.reports.summary import pass_at_k
 from tests.reports.test_results import row
 
 
@@ -34,6 +36,43 @@ def test_means_and_standard_error_have_hand_computed_values():
     assert found.useful_tokens_per_step == 32 / 64
     assert found.seconds == pytest.approx((3 * 0.25 + 1.25) / 4)
     assert (found.timeouts, found.unfinished) == (0.25, 0.25)
+
+
+def test_several_responses_to_a_prompt_give_pass_at_k_and_a_wider_error():
+    """Right of four: 4, 2 and 0. avg@4 = 6 / 12, pass@2 = (1 + 5/6 + 0) / 3, pass@4 = 2 / 3.
+
+    Sums of ``x - p`` per prompt are 2, 0 and -2: the error is sqrt(4 + 4) / 12, where twelve
+    independent samples would have sqrt(3) / 12.
+    """
+    rows = [
+        row(f"{prompt}#{n}" if n else prompt, response=n, correct=n < right)
+        for prompt, right in (("a", 4), ("b", 2), ("c", 0))
+        for n in range(4)
+    ]
+    found = summarise(rows)
+    assert (found.n, found.accuracy) == (12, 0.5)
+    assert found.pass_at == pytest.approx({"2": 11 / 18, "4": 2 / 3})
+    assert found.stderr == pytest.approx(math.sqrt(8) / 12)
+    text = markdown_tables([found, summarise([row(method="single")])])
+    assert "| accuracy | steps | tokens/step | ms/sample | n | pass@k |" in text
+    assert "| 12 | 66.7 % (k = 4) |" in text
+    assert text.rstrip().endswith("| 1 | - |")
+    partial = summarise(rows[:-1])  # the last response is not there yet
+    assert list(partial.pass_at) == ["2", "3"]
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 1), (5, 0), (5, 2), (6, 5)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n: int, c: int):
+    grades = [number < c for number in range(n)]
+    for k in range(1, n + 1):
+        draws = list(combinations(grades, k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1)])
+def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int):
+    with pytest.raises(ValueError, match=f"got n = {n}, c = {c}, k = {k}"):
+        pass_at_k(n, c, k)
 
 
 def test_folder_summary_follows_the_given_order_and_writes_json(tmp_path: Path):
