@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,8 +19,6 @@ from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.trajectories.shards import completed_uids, recover
 
-logger = logging.getLogger(__name__)
-
 
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
@@ -38,6 +35,7 @@ class PromptDataModule(LightningDataModule):
         max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
         responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
             give their mean accuracy (avg@k) and pass@k. A larger number goes on from a smaller one.
+            Methods that draw nothing give one response, since all would be equal.
         methods: decoders to run; all of the module by default.
         assignment: ``each`` runs every method on every example, ``one`` gives each example one
             method, chosen by a hash of its uid.
@@ -108,14 +106,6 @@ class PromptDataModule(LightningDataModule):
             )
         for name in methods:
             module.decoders[name].check(module.backbone)
-        greedy = [name for name in methods if module.decoders[name].sampler.temperature == 0.0]
-        if self.responses_per_prompt > 1 and greedy:
-            logger.warning(
-                "responses_per_prompt: %d responses of %s, whose sampler has temperature 0, differ "
-                "only where the policy draws at random",
-                self.responses_per_prompt,
-                ", ".join(greedy),
-            )
         rank, world = self.trainer.global_rank, self.trainer.world_size
         recorded: set[str] = set()
         if self.trajectories_dir:
@@ -131,13 +121,16 @@ class PromptDataModule(LightningDataModule):
         if self.mix is not None:
             examples = self.mix.chosen(examples)
         for task in self.tasks:
-            mine = [
-                response
-                for example in examples[task.name][rank::world]
-                for response in example.responses(self.responses_per_prompt)
-            ]
+            mine = examples[task.name][rank::world]
             for method in methods:
-                assigned = [e for e in mine if self._assigned(e, methods, method)]
+                # Of a method that draws nothing all responses would be equal.
+                count = self.responses_per_prompt if module.decoders[method].draws else 1
+                assigned = [
+                    response
+                    for example in mine
+                    if self._assigned(example, methods, method)
+                    for response in example.responses(count)
+                ]
                 done = {e.uid for e in assigned if decode_uid(e, method) in recorded}
                 if results is not None:
                     graded = results.completed(task.name, method)
@@ -151,7 +144,7 @@ class PromptDataModule(LightningDataModule):
     def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         if self.assignment == "each":
             return True
-        return methods[zlib.crc32(example.prompt_uid.encode()) % len(methods)] == method
+        return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
 
     def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
         """One loader per task and method that has work left; none when all is done."""

@@ -14,6 +14,7 @@ from lit_dlm.decoding.engine import DecodeSettings, decode
 from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer
 from lit_dlm.decoding.policies.base import CommitPolicy
+from lit_dlm.decoding.policies.topk import RandomPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult
@@ -64,6 +65,11 @@ class Decoder:
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
                 f"text ends a region and not the response, got {self.settings.eos_rule!r}"
             )
+
+    @property
+    def draws(self) -> bool:
+        """Whether another seed can give another response."""
+        return self.sampler.temperature > 0.0 or isinstance(self.policy, RandomPolicy)
 
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()

@@ -71,19 +71,23 @@ def test_every_row_names_the_trajectory_that_it_came_from(tmp_path):
 
 
 def test_further_responses_join_the_first_ones(tmp_path):
-    """Six prompts by two methods: 12 samples, then one more each; those of before stay as is."""
+    """Six prompts, of which the method that draws gives one response more."""
     predict(tmp_path)
     first = {(row.method, row.uid): row for row in rows_of(tmp_path)}
     predict(tmp_path, responses=2)
-    check(tmp_path, 24)
+    check(tmp_path, 18)
     rows = {(row.method, row.uid): row for row in rows_of(tmp_path)}
     assert {key: rows[key] for key in first} == first
     others = [row for key, row in rows.items() if key not in first]
     for row in others:
-        assert (row.response, row.uid) == (1, f"{row.prompt_uid}#1")
+        assert (row.method, row.response) == ("random", 1)
+        assert row.uid == f"{row.prompt_uid}#1"
         assert row.seed != first[row.method, row.prompt_uid].seed
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [(record["n"], list(record["pass_at"])) for record in summary] == [(12, ["2"])] * 2
+    found = {record["method"]: (record["n"], record["pass_at"]) for record in summary}
+    assert found["confidence"] == (6, None)
+    assert found["random"][0] == 12
+    assert list(found["random"][1]) == ["2"]
 
 
 def test_rows_without_trajectory_are_made_again(tmp_path, caplog):

@@ -8,7 +8,7 @@ import pytest
 
 from datamodules import PromptDataModule
 from datamodules.prompt_mix import PromptMix
-from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
+from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
@@ -123,7 +123,10 @@ def test_more_responses_go_on_from_fewer(tmp_path: Path):
 
 def test_responses_of_a_prompt_share_method_and_length():
     data = PromptDataModule(
-        [Letters()], assignment="one", response_length=[3, 4, 5], responses_per_prompt=4
+        [Letters()],
+        assignment="one",
+        response_length=[3, 4, 5],
+        responses_per_prompt=4,
     )
     of_prompt: dict[str, set[tuple[str, int]]] = {}
     _work(data)
@@ -137,12 +140,15 @@ def test_responses_of_a_prompt_share_method_and_length():
     assert len(set.union(*of_prompt.values())) > 2
 
 
-def test_equal_responses_of_a_greedy_sampler_are_told(caplog: pytest.LogCaptureFixture):
-    _work(PromptDataModule([Letters()], responses_per_prompt=2))
-    assert "2 responses of one, two, whose sampler has temperature 0" in caplog.text
-    caplog.clear()
-    _work(PromptDataModule([Letters()]))
-    assert caplog.text == ""
+def test_a_method_that_draws_nothing_gives_one_response():
+    """``one`` takes the most probable tokens in the order of confidence."""
+    work = _work(PromptDataModule([Letters()], responses_per_prompt=2))
+    assert [uid for method, uid in work if method == "one"] == [
+        f"letters/test/{n}" for n in range(7)
+    ]
+    assert sum(method == "two" for method, _ in work) == 14
+    assert not Decoder(policy=ConfidencePolicy()).draws
+    assert Decoder(policy=ConfidencePolicy(), sampler=Sampler(temperature=0.1)).draws
 
 
 def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
