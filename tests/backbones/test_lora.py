@@ -252,6 +252,43 @@ def test_published_tabom_configurations_apply(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize(
+    "name", ["dream_prm12k", "dream_ling_coder", "llada_prm12k", "llada_ling_coder"]
+)
+def test_bundled_tabom_adapters_load_from_their_folder(tmp_path: Path, name: str):
+    """The published description over random weights under the keys that peft wrote: W + B A.
+
+    The folders also hold tokenizer files and a model card, which nobody reads here.
+    """
+    source = SHARED / "model_configs" / f"tabom_{name}" / "adapter_config.json"
+    if not source.is_file():
+        pytest.skip(f"no configuration at {source}")
+    is_llada = "llada" in name
+    words = LLADA if is_llada else HF
+    base = random_tensors(words)
+    within = "transformer.blocks.{}.{}" if is_llada else "layers.{}.self_attn.{}"
+    generator = torch.Generator().manual_seed(5)
+    tensors, adapted = {}, dict(base)
+    for layer in range(2):
+        for target in ("q_proj", "v_proj"):
+            key = f"model.{within.format(layer, target)}"
+            rows, columns = base[f"{key}.weight"].shape
+            a = torch.randn(16, columns, generator=generator) * 0.1
+            b = torch.randn(rows, 16, generator=generator) * 0.1
+            tensors[f"base_model.model.{key}.lora_A.weight"] = a
+            tensors[f"base_model.model.{key}.lora_B.weight"] = b
+            adapted[f"{key}.weight"] = base[f"{key}.weight"] + b @ a
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(source.read_bytes())
+    (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    backbone = load_backbone(str(write(tmp_path / "base", words, base)), adapter=folder)
+    expected = load_backbone(str(write(tmp_path / "adapted", words, adapted)))(IDS)
+    torch.testing.assert_close(backbone(IDS), expected, atol=1e-4, rtol=1e-4)  # merged in float32
+    assert not torch.allclose(load_backbone(str(tmp_path / "base"))(IDS), expected)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"peft_type": "LOHA"}, "option peft_type='LOHA' is not supported"),
