@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import graphlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,9 +52,12 @@ def test_no_file_has_a_name_that_says_nothing():
     assert not [path for path in SOURCES if path.name in empty]
 
 
-def test_files_stay_readable():
-    long = {path: len(path.read_text().splitlines()) for path in SOURCES}
-    assert not {str(path): lines for path, lines in long.items() if lines > 500}
+def test_no_import_circles():
+    graph = grimp.build_graph(
+        "lit_dlm", "datamodules", "callbacks", exclude_type_checking_imports=True
+    )
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imported).prepare()  # CycleError names the circle
 
 
 def test_command_line_holds_no_logic():
