@@ -59,7 +59,8 @@ def generate(
     Args:
         backbone: the denoiser, or a name, folder or hub id to load one (on the CPU) from.
         prompts: texts and messages go through the tokenizer's chat template, token ids do not.
-        decode: the decoding method; one token per step by confidence by default.
+        decode: the decoding method; one token per step by confidence by default. Without a window
+            it writes the whole response, or block after block on a block model.
         tokenizer: the tokenizer, or a name, folder or hub id; that of ``backbone`` when this is a
             string. Not needed for token ids.
         response_length: cells to fill.
@@ -71,7 +72,8 @@ def generate(
         The responses.
 
     Raises:
-        ValueError: no prompts, an empty one, or text without a tokenizer.
+        ValueError: no prompts, an empty one, text without a tokenizer, or a window that a block
+            model cannot have.
     """
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts: expected a list with at least one prompt")
@@ -81,7 +83,7 @@ def generate(
         tokenizer = load_tokenizer(tokenizer)
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
-    decoder = decode or Decoder(policy=ConfidencePolicy())
+    decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     count = len(prompts)
     done = Generations(

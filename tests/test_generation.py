@@ -4,10 +4,20 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import lit_dlm
-from lit_dlm.backbones import load_backbone, load_tokenizer
-from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, DualCache, FixedQuota
+from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    ConfidencePolicy,
+    Decoder,
+    DualCache,
+    FixedQuota,
+    FullWindow,
+)
+from tests.backbones.conftest import tiny_architecture
 
 PROMPTS = ["What is 2 + 3?", "Tom has 4 apples and buys 9 more. How many apples has he now?", "Hi"]
 FAST = {"policy": ConfidencePolicy(), "quota": FixedQuota(4)}
@@ -57,6 +67,33 @@ def test_trajectories_are_recorded_on_demand_in_the_order_of_the_prompts(backbon
         assert record.tokens.tolist()[: len(done.ids[number])] == done.ids[number]
         prompt = tokenizer.decode(record.prompt_ids)
         assert PROMPTS[number] in prompt
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_a_block_model_writes_block_after_block_without_being_told(origin):
+    """From the sequence, blocks of 4 hold a prompt's tail and 3 or 2 cells of its response."""
+    torch.manual_seed(3)
+    model = HFBackbone(
+        architecture=tiny_architecture(
+            decoder="qwen3", attention="block", block_size=4, block_origin=origin
+        )
+    ).eval()
+    settings = {"response_length": 10, "trajectories": True}
+    done = lit_dlm.generate(model, [[5, 6, 7, 8, 9], [10, 11]], **settings)
+    for record in done.trajectories:
+        first = record.num_prompt if origin == "sequence" else 0
+        blocks = [(first + cell) // 4 for cell in range(10)]
+        order = sorted(range(10), key=record.commit_step.tolist().__getitem__)
+        assert [blocks[cell] for cell in order] == blocks
+    assert done.decoder["window"]["block_length"] == 4
+    assert done.decoder["window"].get("origin", "response") == origin
+    cached = Decoder(policy=ConfidencePolicy(), cache=BlockCache())
+    assert lit_dlm.generate(model, [[5, 6, 7, 8, 9], [10, 11]], decode=cached, **settings).ids == (
+        done.ids
+    )
+    full = Decoder(policy=ConfidencePolicy(), window=FullWindow())
+    with pytest.raises(ValueError, match=r"window: .* block after block.*got FullWindow"):
+        lit_dlm.generate(model, [[5, 6]], decode=full)
 
 
 def test_a_name_brings_its_own_tokenizer():

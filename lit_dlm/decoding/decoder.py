@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, decode
 from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
@@ -18,7 +19,7 @@ from lit_dlm.decoding.policies.topk import RandomPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult
-from lit_dlm.decoding.windows import FullWindow, Window
+from lit_dlm.decoding.windows import FullWindow, Window, default_window
 
 
 class Decoder:
@@ -39,7 +40,8 @@ class Decoder:
 
         Args:
             policy: which proposals become final.
-            window: where a step may commit; the whole response by default.
+            window: where a step may commit; by default the whole response, or the model's own
+                blocks where its attention has some.
             quota: how many it commits; one per step by default.
             sampler: which tokens are proposed; the most probable ones by default.
             cache: what steps take from earlier forwards; nothing by default.
@@ -52,7 +54,7 @@ class Decoder:
                 behind a marker.
         """
         self.policy = policy
-        self.window = window or FullWindow()
+        self.window = window
         self.quota = quota or FixedQuota()
         self.sampler = sampler or Sampler()
         self.cache = cache or NoCache()
@@ -77,14 +79,14 @@ class Decoder:
         """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`.
 
         Raises:
-            ValueError: the policy was trained for another backbone, or the layout does not fit the
-                canvas.
+            ValueError: the policy was trained for another backbone, the layout does not fit the
+                canvas, or the model cannot have the window.
         """
         self.check(backbone)
         return decode(
             backbone,
             self.prepared(canvas, backbone),
-            window=self.window,
+            window=self.window or default_window(backbone.spec),
             quota=self.quota,
             sampler=self.sampler,
             policy=self.policy,
@@ -103,6 +105,21 @@ class Decoder:
         if callable(check):
             check(backbone)
 
+    def on(self, spec: BackboneSpec) -> Decoder:
+        """This decoder with the window that it has on a model: what is to be described.
+
+        Args:
+            spec: of the model.
+
+        Returns:
+            The decoder itself where it names a window, else a copy that does.
+        """
+        if self.window is not None:
+            return self
+        named = copy.copy(self)
+        named.window = default_window(spec)
+        return named
+
     def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
         """The canvas with the layout's template and regions; doing it twice changes nothing."""
         if self.layout is None:
@@ -112,7 +129,8 @@ class Decoder:
     def describe(self) -> dict[str, Any]:
         """All settings as JSON types, for result files and run records.
 
-        Cache and layout are listed only where there is one, so that older records stay valid.
+        Cache and layout are listed only where there is one, so that older records stay valid. A
+        decoder without a window describes itself as on a model with full attention; see :meth:`on`.
         """
         names = ["policy", "window", "quota", "sampler"]
         if not isinstance(self.cache, NoCache):
@@ -120,6 +138,7 @@ class Decoder:
         if self.layout is not None:
             names.append("layout")
         plugs = {name: getattr(self, name) for name in names}
+        plugs["window"] = self.window or FullWindow()
         return {
             **{name: _describe(plug) for name, plug in plugs.items()},
             "settings": asdict(self.settings),

@@ -22,7 +22,7 @@ from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
 from lit_dlm.decoding.stopwatch import Span
-from lit_dlm.decoding.windows import Window, WindowView, first_column, masks_first
+from lit_dlm.decoding.windows import Window, WindowView, check_window, first_column, masks_first
 from lit_dlm.ops.scores import top_quota
 
 
@@ -83,8 +83,13 @@ def decode(
 
     Returns:
         The final canvas and the counts of every row.
+
+    Raises:
+        ValueError: the canvas holds a mask that may not be written, or the model cannot have the
+            window or the cache.
     """
     settings = settings or DecodeSettings()
+    check_window(window, backbone.spec)
     _, hidden_layers = needs(policy, observers)
     with torch.no_grad():
         state = initial_state(backbone, canvas)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.block import BlockOrigin
 from lit_dlm.decoding.state import DecodeState
 
@@ -156,6 +157,52 @@ class BlockWindow(Window):
         """Settings; the origin only where it is not the response, as in older records."""
         origin = {} if self.origin == "response" else {"origin": self.origin}
         return {"block_length": self.block_length, **origin}
+
+
+def default_window(spec: BackboneSpec) -> Window:
+    """The window of a decode that names none.
+
+    Args:
+        spec: of the model.
+
+    Returns:
+        The model's own blocks with block attention (SDAR, arXiv 2510.06303), else the whole
+        response.
+    """
+    if spec.attention == "full":
+        return FullWindow()
+    assert spec.block_size is not None
+    return BlockWindow(spec.block_size, origin=spec.block_origin)
+
+
+def check_window(window: Window, spec: BackboneSpec) -> None:
+    """Refuses a window in which a block model would write a block before the one left of it.
+
+    No block sees a later one, so what is written ahead would be decided without what stands, or is
+    to stand, before it.
+
+    Args:
+        window: of a decode.
+        spec: of the model.
+
+    Raises:
+        ValueError: the model has block attention, and the window does not stay in its blocks.
+    """
+    if spec.attention == "full":
+        return
+    size, origin = spec.block_size, spec.block_origin
+    assert size is not None
+    if (
+        not isinstance(window, BlockWindow)
+        or window.origin != origin
+        or size % window.block_length != 0
+    ):
+        settings = window.describe() if isinstance(window, BlockWindow) else ""
+        raise ValueError(
+            f"window: {spec.family} writes block after block, so expected BlockWindow with origin "
+            f"{origin!r} and block_length {size} or a divisor, got "
+            f"{type(window).__name__} {settings}".rstrip()
+        )
 
 
 class SlidingWindow(Window):

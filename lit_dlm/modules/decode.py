@@ -128,7 +128,8 @@ class DecodeModule(LightningModule):
             chat_template, kind="chat", option="chat_template"
         )
         self.backbone = backbone
-        self.decoders = expanded(decoders or {}, sweep or {})
+        named = expanded(decoders or {}, sweep or {})
+        self.decoders = {name: decoder.on(backbone.spec) for name, decoder in named.items()}
         self.tokenizer_path = tokenizer
         self.seed = seed
         self.register_state_dict_post_hook(drop_frozen_decoders)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding import Decoder, DecodeSettings, FullWindow, NoQuota, Window, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Window, prompt_canvas
 from lit_dlm.decoding.engine import end_of_text_gate, initial_state
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.decoding.state import Canvas
+from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.modules.state_batch import StateBatch
@@ -32,7 +33,7 @@ class SelectionSettings:
     max_accept_per_step: int | None = 4
     """Most acceptances of a row in one step; ``None`` for no cap."""
     window: Window | None = None
-    """Where a step may commit; the whole response by default."""
+    """Where a step may commit; by default the whole response, or a block model's own blocks."""
     settings: DecodeSettings = field(default_factory=DecodeSettings)
     """Rules of the loop: the end-of-text gate applies to both scores, the rest to the rollout."""
     rollout_prompts: int = 0
@@ -80,7 +81,7 @@ def step_candidates(
         pad_mask=batch.pad_mask,
     )
     state = initial_state(backbone, canvas)
-    candidates = (selection.window or FullWindow()).view(state).candidates
+    candidates = (selection.window or default_window(backbone.spec)).view(state).candidates
     if selection.settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposals)
     return candidates, left_of_window_end(state.masked, candidates) & batch.pad_mask

@@ -95,7 +95,8 @@ def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
             f"got {option!r}"
         )
     plug = getattr(decoder, plug_name)
-    known = [key for key in inspect.signature(type(plug)).parameters if key in vars(plug)]
+    parameters = [] if plug is None else inspect.signature(type(plug)).parameters
+    known = [key for key in parameters if key in vars(plug)]
     _check(option, name, known)
     arguments = {key: getattr(plug, key) for key in known}
     setattr(changed, plug_name, type(plug)(**{**arguments, name: value}))

@@ -32,7 +32,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
-from lit_dlm.decoding.windows import first_column
+from lit_dlm.decoding.windows import default_window, first_column
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.replay import BatchedReplay
 from lit_dlm.trajectories.step_comparison import compare_step
@@ -82,6 +82,7 @@ def teacher_forced(
             f"steps: with {type(decoder.cache).__name__} a step depends on the ones before it, so "
             "all have to be executed; leave the selection of steps out"
         )
+    window = decoder.window or default_window(backbone.spec)
     sampler = _WatchedSampler(decoder.sampler)
     requires, hidden_layers = needs(decoder.policy)
     replay = BatchedReplay(records, device=device)
@@ -90,9 +91,7 @@ def teacher_forced(
     with torch.no_grad():
         canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
         state = initial_state(backbone, canvas)
-        session = decoder.cache.start(
-            backbone, state, window=decoder.window, hidden_layers=hidden_layers
-        )
+        session = decoder.cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
         while True:
             running = replay.num_steps[state.rows] > state.step
             full = running & ~state.masked.any(1)
@@ -112,7 +111,7 @@ def teacher_forced(
                 decision = decide(
                     backbone,
                     state,
-                    window=decoder.window,
+                    window=window,
                     quota=decoder.quota,
                     sampler=sampler,
                     policy=decoder.policy,
@@ -128,7 +127,7 @@ def teacher_forced(
                 if on_step is not None:
                     on_step(len(state.rows))
             else:
-                state = enter_block(state, decoder.window.view(state))
+                state = enter_block(state, window.view(state))
             state = _advanced(state, after)
     return [tally.verdict(tolerance, independent=True) for tally in tallies]
 

@@ -292,7 +292,7 @@ def test_a_full_window_is_one_block():
         ),
         (
             {"attention": "block", "block_size": 4},
-            {"cache": BlockCache(), "window": BlockWindow(4)},
+            {"cache": BlockCache(), "window": BlockWindow(2, origin="sequence")},
             "block_length 4 and origin 'sequence', got BlockWindow",
         ),
         ({}, {"cache": DualCache(), "window": SlidingWindow(4)}, "SlidingWindow has no blocks"),

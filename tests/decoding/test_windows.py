@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_dlm.decoding import BlockWindow, FullWindow, SlidingWindow
-from lit_dlm.decoding.windows import masks_first
+from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, FullWindow, SlidingWindow
+from lit_dlm.decoding.stepped_window import SteppedBlockWindow
+from lit_dlm.decoding.windows import check_window, default_window, masks_first
 from tests.decoding.states import state_with_masks
-from tests.fakes import MASK, PAD
+from tests.fakes import MASK, PAD, fake_spec
 
 # Two prompt columns, then six response columns; 1 = masked.
 MASKS = [[1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
@@ -90,3 +91,54 @@ def test_blocks_from_the_sequence_begin_in_the_prompt():
     assert later.block.tolist() == [1]
     assert window.bounds(11, start=7, length=13, first=2) == (10, 13)
     assert BlockWindow(4).bounds(11, start=7, length=13, first=2) == (11, 13)
+
+
+def _block_spec(origin: str):
+    return fake_spec(attention="block", block_size=4, block_origin=origin)
+
+
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_a_model_with_blocks_brings_its_own_window(origin):
+    spec = _block_spec(origin)
+    window = default_window(spec)
+    assert isinstance(window, BlockWindow)
+    assert (window.block_length, window.origin) == (4, origin)
+    check_window(window, spec)
+    check_window(BlockWindow(2, origin=origin), spec)  # half a block after the other
+    assert isinstance(default_window(fake_spec()), FullWindow)
+    check_window(SlidingWindow(3), fake_spec())
+
+
+@pytest.mark.parametrize(
+    ("window", "got"),
+    [
+        (FullWindow(), "FullWindow"),
+        (SlidingWindow(4), "SlidingWindow"),
+        (SteppedBlockWindow(4, steps=8), "SteppedBlockWindow"),
+        (
+            BlockWindow(8, origin="sequence"),
+            "BlockWindow {'block_length': 8, 'origin': 'sequence'}",
+        ),
+        (
+            BlockWindow(3, origin="sequence"),
+            "BlockWindow {'block_length': 3, 'origin': 'sequence'}",
+        ),
+        (BlockWindow(4), "BlockWindow {'block_length': 4}"),
+    ],
+)
+def test_a_window_that_a_block_model_cannot_have_is_refused(window, got):
+    with pytest.raises(ValueError, match=r"window: .* block after block") as error:
+        check_window(window, _block_spec("sequence"))
+    assert str(error.value).endswith(
+        f"BlockWindow with origin 'sequence' and block_length 4 or a divisor, got {got}"
+    )
+
+
+def test_a_decoder_on_a_model_names_its_window():
+    plain = Decoder(policy=ConfidencePolicy())
+    described = plain.on(_block_spec("sequence")).describe()["window"]
+    assert described == {"name": "BlockWindow", "block_length": 4, "origin": "sequence"}
+    assert plain.on(fake_spec()).describe() == plain.describe()
+    assert plain.describe()["window"] == {"name": "FullWindow"}
+    given = Decoder(policy=ConfidencePolicy(), window=SlidingWindow(3))
+    assert given.on(fake_spec()) is given

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from lit_dlm.backbones import HFBackbone
+from lit_dlm.decoding import ConfidencePolicy, Decoder
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.tasks import PromptExample
-from tests.rollouts import learner
+from tests.rollouts import learner, policy
 
 
 def test_an_answer_may_begin_with_a_text_of_its_own() -> None:
@@ -47,3 +48,16 @@ def test_completions_end_at_an_end_of_text_unless_that_is_switched_off() -> None
         end = backbone.spec.eos_ids[0]
         result = SimpleNamespace(ids=torch.tensor([[two, end, three, end]]), start=0, given=None)
         assert module.completions(result) == ([text], [1])
+
+
+def test_methods_without_a_window_are_described_with_that_of_the_model() -> None:
+    """What run records and result files say, and verification decodes with."""
+    decoders = {"plain": Decoder(policy=ConfidencePolicy())}
+    found = []
+    for family in ({}, {"attention": "block", "block_size": 3}):
+        module = DecodeModule(policy(**family), tokenizer="tiny", decoders=decoders)
+        found.append(module.decoders["plain"].describe()["window"])
+    assert found == [
+        {"name": "FullWindow"},
+        {"name": "BlockWindow", "block_length": 3, "origin": "sequence"},
+    ]

@@ -17,6 +17,7 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DynamicPolicy,
     EvenQuota,
+    FullWindow,
     RandomPolicy,
     Sampler,
 )
@@ -189,7 +190,11 @@ def test_contradictions_are_refused(options: dict[str, Any], message: str) -> No
         ({"block_size": 3}, {"block_size": 6}, "got blocks of 6 from the sequence"),
         ({"block_size": 3}, {"block_alignment": "response"}, "got blocks of 3 from the response"),
         ({"block_size": 3}, {"window": BlockWindow(6, origin="sequence")}, "got blocks of 6"),
-        ({"block_size": 3}, {"window": None}, "decoder's window: blocks of 3 .* got no blocks"),
+        (
+            {"block_size": 3},
+            {"window": FullWindow()},
+            "decoder's window: blocks of 3 .* got no blocks",
+        ),
     ],
 )
 def test_behaviour_is_refused_in_states_that_the_sampler_never_saw(

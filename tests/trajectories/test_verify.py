@@ -13,8 +13,11 @@ import torch
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
+    BlockCache,
     ConfidencePolicy,
     Decoder,
+    DynamicPolicy,
+    EvenQuota,
     FullWindow,
     NoQuota,
     SlidingWindow,
@@ -81,6 +84,24 @@ def test_the_same_settings_are_exact_for_every_kind_of_decoder(
     for verdict in result.verdicts:
         assert verdict.num_checked == verdict.num_agreeing == records[verdict.uid].num_steps
         assert verdict.token_agreement == 1.0
+
+
+def test_rows_of_a_block_model_in_different_blocks_are_exact(tmp_path: Path) -> None:
+    """The decoder names no window, its record that of the model; the rows drift apart."""
+    block = HFBackbone("tiny", spec_overrides={"attention": "block", "block_size": 4})
+    plugs = {"policy": DynamicPolicy(0.5), "quota": EvenQuota(steps_per_block=4)}
+    decoder = Decoder(cache=BlockCache(), **plugs).on(block.spec)
+    records = decoded(block, decoder, "cached", batch_size=4)
+    assert len({record.num_steps for record in records}) > 1
+    run = run_record(block, {"cached": decoder}, batch_size=4)
+    folder = write_set(tmp_path / "set", records, run, block_size=4)
+    for level in (3, 4):
+        result = check(folder, block, level=level)
+        assert not result.failed
+        assert result.counts == {"exact": NUM_TEXTS, "explained": 0, "failed": 0}
+    bare = Decoder(cache=BlockCache(), **plugs)
+    for execute in (teacher_forced, free_running):
+        assert [verdict.outcome for verdict in execute(block, bare, records)] == ["exact"] * 4
 
 
 def test_a_changed_weight_is_named_and_the_records_that_it_changes_fail(
