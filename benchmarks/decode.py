@@ -5,7 +5,11 @@ median counts. On the CPU the unit is seconds of the process's own CPU time, so 
 the machine disturbs little. ``--device cuda`` also says what share of the memory bandwidth and of
 the compute limit the forwards reach.
 
+``--ragged N`` makes prompts up to N tokens shorter, so that the rows of a block model come into
+their blocks at different steps; the time of decoding each row alone is then the baseline.
+
     python benchmarks/decode.py --json
+    python benchmarks/decode.py --block-size 4 --batch 16 --ragged 16 --schemes block
     python benchmarks/decode.py --preset dream-7b --device cuda --dtype bfloat16 --batch 1 16
 """
 
@@ -26,6 +30,7 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
+    Canvas,
     ConfidencePolicy,
     Decoder,
     DualCache,
@@ -135,6 +140,11 @@ class Measurement:
     forwards: int
     forwards_per_second: float
     steps: int
+    """Of the row with the most of them: forwards are as many where rows share each one."""
+    alone_seconds: float | None
+    """Of decoding each row alone, once, for the same tokens; with ``--ragged`` only."""
+    equal_percent: float | None
+    """Tokens that are the same as those of the row alone."""
     loop_overhead_percent: float
     peak_memory_gib: float | None
     bandwidth_percent: float | None = None
@@ -154,10 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(report))
         return
     print(f"{'scheme':<9}{'policy':<17}{'batch':>5}{'tok/s':>10}{'fwd/s':>9}{'fwd':>6}", end="")
+    print(f"{'fwd/step':>10}{'x alone':>9}", end="")
     print(f"{'overhead %':>12}{'peak GiB':>10}{'bandwidth %':>13}{'compute %':>11}")
     for m in measurements:
         print(f"{m.scheme:<9}{m.policy:<17}{m.batch:>5}{m.tokens_per_second:>10.2f}", end="")
         print(f"{m.forwards_per_second:>9.2f}{m.forwards:>6}", end="")
+        ratio = "-" if m.alone_seconds is None else f"{m.alone_seconds / m.seconds:.2f}"
+        print(f"{m.forwards / m.steps:>10.2f}{ratio:>9}", end="")
         print(f"{m.loop_overhead_percent:>12.2f}", end="")
         for value, width in (
             (m.peak_memory_gib, 10), (m.bandwidth_percent, 13), (m.compute_percent, 11)
@@ -172,16 +185,22 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
     clock = _cuda_clock if cuda else time.process_time
     generator = torch.Generator().manual_seed(args.seed)
     prompts = torch.randint(10, backbone.vocab_size, (batch, args.prompt), generator=generator)
-    canvas = prompt_canvas(
-        list(prompts),
-        response_length=args.gen,
-        spec=backbone.spec,
-        seeds=range(batch),
-        device=backbone.device,
-    )
+    shorter = torch.randint(0, args.ragged + 1, (batch,), generator=generator).tolist()
+
+    def canvas_of(rows: range) -> Canvas:
+        return prompt_canvas(
+            [prompts[row][shorter[row] :] for row in rows],
+            response_length=args.gen,
+            spec=backbone.spec,
+            seeds=rows,
+            device=backbone.device,
+        )
+
+    canvas = canvas_of(range(batch))
     cells = [(scheme, policy) for scheme in args.schemes for policy in args.policies]
     times: dict[tuple[str, str], list[tuple[float, float]]] = {cell: [] for cell in cells}
     kept: dict[tuple[str, str], tuple[Meter, int, float | None]] = {}
+    alone: dict[tuple[str, str], tuple[float, float]] = {}
     for repetition in range(args.repetitions + args.warmup):
         for scheme, policy in cells:
             decoder = Decoder(
@@ -202,9 +221,22 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                 delattr(backbone, name)
             if repetition >= args.warmup:
                 times[scheme, policy].append((total, meter.seconds))
+            elif args.ragged:
+                begin = clock()
+                ids = [
+                    decoder(backbone, canvas_of(range(row, row + 1))).ids for row in range(batch)
+                ]
+                seconds = clock() - begin
+                equal = (
+                    torch.cat([row[:, -args.gen :] for row in ids]) == result.ids[:, -args.gen :]
+                )
+                alone[scheme, policy] = seconds, 100.0 * float(equal.double().mean())
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
             kept[scheme, policy] = meter, int(result.num_steps.max()), peak
-    return [_measurement(backbone, args, cell, batch, times[cell], *kept[cell]) for cell in cells]
+    return [
+        _measurement(backbone, args, cell, batch, times[cell], *kept[cell], alone.get(cell))
+        for cell in cells
+    ]
 
 
 def _measurement(
@@ -216,6 +248,7 @@ def _measurement(
     meter: Meter,
     steps: int,
     peak: float | None,
+    alone: tuple[float, float] | None,
 ) -> Measurement:
     total = statistics.median(total for total, _ in times)
     # Of the same repetition, so that both times saw the same machine.
@@ -232,6 +265,8 @@ def _measurement(
         forwards=meter.forwards,
         forwards_per_second=meter.forwards / total,
         steps=steps,
+        alone_seconds=alone[0] if alone else None,
+        equal_percent=alone[1] if alone else None,
         loop_overhead_percent=overhead,
         peak_memory_gib=peak,
         bandwidth_percent=100.0 * weights / inside / bandwidth if bandwidth else None,
@@ -329,6 +364,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shape.add_argument("--device", default="cpu")
     decode = parser.add_argument_group("decoding")
     decode.add_argument("--prompt", type=int, default=128, help="prompt tokens")
+    decode.add_argument("--ragged", type=int, default=0, help="prompts are up to so much shorter")
     decode.add_argument("--gen", type=int, default=128, help="cells to fill")
     decode.add_argument("--block", type=int, help="block length; 32, or the model's block size")
     decode.add_argument("--steps", type=int, default=64, help="steps for the whole response")

@@ -51,7 +51,6 @@ def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -
         ("policy.treshold", 0.5, "'policy.treshold' is unknown; known there: threshold"),
         ("polcy.threshold", 0.5, "got 'polcy.threshold'"),
         ("settings.cap", 1, "'settings.cap' is unknown"),
-        ("window.width", 4, "'window.width' is unknown; known there: none"),
         ("layout.cells", 4, "'layout.cells' is unknown; known there: none"),
         ("policy.threshold", 1.5, r"threshold: expected a probability in 0..1, got 1.5"),
     ],
