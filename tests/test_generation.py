@@ -94,6 +94,8 @@ def test_a_block_model_writes_block_after_block_without_being_told(origin):
     full = Decoder(policy=ConfidencePolicy(), window=FullWindow())
     with pytest.raises(ValueError, match=r"window: .* block after block.*got FullWindow"):
         lit_dlm.generate(model, [[5, 6]], decode=full)
+    with pytest.raises(ValueError, match="got FullWindow"):
+        full.check(model)  # before anything is decoded
 
 
 def test_a_name_brings_its_own_tokenizer():

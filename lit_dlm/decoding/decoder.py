@@ -19,7 +19,7 @@ from lit_dlm.decoding.policies.topk import RandomPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult
-from lit_dlm.decoding.windows import FullWindow, Window, default_window
+from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
 
 
 class Decoder:
@@ -96,11 +96,14 @@ class Decoder:
         )
 
     def check(self, backbone: Backbone) -> None:
-        """Reads what a learned policy needs from disk, and refuses one of another backbone.
+        """Reads what a learned policy needs from disk, and refuses what does not fit the backbone.
 
         Raises:
-            ValueError: the policy's folder is not one, or it was trained for another backbone.
+            ValueError: the policy's folder is not one, it was trained for another backbone, or the
+                model cannot have the window.
         """
+        if self.window is not None:
+            check_window(self.window, backbone.spec)
         check = getattr(self.policy, "check_backbone", None)
         if callable(check):
             check(backbone)
