@@ -25,6 +25,7 @@ import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
 import lit_dlm.rewards
 import lit_dlm.tasks  # noqa: F401
+from lit_dlm import download as downloading
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.profile import command as profiling
 from lit_dlm.reports.command import main as report
@@ -32,18 +33,13 @@ from lit_dlm.reports.compare_command import main as compare
 from lit_dlm.reports.viewer_command import main as view
 from lit_dlm.trajectories.commands import main as traj
 
-
-def profile(arguments: list[str]) -> int:
-    """``lit-dlm profile``: a ``predict`` over a grid of methods."""
-    return profiling.main(arguments, predict=main)
-
-
 COMMANDS = {
     "report": report,
     "traj": traj,
     "view": view,
     "compare": compare,
-    "profile": profile,
+    "profile": lambda arguments: profiling.main(arguments, predict=main),
+    "download": lambda arguments: downloading.main(arguments, parse=main),
 }
 """Commands beside the LightningCLI: each takes its arguments and returns the exit status."""
 

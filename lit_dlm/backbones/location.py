@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import DryRunFileInfo, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """Folder of the embedded models."""
@@ -52,16 +56,70 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
             f"path: {path_or_id!r} is neither an existing folder nor an embedded model "
             f"({', '.join(embedded_names()) or 'none is installed'}) nor a hub id 'owner/name'"
         )
-    patterns = [*_DESCRIPTION_FILES, *(["*.safetensors"] if weights else [])]
     try:
         found = snapshot_download(
-            match["repo"], revision=match["revision"], allow_patterns=patterns
+            match["repo"], revision=match["revision"], allow_patterns=_patterns(weights)
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {error}"
         ) from error
     return Path(found)
+
+
+def is_local(path_or_id: str) -> bool:
+    """Whether :func:`locate` finds a model without the hub."""
+    return path_or_id in embedded_names() or Path(path_or_id).expanduser().exists()
+
+
+def hub_files(
+    hub_id: str, *, weights: bool = True, repo_type: Literal["model", "dataset"] = "model"
+) -> list[DryRunFileInfo]:
+    """What of a repository on the hub would be fetched; nothing is.
+
+    Args:
+        hub_id: ``owner/name``, optionally with ``@revision``.
+        weights: whether the weights are wanted; of a data set all files are.
+        repo_type: kind of the repository.
+
+    Returns:
+        Name, size in bytes and whether it is in the cache already, of every file.
+
+    Raises:
+        ValueError: there is no such repository, or no network.
+    """
+    repo, _, revision = hub_id.partition("@")
+    try:
+        found = snapshot_download(
+            repo,
+            repo_type=repo_type,
+            revision=revision or None,
+            allow_patterns=_patterns(weights) if repo_type == "model" else None,
+            dry_run=True,
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise ValueError(f"{hub_id}: the hub does not tell its files ({reason})") from None
+    return list(found)
+
+
+def in_hub_cache(hub_id: str, *, weights: bool = True) -> bool:
+    """Whether a model of the hub is in the cache; asks no network.
+
+    Args:
+        hub_id: ``owner/name``, optionally with ``@revision``.
+        weights: whether the weights are wanted.
+    """
+    repo, _, revision = hub_id.partition("@")
+    try:
+        folder = snapshot_download(repo, revision=revision or None, local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return False
+    return not weights or any(Path(folder).glob("*.safetensors"))
+
+
+def _patterns(weights: bool) -> list[str]:
+    return [*_DESCRIPTION_FILES, *(["*.safetensors"] if weights else [])]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

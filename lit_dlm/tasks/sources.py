@@ -75,7 +75,7 @@ def read_rows(
     if path.is_file():
         rows = list(_read_file(path))
         where = str(path)
-    elif _looks_local(source):
+    elif not on_hub(source):
         raise ValueError(f"{option}: there is no file or folder {source!r}")
     else:
         rows = _read_hub(source, config=config, split=split, option=option)
@@ -112,8 +112,10 @@ def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> li
     return chosen[:limit]
 
 
-def _looks_local(source: str) -> bool:
-    return source.endswith(_SUFFIXES) or source.startswith(("/", ".", "~")) or source.count("/") > 1
+def on_hub(source: str) -> bool:
+    """Whether a source is looked for on the hub: it is no local file and does not look like one."""
+    looks_local = source.endswith(_SUFFIXES) or source.startswith(("/", ".", "~"))
+    return not (looks_local or source.count("/") > 1 or Path(source).expanduser().exists())
 
 
 def _file_of_split(folder: Path, split: str, option: str) -> Path:
