@@ -76,7 +76,7 @@ def sources(config: Any) -> list[Source]:
     Returns:
         Models first, each once; a tokenizer only where its model is not among them.
     """
-    found = {}
+    found: dict[tuple[str, str, str | None], Source] = {}
     for source in _walk(config, ""):
         found.setdefault((source.kind, source.name, source.split), source)
     models = {source.name for source in found.values() if source.kind == "model"}
@@ -110,7 +110,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
     if module.startswith("lit_dlm.tasks."):
         hub_id = getattr(sys.modules[module], "HUB_ID", None)
         if "path" in inspect.signature(found).parameters and (path or hub_id):
-            yield Source("data", path or hub_id, option, class_path, options.get("split"))
+            yield Source("data", str(path or hub_id), option, class_path, options.get("split"))
     elif module.startswith(("lit_dlm.backbones.", "lit_dlm.rewards.")):
         for key in ("path", "adapter"):
             if isinstance(options.get(key), str):
@@ -182,10 +182,13 @@ def _fetch(named: Sequence[Source], console: Console, *, yes: bool) -> int:
         elif source.kind != "data" and is_local(source.name):
             size, left = "a local folder", 0
         else:
-            repo_type = "dataset" if source.kind == "data" else "model"
-            files = hub_files(source.name, weights=source.kind == "model", repo_type=repo_type)
-            left = sum(file.file_size for file in files if file.will_download)
-            size = _bytes(sum(file.file_size for file in files))
+            files = hub_files(
+                source.name,
+                weights=source.kind == "model",
+                repo_type="dataset" if source.kind == "data" else "model",
+            )
+            left = sum(file.file_size or 0 for file in files if file.will_download)
+            size = _bytes(sum(file.file_size or 0 for file in files))
             wanted.append(source)
         total += left
         table.add_row(source.kind, source.name, size, _bytes(left) if left else "-")

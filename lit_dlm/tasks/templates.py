@@ -89,7 +89,7 @@ class PromptTemplate:
             ValueError: the template needs a field that there is not.
         """
         try:
-            filled = self._template.make_module(fields)
+            filled = self._template.make_module(dict(fields))
         except TemplateError as error:
             raise ValueError(f"template: {error} (there are: {', '.join(fields)})") from None
         return {"text": str(filled), "answer_start": str(getattr(filled, "answer_start", ""))}
