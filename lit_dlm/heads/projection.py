@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -228,7 +227,7 @@ def read_released(path: Path) -> Projector:
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise ValueError(f"{path}: not a checkpoint of tensors ({reason})") from None
     state = stored.get("projection_state") if isinstance(stored, dict) else None

@@ -76,7 +76,7 @@ class PromptTemplate:
         except TemplateError as error:
             raise ValueError(f"template: {error} in {given!r}") from None
 
-    def render(self, fields: Mapping[str, Any]) -> dict[str, str]:
+    def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Fills the template.
 
         Args:
