@@ -160,12 +160,12 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         lines = self.tokenizer(texts)["input_ids"]
         width = max(len(line) for line in lines)
         ids = torch.full((len(lines), width), self.tokenizer.pad_token_id)
-        chance = torch.zeros(len(lines), width)
+        chance = torch.zeros(len(lines), width, dtype=torch.float32)
         for row, line in enumerate(lines):
             first = width - len(line)
             ids[row, first:] = torch.tensor(line)
             chance[row, first:] = torch.tensor(self._hide_chances(line))
-        hidden = torch.rand(chance.shape, generator=generator) < chance
+        hidden = torch.rand(chance.shape, dtype=torch.float32, generator=generator) < chance
         return DrillBatch(ids=ids, pad_mask=ids != self.tokenizer.pad_token_id, hidden=hidden)
 
     def _hide_chances(self, line: Sequence[int]) -> list[float]:

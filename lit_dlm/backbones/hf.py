@@ -294,9 +294,8 @@ class HFBackbone(StoredDecoder, Backbone):
                 f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
                 "the head are not supported"
             )
-        forbidden = self._forbidden
-        if forbidden_ids is not None:
-            forbidden = torch.tensor(forbidden_ids, dtype=torch.long, device=hidden.device)
+        named = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
+        forbidden = torch.tensor(named, dtype=torch.long).to(hidden.device, non_blocking=True)
         is_forbidden = torch.isin(wanted, forbidden)
         if is_forbidden.any():
             raise ValueError(
@@ -309,7 +308,7 @@ class HFBackbone(StoredDecoder, Backbone):
             wanted,
             bias=head.bias,
             logit_scale=self.spec.logit_scale / temperature,
-            forbidden_ids=forbidden,
+            forbidden_ids=named,
         )
 
     def _hidden_index(self, index: int) -> int:

@@ -106,7 +106,7 @@ class ScheduleQuota(Quota):
         self.steps_per_block = steps_per_block
         self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
-        times = torch.linspace(1.0, eps, chosen + 1)
+        times = torch.linspace(1.0, eps, chosen + 1, dtype=torch.float32)
         self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
@@ -114,11 +114,12 @@ class ScheduleQuota(Quota):
         masks = candidates.sum(1)
         if self.steps is None:
             # Rows may be at different steps of their blocks. The last share takes the rest.
-            shares = torch.tensor([*self._shares[:-1], 1.0]).to(masks.device, non_blocking=True)
+            shares = torch.tensor([*self._shares[:-1], 1.0], dtype=torch.float32)
+            shares = shares.to(masks.device, non_blocking=True)
             return (masks * shares[state.block_step.clamp_max(len(shares) - 1)]).long()
         if state.step >= self.steps - 1:
             return masks
-        return (masks * self._shares[state.step]).long()
+        return (masks.float() * self._shares[state.step]).long()
 
     def describe(self) -> dict[str, Any]:
         """The settings that were given."""

@@ -140,7 +140,8 @@ class BlockLayout:
 
     def weights(self, rest: float = 1.0) -> Tensor:
         """``(G,)`` float32 weights of the cells; ``rest`` outside all blocks."""
-        return torch.tensor([*(block.weight for block in self.blocks), rest])[self.region_ids()]
+        weights = [*(block.weight for block in self.blocks), rest]
+        return torch.tensor(weights, dtype=torch.float32)[self.region_ids()]
 
 
 @dataclass(frozen=True, eq=False)

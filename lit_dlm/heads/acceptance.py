@@ -259,7 +259,10 @@ class AcceptanceHead(nn.Module):
         x = self.in_proj(features)
         kept = None
         if self.training and config.target_mask_prob > 0.0:
-            kept = torch.rand(state.shape, device=state.device) >= config.target_mask_prob
+            kept = (
+                torch.rand(state.shape, dtype=torch.float32, device=state.device)
+                >= config.target_mask_prob
+            )
             hidden = (state == PositionState.GEN) & ~kept
             x = torch.where(hidden[..., None], self.hidden_vector, x)
         if config.positions == "learned":
@@ -345,8 +348,7 @@ def sinusoids(distance: Tensor, width: int) -> Tensor:
         ``20000 pi`` in geometric progression.
     """
     half = width // 2
-    frequency = torch.exp(
-        torch.arange(half, device=distance.device) * (-math.log(10000.0) / max(half - 1, 1))
-    )
+    exponent = torch.arange(half, device=distance.device, dtype=torch.float32)
+    frequency = torch.exp(exponent * (-math.log(10000.0) / max(half - 1, 1)))
     angle = distance[..., None].float() * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=-1)

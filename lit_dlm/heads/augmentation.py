@@ -58,6 +58,7 @@ def noisy_features(
         factor = 10.0 ** (-noise.swap_snr_db / 20.0)
         scale = factor * features.norm(dim=-1, keepdim=True)
         drawn = drawn * (scale / drawn.norm(dim=-1, keepdim=True).clamp_min(1e-12))
-        hit = in_response & (torch.rand(in_response.shape, device=pool.device) < noise.swap_prob)
+        chance = torch.rand(in_response.shape, dtype=torch.float32, device=pool.device)
+        hit = in_response & (chance < noise.swap_prob)
         features = torch.where(hit[..., None], features + drawn, features)
     return features

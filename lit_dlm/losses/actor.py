@@ -119,7 +119,7 @@ def actor_loss(
             "policy": policy.detach(),
             "kl": divergence_term.detach(),
             "ratio": torch.where(counted, ratio, 0.0).sum() / count,
-            "clip_fraction": (outside & counted).sum() / count,
+            "clip_fraction": (outside & counted).float().sum() / count,
             "kl_mean": torch.where(counted, divergence, 0.0).sum() / count,
         }
     return LossTerms(policy + beta * divergence_term, parts)

@@ -97,4 +97,4 @@ def group_rows(
     if not len(sample):
         # A forward must run all the same: other processes wait for its backward.
         return sample.new_zeros(1), group.new_full((1,), NEVER - 1), total.new_ones(1).float()
-    return sample, group, (total / exists.sum(1).clamp_min(1)).float()[sample]
+    return sample, group, (total.float() / exists.sum(1).clamp_min(1))[sample]

@@ -28,7 +28,7 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
         ValueError: there is not one score for each hidden cell.
     """
     B, G = hidden.shape
-    weight = (G / hidden.sum(1, keepdim=True).clamp(min=1)).expand(B, G)[hidden]
+    weight = (G / hidden.sum(1, keepdim=True).clamp(min=1).float()).expand(B, G)[hidden]
     if stats.ce.shape != weight.shape:
         raise ValueError(
             f"masked_nelbo: expected scores of {len(weight)} hidden cells, "
@@ -38,6 +38,6 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     with torch.no_grad():
         parts = {
             "cross_entropy": stats.ce.sum() / count,
-            "accuracy": stats.is_top.sum() / count,
+            "accuracy": stats.is_top.float().sum() / count,
         }
     return LossTerms(total=(stats.ce * weight).sum() / (B * G), parts=parts)

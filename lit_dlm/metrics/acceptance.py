@@ -129,7 +129,8 @@ class ThresholdScan(Metric):
         positive = label[:, None].expand_as(accept)
         # True positives, accepted, positives: all that F1 needs.
         facts = torch.stack([accept & positive, accept, positive], dim=-1).double()
-        sampled = torch.rand(len(logits), generator=generator) < self.sample_share
+        draws = torch.rand(len(logits), dtype=torch.float32, generator=generator)
+        sampled = draws < self.sample_share
         self.counts += facts.sum(0)
         self.sample_counts += facts[sampled.to(logits.device)].sum(0)
 

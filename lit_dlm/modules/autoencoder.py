@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
+from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.projector import state_snapshots
 from lit_dlm.modules.state_batch import StateBatch
 
@@ -94,6 +95,10 @@ class AutoencoderModule(LightningModule):
         self.lr_scheduler = lr_scheduler
         self.seed = seed
         self.export_dir = None if export_dir is None else Path(export_dir)
+
+    def setup(self, stage: str) -> None:
+        """Refuses precisions that would round the encoders, too."""
+        check_precision(self.trainer)
 
     def on_train_start(self) -> None:
         """Keeps the frozen backbone in evaluation mode."""

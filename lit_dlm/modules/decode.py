@@ -26,6 +26,7 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
+from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
@@ -156,6 +157,10 @@ class DecodeModule(LightningModule):
                 no place for, or comes from an adapter of other settings.
         """
         require_own_checkpoint(self, checkpoint)
+
+    def setup(self, stage: str) -> None:
+        """Refuses precisions that would round more than the decoder."""
+        check_precision(self.trainer)
 
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``).

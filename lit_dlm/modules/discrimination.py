@@ -39,7 +39,7 @@ class DiscriminationObserver:
         behind_end = is_end.cumsum(1) > 0
         variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
         if state.step == len(self.sums):
-            zero = torch.zeros((), device=variance.device)
+            zero = torch.zeros((), dtype=torch.float32, device=variance.device)
             self.sums.append(zero)
             self.counts.append(zero.long())
         self.sums[state.step] = self.sums[state.step] + variance.float().sum()

@@ -136,7 +136,7 @@ class FinetuneModule(DecodeModule):
         parts = {
             "loss_ce": loss.detach(),
             "num_supervised": count.float(),
-            "accuracy": hits / count.clamp_min(1),
+            "accuracy": hits.float() / count.clamp_min(1),
         }
         sums = {
             "loss_ce": (_weighted_ce(states, stats).detach(), states.num_units()),

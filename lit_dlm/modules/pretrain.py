@@ -140,7 +140,8 @@ class PretrainModule(DecodeModule):
         shown = drill.ids.masked_fill(drill.hidden, self.backbone.spec.mask_id)
         stats = self.backbone.score_tokens(shown, drill.ids, drill.hidden, mask=drill.pad_mask)
         count = max(len(stats.ce), 1)
-        self.log("train/drill_accuracy", stats.is_top.sum() / count, batch_size=len(drill.ids))
+        accuracy = stats.is_top.float().sum() / count
+        self.log("train/drill_accuracy", accuracy, batch_size=len(drill.ids))
         return stats.ce.sum() / count
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

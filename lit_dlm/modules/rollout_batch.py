@@ -156,7 +156,7 @@ def collate_items(
         supervised=torch.cat([item.supervised[:, :length] for item, _ in items]),
         weight=torch.cat([item.weight for item, _ in items]) * factors,
         kl_weight=torch.cat([item.kl_weight for item, _ in items]) * factors,
-        advantage=torch.zeros(offsets[-1]) if advantage is None else advantage,
+        advantage=torch.zeros(offsets[-1], dtype=torch.float32) if advantage is None else advantage,
         num_slots=num_slots or len(items),
         num_rows=sum(item.size * factor for item, factor in items),
         unit=unit,

@@ -206,7 +206,9 @@ class RowBuilder:
     def _items(self, states: NoisyStates, responses: Responses, first: int) -> list[RolloutItem]:
         weight, kl_weight = self._weights(states, responses)
         taken = states.supervised.any(1)
-        share = torch.ones(len(taken)) if states.share is None else states.share
+        share = states.share
+        if share is None:
+            share = torch.ones(len(taken), dtype=torch.float32)
         if states.view_of is not None:
             kind = states.view_of
         elif self.copies > 1:
@@ -253,7 +255,7 @@ class RowBuilder:
         supervised = states.supervised
         maskable = responses.maskable[states.sample]
         R, G = supervised.shape
-        one = torch.ones(R, G)
+        one = torch.ones(R, G, dtype=torch.float32)
         if states.share is not None:
             one = one * states.share[:, None]
         if self.normalise == "max_gen_length":
@@ -267,7 +269,7 @@ class RowBuilder:
         else:
             blocks = responses.blocks[states.sample]
             place = blocks - blocks.amin(1, keepdim=True)
-            count = torch.zeros(R, int(place.max()) + 1)
+            count = torch.zeros(R, int(place.max()) + 1, dtype=torch.float32)
             count.scatter_add_(1, place, supervised.float())
             weight = one / count.gather(1, place).clamp_min(1)
         undivided = self.normalise == "reference" and responses.blocks is None

@@ -172,7 +172,9 @@ def fill_advantages(
     Returns:
         Advantages and values of all tokens.
     """
-    rewards = torch.tensor([float(record.meta["reward"]) for record in records])
+    rewards = torch.tensor(
+        [float(record.meta["reward"]) for record in records], dtype=torch.float32
+    )
     compared = torch.zeros_like(rewards)
     for group in groups_of(records):
         compared[group] = group_advantages(rewards[group], kind)
@@ -193,9 +195,9 @@ def fill_advantages(
         given = record.meta.get("token_rewards")
         if given is not None:
             token_rewards[number, : len(given)] += (
-                torch.tensor(given) * members[number, : len(given)]
+                torch.tensor(given, dtype=torch.float32) * members[number, : len(given)]
             )
-    values = torch.zeros(len(records), G)
+    values = torch.zeros(len(records), G, dtype=torch.float32)
     known = members
     if value is not None:
         mine = range(rank, len(records), world_size)
@@ -261,7 +263,7 @@ def _values(
     move: Move,
 ) -> Tensor:
     """``(num_records, G)`` values of the items' tokens before they were written, else 0."""
-    values = torch.zeros(len(records), length)
+    values = torch.zeros(len(records), length, dtype=torch.float32)
     for first in range(0, len(items), batch_size):
         chosen = items[first : first + batch_size]
         batch = collate_items([(item, 1.0) for item in chosen], records, module.row_spec)

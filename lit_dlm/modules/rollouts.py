@@ -203,13 +203,13 @@ class SampledLogProb(Observer):
     requires: frozenset[str] = frozenset({"drawn"})
 
     def __init__(self) -> None:
-        self.log_prob = torch.empty(0)
+        self.log_prob = torch.empty(0, dtype=torch.float32)
         """``(B, G)`` float32 after the decode; NaN where no proposal was written."""
 
     def on_start(self, state: DecodeState) -> None:
         """Prepares the table."""
         shape = (len(state.rows), state.ids.shape[1] - state.start)
-        self.log_prob = torch.full(shape, torch.nan, device=state.ids.device)
+        self.log_prob = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
 
     def on_step(self, record: StepRecord) -> None:
         """Notes the proposals that were written."""

@@ -181,7 +181,7 @@ def roll_out(
         is_end = torch.isin(wanted, torch.tensor(backbone.spec.eos_ids))
         # The answer and its first end of text; the fill behind it would drown the rest.
         answer = is_end.cumsum(1) - is_end.long() == 0
-        agreeing = ((got == wanted) & answer).sum(1) / answer.sum(1)
+        agreeing = ((got == wanted) & answer).sum(1).float() / answer.sum(1)
         outcome = replace(
             outcome,
             agreeing=outcome.agreeing + float(agreeing.sum()),

@@ -305,7 +305,9 @@ class TraceLockModule(DecodeModule):
         accumulated = batch_idx % self.trainer.accumulate_grad_batches
         seed = _mixed_seed(self.seed, self.global_step, accumulated)
         draws = torch.rand(
-            B * self.trainer.world_size, generator=torch.Generator().manual_seed(seed)
+            B * self.trainer.world_size,
+            dtype=torch.float32,
+            generator=torch.Generator().manual_seed(seed),
         )
         first = B * self.trainer.global_rank
         return draws[first : first + B].to(batch.ids.device)
@@ -353,7 +355,8 @@ class TraceLockModule(DecodeModule):
         generator = torch.Generator().manual_seed(
             self.seed + 100_000 * self.global_step + batch_idx
         )
-        share = torch.rand(len(batch.ids), generator=generator).to(batch.ids.device)
+        share = torch.rand(len(batch.ids), dtype=torch.float32, generator=generator)
+        share = share.to(batch.ids.device)
         self.scores.update(logits, label, output.tau[batch.is_real], generator)
         visible = self._cropped(seen, share)
         cropped = self.scorer(seen.features, seen.state, visible).decision_logits

@@ -14,6 +14,7 @@ Rows that need no loss should never get here: pick them before the head, which s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def token_stats(
     *,
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
-    forbidden_ids: Tensor | Sequence[int] = (),
+    forbidden_ids: Sequence[int] = (),
     chunk_rows: int | None = None,
 ) -> TokenStats:
     """Scores one target per hidden row under ``softmax(logit_scale * (rows weight^T + bias))``.
@@ -69,8 +70,8 @@ def token_stats(
         targets: ``(N,)`` int64 ids below ``V``.
         bias: ``(V,)`` floating point, where the head has one.
         logit_scale: factor on the logits; an inverse temperature goes here, too.
-        forbidden_ids: ``(M,)`` int64 or integers: ids that have no probability. A target among
-            them has infinite cross-entropy.
+        forbidden_ids: ids that have no probability. A target among them has infinite
+            cross-entropy.
         chunk_rows: rows worked on together; :data:`CHUNK_ROWS` by default. It changes memory and
             speed, and results by rounding alone.
 
@@ -97,13 +98,29 @@ def token_stats(
         chunk_rows = CHUNK_ROWS
     elif chunk_rows < 1:
         raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
-    forbidden = torch.as_tensor(forbidden_ids, dtype=torch.long, device=rows.device)
-    # Only a list as long as the vocabulary can name all of it, so this seldom looks at the values.
-    if len(forbidden) >= V and len(forbidden.unique()) >= V:
+    forbidden = _Forbidden.of(forbidden_ids, rows.device)
+    if len(forbidden.ids) >= V:
         raise ValueError(f"forbidden_ids: all {V} ids are forbidden, none is left to predict")
     arguments = (rows, weight, bias, targets, float(logit_scale), forbidden, chunk_rows)
     with _full_precision(rows):
         return TokenStats(*_FusedHead.apply(*arguments))
+
+
+class _Forbidden(NamedTuple):
+    """Ids in ascending order, on the host and on the device, so that no slice waits for either."""
+
+    ids: list[int]
+    there: Tensor
+
+    @classmethod
+    def of(cls, ids: Sequence[int], device: torch.device) -> _Forbidden:
+        known = sorted(set(ids))
+        return cls(known, torch.tensor(known, dtype=torch.long).to(device, non_blocking=True))
+
+    def within(self, part: slice) -> Tensor | None:
+        """Those of a slice of the vocabulary, counted from its first; ``None`` without any."""
+        first, last = (bisect_left(self.ids, bound) for bound in (part.start, part.stop))
+        return None if first == last else self.there[first:last] - part.start
 
 
 class _FusedHead(torch.autograd.Function):
@@ -117,7 +134,7 @@ class _FusedHead(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         scale: float,
-        forbidden: Tensor,
+        forbidden: _Forbidden,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         N = len(rows)
@@ -150,8 +167,8 @@ class _FusedHead(torch.autograd.Function):
         # Rounding can leave a certain prediction a hair below zero.
         entropy = (log_total - moment / total).clamp_min_(0.0)
         is_top = target == top
-        ctx.save_for_backward(rows, weight, bias, targets, forbidden, top, log_total, entropy)
-        ctx.scale, ctx.chunk_rows = scale, chunk_rows
+        ctx.save_for_backward(rows, weight, bias, targets, top, log_total, entropy)
+        ctx.scale, ctx.chunk_rows, ctx.forbidden = scale, chunk_rows, forbidden
         ctx.mark_non_differentiable(is_top)
         ctx.set_materialize_grads(False)
         return ce, entropy, is_top
@@ -161,7 +178,7 @@ class _FusedHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_ce: Tensor | None, grad_entropy: Tensor | None, _is_top: None
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, forbidden, top, log_total, entropy = ctx.saved_tensors
+        rows, weight, bias, targets, top, log_total, entropy = ctx.saved_tensors
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dtype = _compute_dtype(rows)
         grad_rows = torch.zeros_like(rows, dtype=dtype) if wants_rows else None
@@ -169,7 +186,7 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
         with _full_precision(rows):
             for chunk, part, logits, probs in _logit_slices(
-                rows, weight, bias, ctx.scale, forbidden, ctx.chunk_rows
+                rows, weight, bias, ctx.scale, ctx.forbidden, ctx.chunk_rows
             ):
                 # One after the other: their sum would be rounded.
                 log_probs = logits.sub_(top[chunk, None]).sub_(log_total[chunk, None])
@@ -182,7 +199,7 @@ class _FusedHead(torch.autograd.Function):
                     grad_ce=None if grad_ce is None else grad_ce[chunk, None],
                     grad_entropy=None if grad_entropy is None else grad_entropy[chunk, None],
                 )
-                inside = _within(forbidden, part)
+                inside = ctx.forbidden.within(part)
                 if inside is not None:
                     # A forbidden target has an infinite loss but no logit to blame.
                     grad.index_fill_(1, inside, 0.0)
@@ -243,7 +260,7 @@ def _logit_slices(
     weight: Tensor,
     bias: Tensor | None,
     scale: float,
-    forbidden: Tensor,
+    forbidden: _Forbidden,
     chunk_rows: int,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yields rows, ids, their logits, and a spare buffer as large; the next slice reuses both."""
@@ -267,17 +284,10 @@ def _logit_slices(
                 logits += bias[part].to(dtype)
             if scale != 1.0:
                 logits *= scale
-            inside = _within(forbidden, part)
+            inside = forbidden.within(part)
             if inside is not None:
                 logits.index_fill_(1, inside, float("-inf"))
             yield chunk, part, logits, spare_buffer[: size[0] * size[1]].view(size)
-
-
-def _within(ids: Tensor, part: slice) -> Tensor | None:
-    """The ids of a slice of the vocabulary, counted from its first; ``None`` if none is named."""
-    if not len(ids):
-        return None
-    return ids[(ids >= part.start) & (ids < part.stop)] - part.start
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lit_dlm.ops import fused_head
 from lit_dlm.ops.fused_head import TokenStats, token_stats
@@ -267,3 +268,15 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
     }
     with pytest.raises(ValueError, match=message):
         token_stats(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_no_slice_waits_for_the_device() -> None:
+    """A size that depends on values, or a value that is read, fails on fake tensors."""
+    with FakeTensorMode():
+        rows = torch.empty(8, 6, requires_grad=True)
+        weight = torch.empty(1000, 6, requires_grad=True)
+        targets = torch.empty(8, dtype=torch.long)
+        stats = token_stats(rows, weight, targets, forbidden_ids=(0, 5, 999, 300), chunk_rows=4)
+        (stats.ce + stats.entropy).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape

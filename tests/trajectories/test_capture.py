@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lit_dlm.decoding import (
     BlockWindow,
@@ -23,10 +24,12 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
     prompt_canvas,
 )
+from lit_dlm.decoding.engine import initial_state
 from lit_dlm.trajectories import from_history
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
 from lit_dlm.trajectories.codec import decode_block, encode_block
 from lit_dlm.trajectories.kept_steps import KeptSteps
+from lit_dlm.trajectories.step_buffer import HostCopies
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
 from tests.trajectories.samples import assert_same, random_history
 
@@ -353,3 +356,78 @@ def test_features_of_masked_rows_alone_equal_those_of_all_rows_there():
                 x, y = a.features.dequantized()[k], b.features.dequantized()[k]
                 np.testing.assert_array_equal(x[masked], y[masked])
                 assert not y[~masked].any()
+
+
+class NoWaits(TorchFunctionMode):
+    """Fails where work on the meta device would wait for it, were it a GPU.
+
+    Reading values of a meta tensor fails by itself; what is left are copies from the host.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            raise AssertionError("torch.tensor copies to a device and waits")
+        if func is Tensor.to and args[0].device.type == "cpu" and "meta" in str(args[1]):
+            assert kwargs.get("non_blocking"), "a copy to the device that waits"
+        return func(*args, **kwargs)
+
+
+def test_no_step_at_level_features_waits_for_the_device(monkeypatch):
+    """Copies to the host go to a stream of their own, for which a stand-in is enough."""
+    monkeypatch.setattr(
+        HostCopies, "add", lambda _self, tensor: torch.empty_like(tensor, device="cpu")
+    )
+    capture = TrajectoryCapture(
+        vocab_size=VOCAB, level="features", features=feature_capture(step_ratio=1.0)
+    )
+    canvas = prompt_canvas([[3], [4, 5]], response_length=G, spec=fake_spec(), seeds=[1, 2])
+    state = initial_state(TableBackbone(logits, VOCAB), canvas)
+    capture.on_start(state)
+    on_device = {
+        name: value.to("meta") for name, value in vars(state).items() if isinstance(value, Tensor)
+    }
+    state = replace(state, **on_device)
+    scores = torch.empty(state.ids.shape, device="meta")
+    proposal = Proposal(
+        ids=state.ids,
+        prob=scores,
+        hidden=torch.empty(*state.ids.shape, 2, 4, device="meta"),
+        raw_prob=scores,
+        raw_entropy=scores,
+    )
+    record = StepRecord(
+        state=state,
+        proposal=proposal,
+        candidates=state.masked,
+        commit=state.masked,
+        scores=scores,
+        new_ids=state.ids,
+    )
+    with NoWaits():
+        capture.on_step(record)
+    assert "region" in capture.requires
+
+
+def test_only_steps_that_are_kept_look_at_the_whole_response():
+    """One row in blocks of two cells: the backbone is asked for more only at the planned steps."""
+    asked = []
+
+    class Counting(TableBackbone):
+        def denoise(self, ids, *, columns=None, **options):
+            asked.append(columns.shape[1])
+            return super().denoise(ids, columns=columns, **options)
+
+    decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(2))
+    capture = TrajectoryCapture(
+        vocab_size=VOCAB, level="features", features=feature_capture(step_ratio=0.3)
+    )
+    canvas = prompt_canvas([[3]], response_length=G, spec=fake_spec(), seeds=[11])
+    decoder(Counting(logits, VOCAB), canvas, [capture])
+    plan = KeptSteps([11], ratio=0.3)
+    kept = set(plan.steps(0, G))
+    assert 0 < len(kept) < G
+    assert asked == [G if step in kept else 2 for step in range(G)]
+    (record,) = capture.trajectories(["a"])
+    assert record.features is not None
+    assert record.features.kept_steps.tolist() == sorted(kept)

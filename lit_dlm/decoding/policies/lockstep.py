@@ -96,7 +96,7 @@ class LockstepPolicy(CommitPolicy):
         if least is not None:
             # What is committed anyway counts first, then the row's most probable cells, whatever
             # their region; float64 keeps the order of the probabilities.
-            order = proposal.prob.double() + 2.0 * commit
+            order = proposal.prob.double() + 2.0 * commit.double()
             commit = commit | top_quota(order, candidates, least)
         return Selection(commit, proposal.prob)
 
