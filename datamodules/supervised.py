@@ -282,7 +282,7 @@ class SupervisedDataModule(LightningDataModule):
             rank=rank,
             world_size=world_size,
             numbers=self.train_numbers,
-            lengths=[self._dataset.row_length(number) for number in self.train_numbers]
+            lengths=[self._dataset.row_length(int(number)) for number in self.train_numbers]
             if self.group_by_length
             else None,
             batches_done=lambda: batches_done(self.trainer, len(plan)),

@@ -12,7 +12,7 @@ import torch
 
 from callbacks.adapter_checkpoint import AdapterCheckpoint
 from callbacks.discrimination import DiscriminationScore
-from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, prompt_canvas
+from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, SequentialPolicy, prompt_canvas
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.sft import SFTModule
@@ -62,6 +62,18 @@ def test_curve_equals_a_slow_loop_over_recorded_entropies() -> None:
     assert curve[: len(wanted)] == pytest.approx(wanted, abs=2e-3)
     assert score == pytest.approx(np.mean(wanted), abs=2e-3)
     assert not any(curve[len(wanted) :])
+
+
+def test_the_score_reads_the_model_whatever_the_sampler_scores() -> None:
+    """Greedy and from left to right, so that the states are the same."""
+    backbone, totals = small(), []
+    canvas = prompt_canvas([[3], [4, 5]], response_length=8, spec=backbone.spec, seeds=[0, 1])
+    for sampler in (Sampler(), Sampler(top_p=0.3, score_on="filtered")):
+        observer = DiscriminationObserver()
+        Decoder(policy=SequentialPolicy(), sampler=sampler)(backbone, canvas, [observer])
+        totals.append(observer.totals()[0])
+    assert totals[0].sum() > 0
+    assert torch.equal(*totals)
 
 
 def tuned(**sampler: object) -> SFTModule:
