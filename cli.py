@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("WDS_SECURE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -54,6 +55,13 @@ class CLI(LightningCLI):
         parser.add_argument(
             "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
         )
+        parser.add_argument(
+            "--tf32", type=bool, default=False, help="Whether GPUs multiply float32 in TF32."
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Sets the precision of float32 products on GPUs, as a release's ``enable_tf32`` does."""
+        torch.backends.cuda.matmul.allow_tf32 = self.config[self.subcommand].tf32
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds the progress bar unless it is switched off."""

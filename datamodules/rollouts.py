@@ -33,6 +33,7 @@ from datamodules.rollout_collection import (
 from datamodules.rollout_facts import rollout_facts
 from datamodules.rollout_loader import ItemDataset, item_loader, prompt_loader
 from datamodules.rollout_progress import RolloutProgress
+from datamodules.updates import set_accumulation
 from lit_dlm.modules.rollout_batch import RolloutBatch
 from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
 from lit_dlm.modules.rollout_validation import (
@@ -82,6 +83,8 @@ class RolloutDataModule(LightningDataModule):
         max_prompt_length: prompts with more tokens are left out.
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; rows that are packed are one.
+        rows_per_update: most rows of one update over all processes, from which the trainer's
+            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         filters: groups that one of them drops are not trained on.
         max_rollout_rounds: rounds of rollouts per RL step; from the second on dropped groups are
             made up for by new prompts.
@@ -114,6 +117,7 @@ class RolloutDataModule(LightningDataModule):
         max_prompt_length: int = 784,
         rollout_batch_size: int = 64,
         batch_size: int = 8,
+        rows_per_update: int | None = None,
         filters: list[GroupFilter] | None = None,
         max_rollout_rounds: int = 1,
         overlong_is_wrong: bool = True,
@@ -138,6 +142,7 @@ class RolloutDataModule(LightningDataModule):
         self.max_prompt_length = max_prompt_length
         self.rollout_batch_size = rollout_batch_size
         self.batch_size = batch_size
+        self.rows_per_update = rows_per_update
         self.filters = filters or []
         self.max_rollout_rounds = max_rollout_rounds
         self.overlong_is_wrong = overlong_is_wrong
@@ -168,12 +173,20 @@ class RolloutDataModule(LightningDataModule):
         """Tokenises prompts and prepares engine, rewards and validation.
 
         Raises:
-            ValueError: the module cannot be trained on rollouts, or no prompt is short enough.
+            ValueError: the module cannot be trained on rollouts, no prompt is short enough, or the
+                rows of an update do not divide.
         """
         if self._collector is not None or stage not in ("fit", "validate", None):
             return
         module = self._module()
         assert self.trainer is not None
+        if stage == "fit":
+            set_accumulation(
+                self.trainer,
+                self.rows_per_update,
+                batch_size=self.batch_size,
+                packing=module.rows.copies,
+            )
         save_at_ends_of_epochs(self.trainer)
         stop_at_ends_of_epochs(self.trainer)
         if self.source == "shards":

@@ -20,6 +20,7 @@ from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
 from datamodules.resuming import batches_done, place, planned_loader, refuse_overfit_batches
 from datamodules.supervised_sources import ModelFacts, SupervisedSource
 from datamodules.trajectories import is_validation
+from datamodules.updates import set_accumulation
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
@@ -95,6 +96,8 @@ class SupervisedDataModule(LightningDataModule):
             padding (transformers' option of that name): runs of 50 batches of the shuffled order
             are sorted by length, and their batches shuffled. Useful with ``batch_size`` above 1 on
             block models, whose rows end with their answers.
+        rows_per_update: examples of one update over all processes, from which the trainer's
+            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         max_prompt_length: examples with longer prompts are left out.
         overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
@@ -118,6 +121,7 @@ class SupervisedDataModule(LightningDataModule):
         response_length: int = 256,
         batch_size: int = 8,
         group_by_length: bool = False,
+        rows_per_update: int | None = None,
         max_prompt_length: int = 256,
         overlong: Literal["cut", "drop"] = "cut",
         missing_order: Literal["none", "ltr"] = "none",
@@ -148,6 +152,7 @@ class SupervisedDataModule(LightningDataModule):
         self.response_length = response_length
         self.batch_size = batch_size
         self.group_by_length = group_by_length
+        self.rows_per_update = rows_per_update
         self.max_prompt_length = max_prompt_length
         self.overlong = overlong
         self.missing_order = missing_order
@@ -164,10 +169,12 @@ class SupervisedDataModule(LightningDataModule):
         Raises:
             ValueError: the module cannot be fine-tuned, no example is left, two have one uid, one
                 holds an id that the model does not have or may not produce, or lacks a decode that
-                the module's states are made from; or Lightning is to repeat batches.
+                the module's states are made from; Lightning is to repeat batches; or the rows of an
+                update do not divide.
         """
-        del stage
         refuse_overfit_batches(self.trainer, instead="data.limit")
+        if stage == "fit" and self.trainer is not None:
+            set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
         if self._dataset is not None:
             return
         module = self.trainer.lightning_module if self.trainer is not None else None

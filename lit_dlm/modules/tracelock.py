@@ -422,11 +422,7 @@ class TraceLockModule(DecodeModule):
     # -- files -----------------------------------------------------------------------------------
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the length of this run in its schedule, where ``OneCycleLR`` restores the old one.
-
-        Raises:
-            ValueError: the weights are not those of this model.
-        """
+        """Leaves a schedule the length of this run, where ``OneCycleLR`` restores the old one."""
         super().on_load_checkpoint(checkpoint)
         for state in checkpoint.get("lr_schedulers", ()):
             for length in ("total_steps", "_schedule_phases"):

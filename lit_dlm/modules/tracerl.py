@@ -78,8 +78,7 @@ class TraceRLModule(FinetuneModule):
         block_size: cells of a block in training rows; the model's own by default. A larger one
             grows the blocks while rollouts still have the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
-            row is one item of ``data.batch_size``: with ``K`` states in each, updates on as many
-            states as before need ``accumulate_grad_batches`` divided by ``K``.
+            row is one item of ``data.batch_size`` and ``packing`` rows of ``data.rows_per_update``.
         num_padding: cells of fill behind an answer that are trained, ``null`` for all
             (``post_num`` in dLLM-RL).
         seed: base seed of rollouts and states.

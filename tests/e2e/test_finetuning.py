@@ -120,6 +120,14 @@ def test_the_other_recipes_run(run_dir: Path, name: str) -> None:
     assert (run_dir / name / "adapters" / "last" / "adapter_config.json").is_file()
 
 
+def test_an_update_of_rows_that_do_not_divide_is_one_clear_error(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--run_dir", str(run_dir), "--data.batch_size", "8", "--data.rows_per_update", "12")
+    error = fails(capsys, "fit", "--config", str(EXP / "tabom_tiny.yaml"), *given, *QUIET)
+    assert "multiple of batch_size x packing x processes = 8 x 1 x 1, got 12" in error
+
+
 def test_reference_answers_are_as_many_as_the_comparison_takes() -> None:
     """The script and its page promise equally many examples for every method."""
     config = yaml.safe_load((EXP / "sft_gt_tiny.yaml").read_text())

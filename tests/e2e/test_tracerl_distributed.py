@@ -64,7 +64,7 @@ def learning(kind: str) -> TraceRLModule:
 
 
 def two_rl_steps(
-    folder: Path, *, accumulate: int, kind: str = "lora", **options: Any
+    folder: Path, *, kind: str = "lora", **options: Any
 ) -> tuple[Weights, list[dict[str, Any]], int, dict[str, set[bool]]]:
     """Three prompts: with two processes one has twice the rollouts of the other.
 
@@ -78,6 +78,7 @@ def two_rl_steps(
         prompts_per_step=3,
         rollout_batch_size=2,
         batch_size=4,
+        rows_per_update=64,
         filters=[SpreadFilter()],
         val_tasks=[WordProblems("test", num_examples=3)],
         val_responses=2,
@@ -88,7 +89,6 @@ def two_rl_steps(
         folder,
         steps=2,
         callbacks=[curve, RolloutWriter(str(folder / "rollouts"))],
-        accumulate_grad_batches=accumulate,
         **options,
     )
     return trained_weights(rl), curve.points, trainer.global_step, witness.is_sharded
@@ -150,7 +150,6 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = {
             f"{name} {kind}": two_rl_steps(
                 folder / f"{name} {kind}",
-                accumulate=8,
                 kind=kind,
                 devices=2,
                 strategy=strategies()[name],
@@ -180,9 +179,7 @@ def on_two_processes(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
-    alone = {
-        kind: two_rl_steps(tmp_path / kind, accumulate=16, kind=kind) for kind in ("lora", "full")
-    }
+    alone = {kind: two_rl_steps(tmp_path / kind, kind=kind) for kind in ("lora", "full")}
     both = in_two_processes(on_two_processes, tmp_path)
     uids = sorted(TrajectoryShardReader(tmp_path / "lora" / "rollouts").uids)
     for name, kind in CASES:
