@@ -44,6 +44,8 @@ class HttpJudge(Callback):
         tasks: names of the tasks to judge; their references need a ``solution`` or ``answer``.
         max_tokens: longest reply.
         timeout_s: seconds to wait for one reply.
+        deadline_s: seconds for which an endpoint that does not answer is asked again.
+        api_key_env: environment variable whose value is sent as the bearer token.
     """
 
     def __init__(
@@ -55,12 +57,16 @@ class HttpJudge(Callback):
         tasks: list[str],
         max_tokens: int = 64,
         timeout_s: float = 60.0,
+        deadline_s: float = 600.0,
+        api_key_env: str | None = None,
     ) -> None:
         super().__init__()
         if not tasks:
             raise ValueError("tasks: expected at least one task to judge, got none")
         self.run_dir = Path(run_dir)
-        self.endpoint = ChatEndpoint(url, model=model, timeout_s=timeout_s)
+        self.endpoint = ChatEndpoint(
+            url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
+        )
         self.tasks = tasks
         self.max_tokens = max_tokens
 

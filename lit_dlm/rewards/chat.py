@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_PAUSE_S = 30.0
+
+
+class UnavailableError(ValueError):
+    """The endpoint has not answered for as long as was to be waited."""
+
+
 class ChatEndpoint:
     """Asks one model for replies.
 
@@ -25,11 +33,14 @@ class ChatEndpoint:
         url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
         model: name of the model to ask.
         timeout_s: seconds to wait for one reply.
-        num_attempts: how often to ask before an endpoint that does not answer is an error.
-        pause_s: seconds to wait before the second attempt; twice as long before each further one.
+        deadline_s: seconds for which an endpoint that does not answer is asked again, counted from
+            its first failure behind its last reply, over all threads; 0 asks once.
+        pause_s: seconds to wait before the second attempt; twice as long before each further one,
+            at most half a minute.
+        api_key_env: environment variable whose value is sent as the bearer token.
 
     Raises:
-        ValueError: for a URL of another scheme, or no attempt.
+        ValueError: for a URL of another scheme, negative seconds, or a variable that is not set.
     """
 
     def __init__(
@@ -38,18 +49,25 @@ class ChatEndpoint:
         *,
         model: str,
         timeout_s: float = 60.0,
-        num_attempts: int = 1,
+        deadline_s: float = 0.0,
         pause_s: float = 1.0,
+        api_key_env: str | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url: expected http:// or https://, got {url!r}")
-        if num_attempts < 1:
-            raise ValueError(f"num_attempts: expected at least 1, got {num_attempts}")
+        if deadline_s < 0:
+            raise ValueError(f"deadline_s: expected 0 or more, got {deadline_s}")
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
-        self.num_attempts = num_attempts
+        self.deadline_s = deadline_s
         self.pause_s = pause_s
+        self.headers = {"Content-Type": "application/json"}
+        if api_key_env is not None:
+            self.headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+        self._silent_since: float | None = None
 
     def ask(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
         """Asks once; safe to call from several threads.
@@ -62,8 +80,9 @@ class ChatEndpoint:
             The text of the reply.
 
         Raises:
-            ValueError: naming the endpoint, if it cannot be reached, refuses or replies otherwise
-                than the protocol says.
+            UnavailableError: naming the endpoint, if it does not answer before the deadline.
+            ValueError: naming the endpoint, if it refuses or replies otherwise than the protocol
+                says.
         """
         body = {"model": self.model, **settings, "messages": list(messages)}
         reply = self._post(json.dumps(body).encode())
@@ -73,19 +92,26 @@ class ChatEndpoint:
             raise ValueError(f"judge: {self.url} did not reply as chat completions do") from error
 
     def _post(self, body: bytes) -> bytes:
-        request = urllib.request.Request(
-            self.url, data=body, headers={"Content-Type": "application/json"}
-        )
-        for attempt in range(1, self.num_attempts + 1):
+        request = urllib.request.Request(self.url, data=body, headers=self.headers)
+        pause = self.pause_s
+        while True:
+            begin = time.monotonic()
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                    return bytes(response.read())
+                    reply = bytes(response.read())
             except (OSError, HTTPException) as error:
-                if attempt == self.num_attempts or _is_refusal(error):
-                    raise ValueError(f"judge: {self.url} did not answer: {error}") from error
-                logger.warning("judge: %s did not answer: %s; trying again", self.url, error)
-                time.sleep(self.pause_s * 2 ** (attempt - 1))
-        raise AssertionError("the last attempt returns or raises")
+                told = f"judge: {self.url} did not answer: {error}"
+                if _is_refusal(error):
+                    raise ValueError(told) from error
+                since = self._silent_since = self._silent_since or begin
+                if time.monotonic() + pause > since + self.deadline_s:
+                    raise UnavailableError(told) from error
+                logger.warning("%s; trying again in %g s", told, pause)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+            else:
+                self._silent_since = None
+                return reply
 
 
 def _is_refusal(error: Exception) -> bool:

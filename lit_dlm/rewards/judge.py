@@ -7,11 +7,14 @@ the part of it to judge. It says 1 or -1, several times independently.
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from lit_dlm.grading.answers import last_boxed
-from lit_dlm.rewards.chat import ChatEndpoint
+from lit_dlm.rewards.chat import ChatEndpoint, UnavailableError
+
+logger = logging.getLogger(__name__)
 
 Grade = Literal[1, -1]
 
@@ -75,9 +78,12 @@ class HttpStepJudge(Judge):
         seed: with the sample, the part and the opinion's number it gives the seed of each request;
             servers that honour seeds then reply the same again.
         timeout_s: seconds to wait for one reply.
-        num_attempts: how often to ask an endpoint that does not answer. With several processes all
-            attempts together should take less than the timeout of their group, 30 minutes by
-            default, since the others wait.
+        deadline_s: seconds for which an endpoint that does not answer is asked again. With several
+            processes it should be less than the timeout of their group, 30 minutes by default,
+            since the others wait.
+        on_silence: what a deadline that has passed does: ``error`` ends the run, ``outcome`` gives
+            no opinion, so that the outcome counts instead, and says so in the log.
+        api_key_env: environment variable whose value is sent as the bearer token.
     """
 
     def __init__(
@@ -90,11 +96,14 @@ class HttpStepJudge(Judge):
         max_tokens: int = 10_000,
         seed: int = 0,
         timeout_s: float = 600.0,
-        num_attempts: int = 3,
+        deadline_s: float = 900.0,
+        on_silence: Literal["error", "outcome"] = "error",
+        api_key_env: str | None = None,
     ) -> None:
         self.endpoint = ChatEndpoint(
-            url, model=model, timeout_s=timeout_s, num_attempts=num_attempts
+            url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
         )
+        self.on_silence = on_silence
         self.temperature = temperature
         self.top_p = top_p
         self.max_tokens = max_tokens
@@ -104,7 +113,8 @@ class HttpStepJudge(Judge):
         """Asks the model once.
 
         Raises:
-            ValueError: naming the sample and the endpoint, if it does not answer.
+            ValueError: naming the sample and the endpoint, if it refuses or, with ``on_silence:
+                error``, does not answer in time.
         """
         key = f"{self.seed}/{question.uid}/{question.part}/{sample}".encode()
         try:
@@ -119,6 +129,9 @@ class HttpStepJudge(Judge):
                 seed=int.from_bytes(hashlib.sha256(key).digest()[:4], "little") >> 1,
             )
         except ValueError as error:
+            if isinstance(error, UnavailableError) and self.on_silence == "outcome":
+                logger.warning("%s: %s; its outcome counts instead", question.uid, error)
+                return None
             raise ValueError(f"{question.uid}: {error}") from error
         return read_grade(reply)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -36,7 +37,7 @@ class ProcessReward(Reward):
             chunk itself for its final block.
         block_origin: where block 0 begins: at the ``sequence``'s first token or the ``response``'s,
             as for the decoder's window.
-        num_requests: opinions that are asked for at the same time.
+        num_requests: opinions that are asked for at the same time, over all groups.
         weight: factor of the rewards per token.
     """
 
@@ -115,14 +116,18 @@ class ProcessReward(Reward):
 
     def _ask(self, questions: Sequence[tuple[StepQuestion, int]]) -> list[Grade | None]:
         """The judge's opinions, in order."""
-        with ThreadPoolExecutor(self.num_requests, thread_name_prefix="judge") as pool:
-            futures = [pool.submit(self.judge.grade, *question) for question in questions]
-            try:
-                return [future.result() for future in futures]
-            finally:
-                # The first error ends it: what has not been asked yet is not asked any more.
-                for future in futures:
-                    future.cancel()
+        futures = [self._pool.submit(self.judge.grade, *question) for question in questions]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            # The first error ends it: what has not been asked yet is not asked any more.
+            for future in futures:
+                future.cancel()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads that wait for the judge, common to all groups."""
+        return ThreadPoolExecutor(self.num_requests, thread_name_prefix="judge")
 
     def _place(
         self,

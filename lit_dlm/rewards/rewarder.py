@@ -18,6 +18,9 @@ from lit_dlm.tasks import Task
 OVERLONG = "the response fills its budget"
 """Detail of the verdict on an overlong response."""
 
+_GROUPS = 64
+"""Groups at the same time whose costly rewards are waited for."""
+
 
 class Rewarder:
     """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
@@ -105,11 +108,19 @@ class Rewarder:
             ]
             for reward in early:
                 scores = _add(reward, scores, group)
-            if late and all(keep.keep(scores) for keep in self.filters):
+            scored.append(scores)
+
+        def with_late(scores: list[RewardScore], group: list[Rollout]) -> list[RewardScore]:
+            if all(keep.keep(scores) for keep in self.filters):
                 for reward in late:
                     scores = _add(reward, scores, group)
-            scored.append(scores)
-        return scored
+            return scores
+
+        if not late or not groups:
+            return scored
+        # They wait for others, so all groups wait together.
+        with ThreadPoolExecutor(min(len(groups), _GROUPS), thread_name_prefix="late") as pool:
+            return list(pool.map(with_late, scored, groups))
 
     def close(self) -> None:
         """Stops the threads; what has not begun is dropped."""

@@ -22,6 +22,7 @@ class JudgeServer:
 
     def __init__(self, is_bad: Callable[[str], bool] = lambda shown: "13" in shown.split()) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
         self.num_failures = 0
         self.status = 500
         self.body: bytes | None = None
@@ -31,6 +32,7 @@ class JudgeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(body)
+                outer.tokens.append(self.headers["Authorization"])
                 if len(outer.requests) <= outer.num_failures:
                     self.send_error(outer.status)
                     return

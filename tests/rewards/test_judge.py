@@ -66,6 +66,47 @@ def test_an_endpoint_that_recovers_is_asked_again(server: JudgeServer) -> None:
     assert len(server.requests) == 2
 
 
+def test_a_judge_that_is_busy_for_longer_than_three_attempts_is_waited_for(
+    server: JudgeServer,
+) -> None:
+    server.num_failures, server.status = 6, 503
+    judge = HttpStepJudge(url=server.url, model="judge", deadline_s=30)
+    judge.endpoint.pause_s = 0.01
+    assert judge.grade(QUESTION, 0) == -1
+    assert len(server.requests) == 7
+
+
+def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The deadline is the endpoint's: once it has passed, further questions are asked once."""
+    server.num_failures, server.status = 10_000, 503
+    strict = HttpStepJudge(url=server.url, model="judge", deadline_s=0.2)
+    strict.endpoint.pause_s = 0.05
+    with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*503"):
+        strict.grade(QUESTION, 0)
+    assert len(server.requests) >= 2
+    asked = len(server.requests)
+    strict.on_silence = "outcome"
+    assert strict.grade(QUESTION, 1) is None
+    assert len(server.requests) == asked + 1
+    assert "its outcome counts instead" in caplog.text
+    group = [one(steps=range(4), decode=str, number=n) for n, one in enumerate((wrong, right))]
+    bad, good = ProcessReward(strict).score(group)
+    assert (bad.token_rewards[-1], good.token_rewards[-1]) == (-1, 1)  # type: ignore[index]
+    server.num_failures = 0
+    assert strict.grade(QUESTION, 2) == -1
+
+
+def test_the_token_comes_from_the_environment(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    HttpStepJudge(url=server.url, model="m", api_key_env="JUDGE_KEY").grade(QUESTION, 0)
+    HttpStepJudge(url=server.url, model="m").grade(QUESTION, 0)
+    assert server.tokens == ["Bearer sesame", None]
+
+
 def test_a_refusal_is_final_and_names_the_sample(server: JudgeServer) -> None:
     server.num_failures, server.status = 9, 404
     with pytest.raises(ValueError, match=r"^s#0: judge: http://.* did not answer: .*404"):
@@ -94,5 +135,7 @@ def test_only_boxed_grades_count(reply: str, grade: int | None) -> None:
 def test_bad_endpoints_are_named() -> None:
     with pytest.raises(ValueError, match="url: expected http"):
         HttpStepJudge(url="localhost", model="m")
-    with pytest.raises(ValueError, match="num_attempts: expected at least 1"):
-        HttpStepJudge(url="http://x", model="m", num_attempts=0)
+    with pytest.raises(ValueError, match="deadline_s: expected 0 or more"):
+        HttpStepJudge(url="http://x", model="m", deadline_s=-1)
+    with pytest.raises(ValueError, match="the environment variable NO_SUCH_KEY is not set"):
+        HttpStepJudge(url="http://x", model="m", api_key_env="NO_SUCH_KEY")

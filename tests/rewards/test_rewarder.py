@@ -227,3 +227,23 @@ def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
 def test_a_task_that_is_not_in_the_run_is_named() -> None:
     with pytest.raises(ValueError, match=r"sums/train/0: the task 'sums' is not in the run \(math"):
         Rewarder([Graded()], {"math": Sums()}).score([[rollout("7", example=SUM)]])
+
+
+def test_rewards_that_wait_for_others_see_all_groups_at_the_same_time() -> None:
+    """Each of four calls waits until all four groups have arrived."""
+    met = threading.Barrier(4)
+
+    class Meeting(TokenShare):
+        def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+            met.wait(timeout=10)
+            return super().score(group)
+
+    rewarder = Rewarder([Meeting()], {"sums": Sums()})
+    groups = [[rollout("7" * length)] for length in (1, 2, 3, 4)]
+    found = rewarder.score(groups)
+    expected = [TokenShare().score(group)[0].token_rewards for group in groups]
+    assert [score.token_rewards.tolist() for (score,) in found] == [  # type: ignore[union-attr]
+        rewards.tolist()  # type: ignore[union-attr]
+        for rewards in expected
+    ]
+    rewarder.close()
