@@ -45,7 +45,7 @@ from lit_dlm.modules.rollouts import RolloutEngine, in_order
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.ops.advantages import GroupAdvantage
-from lit_dlm.rewards import GroupFilter, Reward, Rewarder
+from lit_dlm.rewards import GroupFilter, Reward, Rewarder, RewardModel
 from lit_dlm.tasks import Task, tasks_by_name
 
 logger = logging.getLogger(__name__)
@@ -187,6 +187,9 @@ class RolloutDataModule(LightningDataModule):
                 batch_size=self.batch_size,
                 packing=module.rows.copies,
             )
+        for reward in self.rewards:
+            if isinstance(reward, RewardModel) and reward.device is None:
+                reward.device = str(self.trainer.strategy.root_device)
         save_at_ends_of_epochs(self.trainer)
         stop_at_ends_of_epochs(self.trainer)
         if self.source == "shards":

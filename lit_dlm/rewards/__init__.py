@@ -6,6 +6,7 @@ from lit_dlm.rewards.graded import Graded
 from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
 from lit_dlm.rewards.lockstep import LockstepReward
 from lit_dlm.rewards.process import ProcessReward
+from lit_dlm.rewards.reward_model import RewardModel
 from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rewards.shape import FormatReward, LengthPenalty
 from lit_dlm.rewards.summary import summarise
@@ -21,6 +22,7 @@ __all__ = [
     "MeanCorrectnessFilter",
     "ProcessReward",
     "Reward",
+    "RewardModel",
     "RewardScore",
     "Rewarder",
     "Rollout",

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.reports.viewer_columns import position_signals
+from lit_dlm.rewards import RewardModel
+from lit_dlm.tasks import WordProblems
 from lit_dlm.trajectories.shards import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, run, start
+from tests.rewards.classifiers import save_classifier
+from tests.rewards.groups import rollout
 from tests.rewards.judge_server import JudgeServer
 
 pytestmark = pytest.mark.slow
@@ -153,3 +158,27 @@ def test_mistakes_are_one_line(
     small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
     assert "method: expected one of rollout" in fails(capsys, *small, "--model.method=greedy")
+
+
+def test_a_reward_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = str(save_classifier(tmp_path / "reward"))
+    arguments = {"path": path, "dtype": "float32"}
+    rewards = json.dumps([{"class_path": "RewardModel", "init_args": arguments}])
+    run(
+        "fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.max_epochs=1", "--data.val_tasks=null",
+        f"--data.rewards={rewards}",
+    )  # fmt: skip
+    (point,) = read_points(tmp_path / "reward_curve.jsonl")
+    assert point["updates"] > 0
+    records = list(TrajectoryShardReader(tmp_path / "rollouts"))
+    assert len(records) == 12
+    model, tokenizer = RewardModel(**arguments), load_tokenizer("tiny")
+    examples = {one.uid: one for one in WordProblems("train", num_examples=400).examples()}
+    for record in records:
+        ids = record.tokens.tolist()
+        end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        (uid,) = (uid for uid in examples if record.uid.startswith(uid))
+        (score,) = model.score([rollout(text, example=examples[uid])])
+        assert record.meta["reward"] == pytest.approx(score.total, abs=1e-4)

@@ -1,0 +1,111 @@
+"""A learned reward: a sequence classifier reads the prompt and the response (RLHF)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lit_dlm.backbones.assembly import DType
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.tokenizer import load_tokenizer
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+
+
+class RewardModel(Reward):
+    """Pays what a reward model of transformers says of a conversation.
+
+    The model is any ``AutoModelForSequenceClassification`` without code of its own, in safetensors,
+    with a tokenizer that has a chat template. It reads one user turn with the problem and one
+    assistant turn with the response's text, and its logit is the reward. It is loaded at the first
+    rollout.
+
+    Args:
+        path: folder or hub id.
+        label: which of its logits counts, from 0.
+        batch_size: responses of a group read together.
+        dtype: of its weights.
+        device: where it stands, such as ``cuda:1``; that of the rollouts by default.
+        weight: factor in the sum of all rewards.
+    """
+
+    name = "reward_model"
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        label: int = 0,
+        batch_size: int = 16,
+        dtype: DType = "bfloat16",
+        device: str | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"RewardModel.batch_size: expected at least 1, got {batch_size}")
+        self.path = path
+        self.label = label
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.device = device
+        self.weight = weight
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's own tokenizer."""
+        tokenizer = load_tokenizer(self.path)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{self.path}: expected a tokenizer with a chat template")
+        tokenizer.padding_side = "right"
+        return tokenizer
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The classifier, in evaluation mode on its device."""
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
+            locate(self.path),
+            dtype=getattr(torch, self.dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        num_labels = int(model.config.num_labels or 0)
+        if not 0 <= self.label < num_labels:
+            raise ValueError(
+                f"RewardModel.label: expected 0 to {num_labels - 1}, the labels of {self.path}, "
+                f"got {self.label}"
+            )
+        model.config.pad_token_id = self.tokenizer.pad_token_id
+        return model.eval().to(self.device or "cpu")
+
+    @torch.no_grad()
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        """Reads all responses to one prompt, ``batch_size`` at a time."""
+        found: list[float] = []
+        for first in range(0, len(group), self.batch_size):
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [
+                        {"role": "user", "content": rollout.example.text},
+                        {"role": "assistant", "content": rollout.text},
+                    ],
+                    tokenize=False,
+                )
+                for rollout in group[first : first + self.batch_size]
+            ]
+            batch = self.tokenizer(
+                texts, add_special_tokens=False, padding=True, return_tensors="pt"
+            ).to(self.model.device)
+            # In its own dtype, whatever the policy's precision is.
+            with torch.autocast(self.model.device.type, enabled=False):
+                logits = self.model(
+                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+                ).logits
+            found += logits[:, self.label].float().tolist()
+        return [RewardScore(total=value) for value in found]

@@ -1,0 +1,32 @@
+"""A random reward model in the layout of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from lit_dlm.backbones import load_tokenizer
+
+
+def save_classifier(folder: Path, *, num_labels: int = 1) -> Path:
+    """Writes a classifier of two layers that reads the embedded model's vocabulary."""
+    tokenizer = load_tokenizer("tiny")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_labels=num_labels,
+        initializer_range=0.5,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
