@@ -1,4 +1,4 @@
-"""Keeps what a fine-tuning run learns as folders that decoding loads: per epoch, best and last."""
+"""Keeps what fine-tuning or RL learns as folders that decoding loads: per epoch, best and last."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AdapterCheckpoint(Callback):
 
     Args:
         folder: where the folders go.
-        every_n_epochs: epochs between two of them; ``last`` is written at every one.
+        every_n_epochs: epochs between two of them; ``last`` is written with them, and at the end.
         keep_epochs: whether to keep a folder per epoch.
         monitor: logged value that picks ``best``, such as ``val/loss``.
         mode: whether a smaller or a larger value is better.
@@ -90,7 +90,8 @@ class AdapterCheckpoint(Callback):
             ValueError: the run is not resumed, but the folder holds weights; or no validation will
                 log the monitored value.
         """
-        if self._wants_validation(trainer) and not _will_validate(trainer):
+        is_due = trainer.max_epochs is None or not 0 <= trainer.max_epochs < self.every_n_epochs
+        if is_due and self._wants_validation(trainer) and not _will_validate(trainer):
             raise ValueError(
                 f"AdapterCheckpoint.monitor: expected a run with validation, which logs "
                 f"{self.monitor!r}, got one without; see data.val_fraction and "
@@ -126,9 +127,9 @@ class AdapterCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, number: int, *, has_score: bool
     ) -> None:
         assert isinstance(pl_module, FinetuneModule)
-        pl_module.export(self.folder / "last")
         if (number + 1) % self.every_n_epochs:
             return
+        pl_module.export(self.folder / "last")
         is_best = has_score and self._is_best(trainer, number)
         if trainer.is_global_zero:
             if self.keep_epochs:
@@ -141,7 +142,10 @@ class AdapterCheckpoint(Callback):
         trainer.strategy.barrier("adapters")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tells where the folders are."""
+        """Writes the last weights where no folder was due, and tells where the folders are."""
+        if (self._epochs_ended or 0) % self.every_n_epochs:
+            assert isinstance(pl_module, FinetuneModule)
+            pl_module.export(self.folder / "last")
         if trainer.is_global_zero:
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
             if self.monitor is not None and not self.scores:

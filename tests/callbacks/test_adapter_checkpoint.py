@@ -64,6 +64,34 @@ def test_the_best_score_survives_a_restart(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "last").is_dir()
 
 
+def test_between_its_epochs_nothing_is_written_but_the_end_is(tmp_path: Path) -> None:
+    """Folders are due every second epoch, and the run ends in the middle of two."""
+    folder = tmp_path / "a"
+    callback = AdapterCheckpoint(str(folder), every_n_epochs=2, monitor="val/loss")
+    model = module()
+    run(model, data(), tmp_path, steps=100, max_epochs=3, total=-1, callbacks=(callback,))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best", "epoch-01", "last", "scores.json",
+    ]  # fmt: skip
+    model.export(tmp_path / "now")
+    assert same(folder / "last", tmp_path / "now")
+    assert not same(folder / "last", folder / "epoch-01")
+
+
+def test_a_run_too_short_for_a_best_is_not_refused(tmp_path: Path) -> None:
+    callback = AdapterCheckpoint(str(tmp_path / "a"), every_n_epochs=2, monitor="val/loss")
+    run(
+        module(),
+        data(val_fraction=0.0),
+        tmp_path,
+        steps=100,
+        max_epochs=1,
+        total=-1,
+        callbacks=(callback,),
+    )
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["last"]
+
+
 class SaveAtLastBatches(Callback):
     """Saves as ``ModelCheckpoint`` with a number of steps does: before validation."""
 

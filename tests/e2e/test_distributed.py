@@ -1,7 +1,11 @@
-"""DDP and FSDP2 through the command line: two CPU processes, stopped and resumed."""
+"""DDP and FSDP2 through the command line: two CPU processes, stopped and resumed.
+
+Experiments of every kind run, too, those that decode with a cache.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.e2e.runs import ROOT, run, write_config
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.modules.export import copy_tokenizer
+from lit_dlm.reports.reward_curve import read_points
+from tests.e2e.runs import ROOT, results, run, write_config, write_jsonl
 from tests.processes import in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
@@ -117,3 +124,167 @@ def test_checkpoints_are_folders_or_files(runs: Path) -> None:
     torch.testing.assert_close(
         state["backbone.model.model.norm.weight"], weights["model.norm.weight"]
     )
+
+
+def block_model(folder: Path) -> str:
+    """A random model in SDAR's released layout, with the embedded tokenizer."""
+    torch.manual_seed(3)
+    architecture = Architecture(
+        decoder="qwen3",
+        vocab_size=462,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        initializer_range=0.3,
+        family="sdar",
+        attention="block",
+        block_size=4,
+        mask_id=2,
+        pad_id=0,
+        eos_ids=(1,),
+    )
+    HFBackbone(architecture=architecture).export(folder, layout="original")
+    copy_tokenizer("tiny", folder)
+    return str(folder)
+
+
+def problems(count: int) -> str:
+    settings = {"split": "test", "num_examples": count}
+    return json.dumps([{"class_path": "WordProblems", "init_args": settings}])
+
+
+LORA = '{"rank": 2, "alpha": 4, "targets": "all"}'
+BLOCKS = {
+    "policy": {"class_path": "DynamicPolicy", "init_args": {"threshold": 0.9}},
+    "window": {"class_path": "BlockWindow", "init_args": {"block_length": 8}},
+    "quota": {"class_path": "EvenQuota", "init_args": {"steps_per_block": 4}},
+}
+CACHED = {
+    name: {"class_path": "Decoder", "init_args": {**BLOCKS, "cache": {"class_path": scheme}}}
+    for name, scheme in (("prefix", "PrefixCache"), ("dual", "DualCache"))
+}
+
+
+def experiments(folder: Path) -> dict[str, list[str]]:
+    """An RL step with and without an adapter, SFT, TABOM and a benchmark; small."""
+    at = str(folder.parent / "model")
+    paths = [f"--model.backbone.init_args.path={at}", f"--model.tokenizer={at}"]
+    rl = [
+        "fit",
+        "--config=configs/exp/tracerl_sdar.yaml",
+        *paths,
+        "--trainer.max_epochs=1",
+        "--trainer.accumulate_grad_batches=2",
+        f"--data.tasks={problems(8)}",
+        f"--data.val_tasks={problems(3)}",
+        "--data.filters=null",
+        "--data.prompts_per_step=3",
+        "--data.responses_per_prompt=2",
+        "--data.response_length=8",
+        "--data.rollout_batch_size=2",
+        "--data.val_responses=1",
+        "--data.num_workers=1",
+        "--trainer.check_val_every_n_epoch=1",
+    ]
+    return {
+        "rl": rl,
+        "rl_lora": [
+            *rl,
+            "--model.backbone.init_args.trainable=false",
+            f"--model.backbone.init_args.lora={LORA}",
+        ],
+        "sft": [
+            "fit",
+            "--config=configs/exp/sft_sdar.yaml",
+            *paths,
+            "--trainer.accumulate_grad_batches=1",
+            "--data.response_length=16",
+            f"--data.sources.init_args.path={folder.parent / 'sft.jsonl'}",
+            "--data.sources.init_args.end_token=null",
+        ],
+        "tabom": [
+            "fit",
+            "--config=configs/exp/tabom_tiny.yaml",
+            "--trainer.max_steps=2",
+            f"--data.sources.init_args.shards={folder.parent / 'traces'}",
+            "--data.batch_size=2",
+            "--data.val_fraction=0",
+        ],
+        "benchmark": [
+            "predict",
+            "--config=configs/exp/benchmark_tiny.yaml",
+            "--model.sweep=null",
+            f"--model.decoders={json.dumps(CACHED)}",
+            f"--data.tasks={problems(6)}",
+            "--data.batch_size=2",
+        ],
+    }
+
+
+def every_experiment(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    for kind in ("ddp", "fsdp"):
+        for name, arguments in experiments(folder / kind).items():
+            flags = [
+                f"--config=configs/trainer/{kind}_cpu.yaml",
+                "--trainer.logger=false",
+                "--trainer.enable_progress_bar=false",
+            ]
+            # The trainer's file stands behind the experiment's, flags behind both.
+            run(*arguments[:2], *flags, *arguments[2:], f"--run_dir={folder / kind / name}")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experiments")
+    block_model(folder / "model")
+    turns = [{"prompt": f"{n} + 1 = ?", "response": f"{n + 1}"} for n in range(8)]
+    write_jsonl(folder / "sft.jsonl", turns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        run(
+            "predict",
+            "--config=configs/exp/distill_tiny.yaml",
+            f"--run_dir={folder}",
+            f"--data.tasks={problems(12)}",
+            "--trainer.enable_progress_bar=false",
+        )
+        in_two_processes(every_experiment, folder)
+    return folder
+
+
+def test_reinforcement_learning_of_a_block_model_is_that_of_ddp(finished: Path) -> None:
+    """Rollouts with a block cache, with all weights trained and with an adapter."""
+    for name, file in (("rl", "model.safetensors"), ("rl_lora", "adapter_model.safetensors")):
+        folders = [finished / kind / name for kind in ("ddp", "fsdp")]
+        points, others = (read_points(folder / "reward_curve.jsonl") for folder in folders)
+        assert [point["step"] for point in points] == [0, 1]
+        assert points[1]["updates"] >= 1
+        for point, other in zip(points, others, strict=True):
+            assert point["val/reward"] == other["val/reward"]
+        for part in ("best", "last"):
+            one, other = (load_file(folder / "policy" / part / file) for folder in folders)
+            assert one.keys() == other.keys()
+            for key, value in one.items():
+                torch.testing.assert_close(other[key], value, rtol=0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sft", "tabom"])
+def test_fine_tuned_adapters_are_those_of_ddp(finished: Path, name: str) -> None:
+    one, other = (
+        load_file(finished / kind / name / "adapter" / "adapter_model.safetensors")
+        for kind in ("ddp", "fsdp")
+    )
+    assert one.keys() == other.keys()
+    assert any(value.any() for key, value in one.items() if "lora_B" in key)
+    for key, value in one.items():
+        torch.testing.assert_close(other[key], value, rtol=0.02, atol=1e-4)
+
+
+def test_benchmarks_decode_alike_under_every_strategy(finished: Path) -> None:
+    """Nothing is trained, so nothing is sharded: processes take other numbers of steps."""
+    found, others = (results(finished / kind / "benchmark") for kind in ("ddp", "fsdp"))
+    assert {method for _, method in found} == set(CACHED)
+    assert all(len(rows) == 6 for rows in found.values())
+    assert found == others

@@ -58,9 +58,14 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {record.meta["policy_version"] for record in records} == {0, points[1]["updates"]}
     assert all({"commit_value", "commit_advantage"} <= record.signals.keys() for record in records)
     assert {"value", "advantage"} <= position_signals(records[0]).keys()
-    weights = load_file(tmp_path / "policy" / "adapter_model.safetensors")
+    weights = load_file(tmp_path / "policy" / "last" / "adapter_model.safetensors")
     assert weights
     assert all("lora" in name and "value" not in name for name in weights)
+    scores = json.loads((tmp_path / "policy" / "scores.json").read_text())["scores"]
+    assert scores == {f"epoch-{n:02d}": points[n + 1]["val/reward"] for n in (0, 1)}
+    best = load_file(tmp_path / "policy" / "best" / "adapter_model.safetensors")
+    is_last = points[2]["val/reward"] > points[1]["val/reward"]
+    assert all(best[name].equal(weight) for name, weight in weights.items()) == is_last
 
     replay = tmp_path / "replay"
     run(
@@ -101,7 +106,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert found[name] == value or name.startswith("time/"), name
-    ours, theirs = (load_file(f / "policy" / "adapter_model.safetensors") for f in (whole, killed))
+    ours, theirs = (
+        load_file(f / "policy" / "last" / "adapter_model.safetensors") for f in (whole, killed)
+    )
     assert all(weight.equal(theirs[name]) for name, weight in ours.items())
     uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, killed)]
     assert sorted(uids[0]) == sorted(uids[1])
