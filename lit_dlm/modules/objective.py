@@ -35,8 +35,9 @@ class PolicyObjective:
     ``max_gen_length`` for block models."""
     old_log_prob: Literal["recompute", "behaviour", "detach"] = "recompute"
     """Where the old log-probabilities come from: the training forward before the first update, the
-    sampler's own record (where states, blocks and temperature of training are the sampler's), or
-    the current forward itself (a ratio of 1, exact for a single update per RL step)."""
+    sampler's own record (where states, blocks and temperature of training are the sampler's; it
+    decodes with merged adapters, so half-precision weights are rounded otherwise), or the current
+    forward itself (a ratio of 1, exact for a single update per RL step)."""
     temperature: Literal["rollout"] | float = "rollout"
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 

@@ -3,7 +3,8 @@
 Lightning's ``ModelParallelStrategy`` gives a device mesh and leaves the sharding to the module's
 ``configure_model``. Parameters are split one by one, so frozen weights and adapters mix freely.
 Decoder layers are gathered for their own forward and backward only; embedding, final norm and head
-stay whole from a backbone's forward to its backward, since losses read the head there.
+stay whole from a backbone's forward to its backward, since losses read the head there. Rollouts
+gather more: :func:`whole_weights` and :func:`decoding_weights`.
 
 With ``precision: bf16-mixed`` decoders are gathered in bfloat16 and their gradients summed in
 float32; shards, optimiser states and what is exported keep the dtype of the weights.
