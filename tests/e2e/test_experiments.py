@@ -1,0 +1,274 @@
+"""Every file in ``configs/exp`` runs for a batch on a twin of its release, at its precision.
+
+In one working folder a twin lies at the hub id that a file names, and small data files lie where
+files look for data: an existing folder wins over the hub. What a run leaves in its ``run_dir`` is
+there for the next one, as for a user.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+import cli
+from lit_dlm.twins import RELEASES, write_twin
+from tests.e2e.runs import ROOT, write_jsonl
+from tests.e2e.witness import SEEN
+from tests.rewards.judge_server import JudgeServer
+
+pytestmark = pytest.mark.slow
+EXPERIMENTS = ROOT / "configs" / "exp"
+
+STAGES = ("pretrain", "generate", "distill", "projector", "tracelock")
+"""What comes before the rest of a ``run_dir``, in this order; a second round comes after."""
+
+COMMANDS = {
+    "PretrainModule": "fit",
+    "TraceModule": "predict",
+    "DecodeModule": "predict",
+    "AutoencoderModule": "fit",
+    "TraceLockModule": "fit",
+    "TABOMModule": "fit",
+    "SFTModule": "fit",
+    "TraceRLModule": "fit",
+}
+"""Command of each module. A new kind of module needs a line here, and sizes below."""
+
+MOST = {
+    "response_length": 16,
+    "val_response_length": 16,
+    "batch_size": 8,
+    "val_batch_size": 8,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 4,
+    "rollout_batch_size": 16,
+    "val_responses": 1,
+    "dense_drill_steps": 1,
+    "limit": 4,
+}
+"""Largest values of options of data modules."""
+
+
+PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
+"""Widths of a projector that fits a twin."""
+
+
+def _order(path: Path) -> tuple[bool, int]:
+    kind = path.stem.partition("_")[0]
+    stage = STAGES.index(kind) if kind in STAGES else len(STAGES)
+    return path.stem.endswith("round2"), stage
+
+
+FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
+
+SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
+"""Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
+
+
+def talkative(folder: Path) -> None:
+    """Lets a twin say whole answers, right and wrong ones, and end, where others say noise.
+
+    Coordinate 0 of every embedding is large and alike, so that it passes the layers and makes the
+    head's column 0 a bias of each token: log-probability plus a constant at any place.
+    """
+    vocabulary = next(
+        path for path in (folder / "vocab.json", folder / "tokenizer.json") if path.is_file()
+    )
+    text = vocabulary.read_text(encoding="utf-8")
+    for entry, spoken in SPOKEN.items():
+        text = text.replace(json.dumps(entry), json.dumps(spoken, ensure_ascii=False))
+    vocabulary.write_text(text, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text())
+    ends = config.get("eos_token_id")
+    bias = {5000: 13.5, 5001: 12.5, 5002: 12.5, ends: 12.0}
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for key, tensor in tensors.items():
+            if key.endswith(("embed_tokens.weight", "wte.weight")):
+                tensor[:, 0] = 30.0
+            if key in ("lm_head.weight", "model.transformer.ff_out.weight"):
+                tensor[:, 0] = 0.0
+                for token, value in bias.items():
+                    tensor[token, 0] = value / tensor.shape[1] ** 0.5
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def write_data(folder: Path) -> None:
+    """Small files with the names and fields of what the experiments read. All answers are 3."""
+    question = "Anna has {} apples and eats all but 3. How many are left?"
+    numbers = range(4, 12)
+
+    def write(name: str, rows: list[dict[str, Any]]) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(rows))
+        else:
+            write_jsonl(path, rows)
+
+    math = [{"problem": question.format(n), "answer": "3"} for n in numbers]
+    write("math_train12k.jsonl", math)
+    write("MATH_train.json", [{"question": r["problem"], "ground_truth_answer": "3"} for r in math])
+    write("HuggingFaceH4/MATH-500/test.jsonl", math[:2])
+    for split in ("train", "test"):
+        rows = [{"question": question.format(n), "answer": "It is 3.\n#### 3"} for n in numbers]
+        write(f"openai/gsm8k/{split}.jsonl", rows[:2] if split == "test" else rows)
+    write(
+        "openai/openai_humaneval/test.jsonl",
+        [
+            {
+                "task_id": "HumanEval/0",
+                "prompt": 'def three():\n    """Give 3."""\n',
+                "entry_point": "three",
+                "canonical_solution": "    return 3\n",
+                "test": "def check(candidate):\n    assert candidate() == 3\n",
+            }
+        ],
+    )
+    prompts = [{"id": n, "prompt": question.format(n)} for n in numbers]
+    write("ling_coder_prompts.jsonl", prompts)
+    write(
+        "yahma/alpaca-cleaned/train.jsonl",
+        [{"instruction": r["prompt"], "input": "", "output": "It is 3."} for r in prompts],
+    )
+    write(
+        "BOB12311/kodcode-humaneval-like/train.jsonl",
+        [
+            {
+                "question": f"Write a function that gives 3, not {n}.",
+                "entry_point": "three",
+                "test": "def check(candidate):\n    assert candidate() == 3\n",
+            }
+            for n in numbers
+        ],
+    )
+    programs = [
+        {
+            "question": f"Print 3, not {n}.",
+            "test_method": "stdio",
+            "test_input": ["", ""],
+            "test_output": ["3", "3"],
+            "test_time_limit": 5,
+        }
+        for n in numbers
+    ]
+    write("PrimeIntellect.json", programs)
+    write("LiveCodeBench.json", programs[:2])
+    write("sft.jsonl", [{"prompt": r["prompt"], "response": "It is 3."} for r in prompts])
+
+
+def small(options: dict[str, Any], *, num_examples: int) -> list[str]:
+    """Flags that shrink what a data module's options say."""
+    flags = []
+    for name, value in options.items():
+        if name == "response_length" and not isinstance(value, list) and value <= 64:
+            continue  # sizes of the embedded models
+        if name == "mix":
+            flags.append("--data.mix.total=8")
+        if name in MOST and value is not None:
+            most = MOST[name] if isinstance(value, list) else min(value, MOST[name])
+            flags.append(f"--data.{name}={most}")
+        if isinstance(value, list) and "num_examples" in json.dumps(value):
+            few = f'"num_examples": {num_examples}'
+            tasks = re.sub(r'"num_examples": \d+', few, json.dumps(value))
+            flags.append(f"--data.{name}={tasks}")
+    return flags
+
+
+class Workplace:
+    """Runs each file at most once, after those whose results it may need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.outcomes: dict[Path, BaseException | None] = {}
+
+    def run(self, path: Path) -> None:
+        """Runs a file.
+
+        Raises:
+            AssertionError: it, or one before it, failed.
+        """
+        if path not in self.outcomes:
+            config = self._config(path)
+            for other in FILES:
+                if _order(other) < _order(path) and self._shares(config, self._config(other)):
+                    self.run(other)
+            try:
+                self._start(path, config)
+                self.outcomes[path] = None
+            except (Exception, SystemExit) as error:
+                self.outcomes[path] = error
+        if (error := self.outcomes[path]) is not None:
+            raise AssertionError(f"{path.stem} failed: {error}") from error
+
+    @staticmethod
+    def _config(path: Path) -> dict[str, Any]:
+        return yaml.safe_load(path.read_text())
+
+    @staticmethod
+    def _shares(config: dict[str, Any], other: dict[str, Any]) -> bool:
+        return config["run_dir"] == other["run_dir"]
+
+    def _start(self, path: Path, config: dict[str, Any]) -> None:
+        text = path.read_text()
+        text += "".join(
+            (EXPERIMENTS / name).read_text() for name in re.findall(r"\.\./\S+\.yaml", text)
+        )
+        for release in RELEASES:
+            if release in text and not (self.folder / release).exists():
+                talkative(write_twin(self.folder / release, release, hidden_size=16))
+        kind = config["model"]["class_path"].rpartition(".")[2]
+        command = "validate" if path.stem == "tabom_scores_tiny" else COMMANDS[kind]
+        trainer = config["trainer"]
+        flags = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
+        flags += ["--trainer.enable_progress_bar=false"]
+        flags += ["--trainer.callbacks+=tests.e2e.witness.Witness"]
+        options = config["data"]["init_args"]
+        flags += small(options, num_examples=2 if kind == "DecodeModule" else 8)
+        if command == "fit":
+            flags += ["--trainer.limit_val_batches=1"]
+            flags += [f"--trainer.max_{'steps' if 'max_steps' in trainer else 'epochs'}=1"]
+            if "val_check_interval" in trainer:
+                flags += ["--trainer.val_check_interval=1"]
+        if kind == "PretrainModule":
+            flags += ["--model.compile=false"]  # a minute for a step
+        if kind in ("TraceModule", "AutoencoderModule") and "_dream" in path.stem:
+            flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
+        if kind == "TraceModule":
+            flags += ["--model.projector_prompts=16"]
+        if "shards" in options or "val_fraction" in options:
+            flags += ["--data.val_fraction=0.5"]
+        if "projector_traces" in str(options.get("shards")):
+            flags += [f"--data.shards={config['run_dir']}/traces"]  # any traces will do
+        SEEN.clear()
+        cli.main([command, "--config", str(path), *flags])
+        assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
+        if "val_check_interval" in trainer or "val_tasks" in options:
+            assert SEEN["validation"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    folder = tmp_path_factory.mktemp("experiments")
+    write_data(folder)
+    with pytest.MonkeyPatch.context() as patch, closing(JudgeServer()) as judge:
+        patch.chdir(folder)
+        patch.setenv("LIT_DLM_TRACEBACK", "1")
+        patch.setenv("JUDGE_URL", judge.url)
+        patch.setenv("MATH_TRAIN_PATH", "math_train12k.jsonl")
+        yield Workplace(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_experiment_runs(path: Path, workplace: Workplace):
+    workplace.run(path)
