@@ -48,7 +48,7 @@ MOST = {
     "val_response_length": 16,
     "batch_size": 8,
     "val_batch_size": 8,
-    "prompts_per_step": 4,
+    "prompts_per_step": 2,
     "responses_per_prompt": 4,
     "rollout_batch_size": 16,
     "val_responses": 1,
@@ -243,6 +243,16 @@ class Workplace:
             flags += ["--model.compile=false"]  # a minute for a step
         if kind in ("TraceModule", "AutoencoderModule") and "_dream" in path.stem:
             flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
+        model = config["model"]["init_args"]
+        if "SteppedBlockWindow" in text:  # its blocks and steps divide the response
+            sizes = {'block_length": 128': 'block_length": 16', 'steps": 256': 'steps": 32'}
+            decoders = json.dumps(model["decoders"])
+            for old, new in {**sizes, "${run_dir}": config["run_dir"]}.items():
+                decoders = decoders.replace(old, new)
+            flags += [f"--model.decoders={decoders}"]
+        if kind == "TABOMModule":  # windows within a response
+            windows = ("window", "rank_window")
+            flags += [f"--model.{name}={min(model[name], 8)}" for name in windows if name in model]
         if kind == "TraceModule":
             flags += ["--model.projector_prompts=16"]
         if "shards" in options or "val_fraction" in options:
