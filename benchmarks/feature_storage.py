@@ -26,11 +26,10 @@ import torch
 
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
-from lit_dlm.trajectories.feature_codec import only_masked
-from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+from lit_dlm.trajectories.record import StepFeatures, Trajectory
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 WIDTH, PROMPT, VOCAB, MASK = 3584, 149, 152064, 151666
 RELEASE_MB = 35.0

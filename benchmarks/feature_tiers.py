@@ -38,11 +38,10 @@ from lit_dlm.modules.projector import fit_projector, trace_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from lit_dlm.tasks import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
-from lit_dlm.trajectories.feature_codec import only_masked
-from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+from lit_dlm.trajectories.record import StepFeatures, Trajectory
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 TIERS: dict[str, tuple[str, str, float]] = {
     "all fp16 0.3": ("all", "fp16", 0.3),

@@ -52,8 +52,8 @@ from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.tasks.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.codec import decode_block, encode_block
-from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "golden" / "trajectories"
 

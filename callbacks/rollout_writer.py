@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.rollouts import rl_step_of
-from lit_dlm.trajectories.shard_files import MANIFEST_FILE, completed_uids
+from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids
 
 logger = logging.getLogger(__name__)
 

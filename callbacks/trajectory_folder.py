@@ -11,10 +11,8 @@ from lightning.pytorch import Trainer
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.modules.generate import TraceModule
-from lit_dlm.trajectories.identity import SAMPLE_SEED_RULE, tokenizer_digest
-from lit_dlm.trajectories.provenance import RunRecord, hardware_facts
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import (
+from lit_dlm.trajectories.store import (
     BackgroundWriter,
     SizeLimitError,
     TrajectoryShardWriter,
@@ -22,6 +20,12 @@ from lit_dlm.trajectories.shards import (
     drop_shards,
     merge_manifest,
     recover,
+)
+from lit_dlm.trajectories.store.provenance import (
+    SAMPLE_SEED_RULE,
+    RunRecord,
+    hardware_facts,
+    tokenizer_digest,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,9 +132,7 @@ class TrajectoryFolder:
             ]
 
         try:
-            self._writer.put_batch(
-                make, uids=[uids[row] for row in left], nbytes=decoded.captured.nbytes
-            )
+            self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
         except SizeLimitError as error:
             raise self._too_large() from error
 

@@ -17,7 +17,7 @@ from datamodules.prompt_mix import PromptMix, drawn_length
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
-from lit_dlm.trajectories.shards import completed_uids, recover
+from lit_dlm.trajectories.store import completed_uids, recover
 
 
 class PromptDataModule(LightningDataModule):

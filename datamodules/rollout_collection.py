@@ -22,9 +22,9 @@ from lit_dlm.modules.rollouts import (
 )
 from lit_dlm.rewards import GroupFilter, Rewarder, Rollout
 from lit_dlm.tasks import PromptExample, Task
-from lit_dlm.trajectories.codec import decode_block, encode_block
+from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.store import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ class ShardCollector:
         self.steps = sorted(self._steps)
 
     def _records(self) -> Iterator[Trajectory]:
-        yield from TrajectoryShardReader(self.folder, features=False, worker=0, num_workers=1)
+        yield from TrajectoryShardReader(self.folder, features=False)
 
     def collect(self, step: int) -> Collected:
         """The rollouts of an RL step; after the last one they begin again.

@@ -17,10 +17,10 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.sources import Row, read_rows
-from lit_dlm.trajectories.importers import ImportSettings, read_tabom
+from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shard_files import MANIFEST_FILE
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.trajectories.store.files import MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class RecordedDecodes(SupervisedSource):
                 self.shards,
                 MANIFEST_FILE,
             )
-        reader = TrajectoryShardReader(self.shards, features=False, worker=0, num_workers=1)
+        reader = TrajectoryShardReader(self.shards, features=False)
         yield from _examples_of(
             reader,
             str(self.shards),

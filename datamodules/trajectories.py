@@ -31,11 +31,11 @@ from lit_dlm.modules.state_batch import (
     trace_state,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.trajectories.feature_codec import KeptSteps
-from lit_dlm.trajectories.outline import BlockOutline
+from lit_dlm.trajectories.features import FeatureOutline
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shard_files import shards_in
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.reader import BlockOutline
 
 Source = Literal["features", "tokens"]
 
@@ -348,7 +348,7 @@ class TrajectoryDataModule(LightningDataModule):
             steps += [REMASKED] * self.remasks_per_trace
         return steps
 
-    def _check_features(self, uid: str, features: KeptSteps) -> None:
+    def _check_features(self, uid: str, features: FeatureOutline) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, TraceLockModule):
             return

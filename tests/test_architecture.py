@@ -65,14 +65,12 @@ def test_command_line_holds_no_logic():
 
 
 PERMITTED = {
-    # Its unpickler knows two classes and some builtins, and runs only where it was asked for.
-    "pickles run code when loaded": {"lit_dlm/trajectories/peer_import.py"},
     # A thread hands whatever happened to its caller; a callback must join that thread.
     "hides faults": {
         "callbacks/result_writer.py",
         "callbacks/shard_writer.py",
         "callbacks/trajectory_folder.py",
-        "lit_dlm/trajectories/background.py",
+        "lit_dlm/trajectories/store/background.py",
     },
 }
 

@@ -14,9 +14,8 @@ from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
-from lit_dlm.trajectories.features import Layout, Scheme
-from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter
+from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 VOCAB = 24
 MASK, PAD, EOS = 2, 0, 1
@@ -50,8 +49,8 @@ def feature_capture(
     projector: Projector,
     *,
     settings: FeatureSettings | None = None,
-    scheme: Scheme = "fp16",
-    layout: Layout = "generation",
+    scheme: FeatureScheme = "fp16",
+    layout: FeatureLayout = "generation",
     step_ratio: float = 1.0,
 ) -> FeatureCapture:
     settings = settings or FeatureSettings()

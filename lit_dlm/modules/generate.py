@@ -16,8 +16,7 @@ from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
-from lit_dlm.trajectories.features import Scheme
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import FeatureScheme, Trajectory
 
 
 class TraceModule(DecodeModule):
@@ -49,7 +48,7 @@ class TraceModule(DecodeModule):
         seed: int = 0,
         level: Level = "tokens",
         step_ratio: float = 0.1,
-        scheme: Scheme = "int8",
+        scheme: FeatureScheme = "int8",
         settings: ScorerSettings | None = None,
         hidden_rank: int = 256,
         delta_rank: int = 32,

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.trajectories.commands.console import shard_paths
-from lit_dlm.trajectories.identity import run_of_shard
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shard_files import shards_in
-from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
+from lit_dlm.trajectories.store.files import shard_paths, shards_in
+from lit_dlm.trajectories.store.provenance import run_of_shard
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 
 
 class NoSampleError(ValueError):

@@ -11,7 +11,7 @@ from typing import Any
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import NoSampleError, SampleSet, load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
-from lit_dlm.trajectories.commands.loading import tokenizer_of
+from lit_dlm.trajectories.commands import tokenizer_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lit_dlm.decoding.layout import Layout
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
-from lit_dlm.trajectories.regions import fill_curves_of, regions_of
+from lit_dlm.trajectories.replay import fill_curves_of, regions_of
 
 
 class LockstepReward(Reward):

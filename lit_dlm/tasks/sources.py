@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.trajectories.text_lines import numbered_lines
+from lit_dlm.trajectories.exchange import numbered_lines
 
 logger = logging.getLogger(__name__)
 

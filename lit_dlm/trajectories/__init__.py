@@ -1,19 +1,10 @@
-"""Trajectories: the record of a decode, its storage format, and its capture.
+"""Trajectories: the record of a decode, its storage format, its capture, and its verification.
 
-``record`` and ``compare`` hold the record, ``codec`` the block format, ``shards`` the files,
-``provenance`` the description of a run, ``capture`` the observer of the decode loop.
+``record`` holds the record, ``format`` and ``features`` the blocks, ``store`` the shards,
+``capture`` the observer of the decode loop; ``replay``, ``verify`` and ``exchange`` use records.
 """
 
-from lit_dlm.trajectories.compare import TrajectoryDiff, diff
 from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.features import StepFeatures
-from lit_dlm.trajectories.record import Trajectory, from_history
+from lit_dlm.trajectories.record import StepFeatures, Trajectory, from_history
 
-__all__ = [
-    "StepFeatures",
-    "Trajectory",
-    "TrajectoryDiff",
-    "TrajectoryFormatError",
-    "diff",
-    "from_history",
-]
+__all__ = ["StepFeatures", "Trajectory", "TrajectoryFormatError", "from_history"]

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.trajectories.captured import CapturedDecode, FeatureForm, KeptStep
-from lit_dlm.trajectories.features import Layout, Scheme
 from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
 from lit_dlm.trajectories.step_buffer import HostCopies, StepBuffer
 
 Level = Literal["tokens", "signals", "features"]
@@ -47,9 +46,9 @@ class FeatureCapture:
     """Digest of the function, stored beside the features."""
     step_ratio: float = 0.1
     """Fraction of steps that keep features."""
-    scheme: Scheme = "int8"
+    scheme: FeatureScheme = "int8"
     """How features are stored."""
-    layout: Layout = "generation"
+    layout: FeatureLayout = "generation"
     """Response rows only, or prompt rows too."""
     scores: frozenset[str] = frozenset({"entropy", "margin"})
     """Scores besides the probability that the function needs."""

@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dlm.trajectories.feature_codec import only_masked
-from lit_dlm.trajectories.features import Layout, Scheme, StepFeatures
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.features import only_masked
+from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, StepFeatures, Trajectory
 from lit_dlm.trajectories.step_buffer import HostCopies
 
 Int32 = NDArray[np.int32]
@@ -40,8 +39,8 @@ class FeatureForm:
 
     groups: tuple[int, ...]
     projector_digest: str
-    scheme: Scheme
-    layout: Layout
+    scheme: FeatureScheme
+    layout: FeatureLayout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -25,14 +25,15 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from lit_dlm.trajectories.errors import (
     BadMagicError,
     ChecksumError,
-    DictionaryMissingError,
     InvariantError,
     TrajectoryFormatError,
     TruncatedBlockError,
@@ -120,33 +121,27 @@ class _Head:
     """Header and directory, checked."""
 
     header: Header
-    dictionary: int
     entries: list[_Entry]
     crc: int
     length: int
     """Bytes of the whole block, as the directory adds them up."""
 
 
-def pack(
-    header: Header, columns: Sequence[Column], *, level: int, dictionary: bytes | None = None
-) -> bytes:
+def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
     """Writes a block.
 
     Args:
         header: facts about the block.
         columns: in the order in which they are stored.
         level: zstd level; a column that does not shrink is stored raw.
-        dictionary: a trained zstd dictionary for the columns; readers need it, too.
 
     Returns:
         The bytes of the block.
 
     Raises:
-        ValueError: If a number does not fit its field, or the dictionary has no id.
+        InvariantError: If a number does not fit its field.
     """
-    trained = None if dictionary is None else _trained(dictionary)
-    packed_as = Codec.ZSTD if trained is None else Codec.ZSTD_DICTIONARY
-    compressor = _compressor(level) if trained is None else _dictionary_compressor(level, trained)
+    compressor = _compressor(level)
     for name in ("num_records", "flags", "mask_id", "vocab_size"):
         if not 0 <= getattr(header, name) < 2**32:
             raise InvariantError(
@@ -158,7 +153,7 @@ def pack(
         if len(column.data) > 16:
             packed = compressor.compress(column.data)
             if len(packed) < len(column.data):
-                stored, codec = packed, packed_as
+                stored, codec = packed, Codec.ZSTD
         entry = (len(column.data), len(stored), zlib.crc32(stored))
         tag = column.tag.encode("ascii")
         directory.append(_ENTRY.pack(tag, column.dtype, codec, column.flags, *entry))
@@ -172,7 +167,7 @@ def pack(
         header.flags,
         header.mask_id,
         header.vocab_size,
-        0 if trained is None else trained.dict_id(),
+        0,  # no zstd dictionary
         header.run_digest,
     ) + b"".join(directory)
     crc = zlib.crc32(head)
@@ -200,7 +195,6 @@ def unpack(
     *,
     known: Collection[str],
     max_raw_bytes: int = MAX_RAW_BYTES,
-    dictionaries: Mapping[int, bytes] | None = None,
 ) -> tuple[Header, dict[str, Column]]:
     """Reads a block and checks every byte of it.
 
@@ -208,7 +202,6 @@ def unpack(
         data: exactly one block.
         known: tags that the caller understands; other columns are checked and dropped.
         max_raw_bytes: refuse a block whose known columns unpack to more than this.
-        dictionaries: zstd dictionaries by id.
 
     Returns:
         The header and the known columns by tag.
@@ -230,7 +223,7 @@ def unpack(
         stored = view[entry.at : entry.at + entry.stored_length]
         _check_crc(entry, stored)
         if entry.tag in wanted:
-            columns[entry.tag] = _column(entry, stored, head, dictionaries)
+            columns[entry.tag] = _column(entry, stored)
     return head.header, columns
 
 
@@ -242,7 +235,6 @@ def read_columns(
     known: Collection[str],
     wanted: Collection[str],
     max_raw_bytes: int = MAX_RAW_BYTES,
-    dictionaries: Mapping[int, bytes] | None = None,
 ) -> tuple[Header, dict[str, Column]]:
     """Reads some columns of a block in a file, and no more of the file than these need.
 
@@ -256,7 +248,6 @@ def read_columns(
         known: tags that the caller understands.
         wanted: tags to read; those that the block lacks are left out.
         max_raw_bytes: refuse columns that unpack to more than this.
-        dictionaries: zstd dictionaries by id.
 
     Returns:
         The header and the wanted columns by tag.
@@ -281,7 +272,7 @@ def read_columns(
             file.seek(offset + entry.at)
             stored = file.read(entry.stored_length)
         _check_crc(entry, stored)
-        columns[entry.tag] = _column(entry, memoryview(stored), head, dictionaries)
+        columns[entry.tag] = _column(entry, memoryview(stored))
     return head.header, columns
 
 
@@ -294,7 +285,7 @@ def _read_head(view: memoryview, size: int) -> _Head:
     if size < _HEADER.size + 4 + _TRAILER.size or len(view) < _HEADER.size:
         raise TruncatedBlockError(f"block: expected at least 68 bytes, got {min(size, len(view))}")
     fields = _HEADER.unpack_from(view)
-    major, num_columns, flags, dictionary = fields[1], fields[3], fields[5], fields[8]
+    major, num_columns, flags = fields[1], fields[3], fields[5]
     # Before the checksum: another major version may lay its header out in another way.
     if major != MAJOR:
         raise UnsupportedFormatError(
@@ -322,7 +313,7 @@ def _read_head(view: memoryview, size: int) -> _Head:
         raise TruncatedBlockError(
             f"block: column lengths add up to a block of {length} bytes, not {size}"
         )
-    return _Head(_header(fields), dictionary, entries, crc, length)
+    return _Head(_header(fields), entries, crc, length)
 
 
 def _header(fields: tuple[int, ...]) -> Header:
@@ -371,9 +362,7 @@ def _check_crc(entry: _Entry, stored: bytes | memoryview) -> None:
         )
 
 
-def _column(
-    entry: _Entry, stored: memoryview, head: _Head, dictionaries: Mapping[int, bytes] | None
-) -> Column:
+def _column(entry: _Entry, stored: memoryview) -> Column:
     try:
         dtype = Dtype(entry.dtype)
     except ValueError:
@@ -383,15 +372,13 @@ def _column(
     if entry.codec == Codec.RAW:
         data = bytes(stored)
     elif entry.codec == Codec.ZSTD:
-        data = _inflate(entry, stored, _decompressor())
+        data = _inflate(entry, stored)
     elif entry.codec == Codec.ZSTD_DICTIONARY:
-        content = (dictionaries or {}).get(head.dictionary)
-        if content is None:
-            raise DictionaryMissingError(
-                f"block: column {entry.tag!r} needs the zstd dictionary {head.dictionary}",
-                offset=entry.at,
-            )
-        data = _inflate(entry, stored, zstandard.ZstdDecompressor(dict_data=_trained(content)))
+        raise UnsupportedFormatError(
+            f"block: column {entry.tag!r} is packed with a zstd dictionary; only version 0.1 of "
+            "lit-dlm could read such a block",
+            offset=entry.at,
+        )
     else:
         raise UnsupportedFormatError(
             f"block: column {entry.tag!r} has unknown codec {entry.codec}", offset=entry.at
@@ -404,14 +391,14 @@ def _column(
     return Column(entry.tag, dtype, data, entry.flags)
 
 
-def _inflate(entry: _Entry, stored: memoryview, decompressor: zstandard.ZstdDecompressor) -> bytes:
+def _inflate(entry: _Entry, stored: memoryview) -> bytes:
     try:
         # The size in the frame decides what gets allocated: it must be the directory's.
         if zstandard.frame_content_size(stored) != entry.raw_length:
             raise InvariantError(
                 f"block: column {entry.tag!r} disagrees about its length", offset=entry.at
             )
-        return decompressor.decompress(stored, allow_extra_data=False)
+        return _decompressor().decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise TrajectoryFormatError(
             f"block: column {entry.tag!r} does not unpack: {error}", offset=entry.at
@@ -428,23 +415,114 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
     return cache[level]
 
 
-def _dictionary_compressor(
-    level: int, dictionary: zstandard.ZstdCompressionDict
-) -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(
-        level=level, dict_data=dictionary, write_checksum=False, write_content_size=True
-    )
-
-
-def _trained(content: bytes) -> zstandard.ZstdCompressionDict:
-    dictionary = zstandard.ZstdCompressionDict(content)
-    if dictionary.dict_id() == 0:
-        raise ValueError("zstd dictionary: expected a trained dictionary with an id, got none")
-    return dictionary
-
-
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_LOCAL, "decompressor"):
         _LOCAL.decompressor = zstandard.ZstdDecompressor()
     decompressor: zstandard.ZstdDecompressor = _LOCAL.decompressor
     return decompressor
+
+
+# -- arrays and texts as columns -----------------------------------------------------------------
+
+NUMPY_DTYPES: dict[Dtype, str] = {
+    Dtype.U8: "u1",
+    Dtype.U16: "<u2",
+    Dtype.U32: "<u4",
+    Dtype.U64: "<u8",
+    Dtype.F16: "<f2",
+    Dtype.F32: "<f4",
+    Dtype.I8: "i1",
+}
+
+
+def make_column(tag: str, dtype: Dtype, values: NDArray[Any]) -> Column:
+    """A column of the stored type ``dtype``."""
+    if dtype is Dtype.U24:
+        return Column(tag, dtype, pack_u24(values))
+    return Column(tag, dtype, values.astype(NUMPY_DTYPES[dtype]).tobytes())
+
+
+class ColumnReader:
+    """Columns of a block as arrays whose length is known beforehand."""
+
+    def __init__(
+        self, columns: Mapping[str, Column], dtypes: Mapping[str, tuple[Dtype, ...]]
+    ) -> None:
+        """Checks the element types.
+
+        Args:
+            columns: by tag.
+            dtypes: the allowed element types of every tag.
+        """
+        self.columns = columns
+        for tag, column in columns.items():
+            if column.dtype not in dtypes[tag]:
+                raise TrajectoryFormatError(f"block: column {tag!r} may not be {column.dtype.name}")
+
+    def raw(self, tag: str, length: int) -> bytes:
+        """The bytes of a column that must have ``length`` of them."""
+        data = self.columns[tag].data
+        if len(data) != length:
+            raise TrajectoryFormatError(
+                f"block: column {tag!r} must have {length} bytes, got {len(data)}"
+            )
+        return data
+
+    def array(self, tag: str, count: int) -> NDArray[Any]:
+        """``(count,)`` of the stored type, read-only."""
+        dtype = np.dtype(NUMPY_DTYPES[self.columns[tag].dtype])
+        return np.frombuffer(self.raw(tag, count * dtype.itemsize), dtype=dtype)
+
+    def integers(self, tag: str, count: int) -> NDArray[np.int64]:
+        """``(count,)`` int64."""
+        return self.array(tag, count).astype(np.int64)
+
+    def tokens(self, tag: str, count: int) -> NDArray[np.int32]:
+        """``(count,)`` int32 of a three-byte column."""
+        return unpack_u24(self.raw(tag, 3 * count))
+
+
+def pack_texts(length_format: str, texts: Sequence[bytes]) -> bytes:
+    """Each text behind its length."""
+    length = struct.Struct(length_format)
+    return b"".join(part for text in texts for part in (length.pack(len(text)), text))
+
+
+def split_texts(length_format: str, column: Column, n: int) -> list[bytes]:
+    """The inverse of :func:`pack_texts` for exactly ``n`` texts."""
+    length = struct.Struct(length_format)
+    width, unpack_from = length.size, length.unpack_from
+    data, at, texts = column.data, 0, []
+    try:
+        for _ in range(n):
+            (size,) = unpack_from(data, at)
+            start = at + width
+            at = start + size
+            texts.append(data[start:at])
+    except struct.error:
+        at = len(data) + 1
+    if at != len(data):
+        word = "short" if at > len(data) else "long"
+        raise TrajectoryFormatError(f"block: column {column.tag!r} is too {word}")
+    return texts
+
+
+def unpack_texts(length_format: str, column: Column, n: int) -> list[str]:
+    """:func:`split_texts` decoded as UTF-8."""
+    try:
+        return [text.decode() for text in split_texts(length_format, column, n)]
+    except UnicodeDecodeError as error:
+        raise TrajectoryFormatError(f"block: column {column.tag!r} is not UTF-8") from error
+
+
+def pack_u24(values: NDArray[Any]) -> bytes:
+    """Integers below 2**24 as three bytes each, little-endian."""
+    words = np.ascontiguousarray(values, dtype="<u4")
+    return words.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+
+
+def unpack_u24(data: bytes) -> NDArray[np.int32]:
+    """The inverse of :func:`pack_u24`: ``(N,)`` int32."""
+    # Overlapping four-byte words, three bytes apart; the fourth byte belongs to the next number.
+    words = np.ndarray((len(data) // 3,), dtype="<i4", buffer=data + b"\0", strides=(3,))
+    return np.bitwise_and(words, 0xFFFFFF, dtype=np.int32)

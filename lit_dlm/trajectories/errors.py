@@ -52,10 +52,6 @@ class UnsupportedFormatError(TrajectoryFormatError):
     """The block was written by a newer or different format that this reader must not guess at."""
 
 
-class DictionaryMissingError(TrajectoryFormatError):
-    """A column was compressed with a dictionary that the reader was not given."""
-
-
 class InvariantError(TrajectoryFormatError):
     """The columns decode, but contradict each other or the rules of the format."""
 

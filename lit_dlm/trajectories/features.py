@@ -1,217 +1,361 @@
-"""Features of kept steps: what a commit policy saw, small enough to keep.
+"""Features of kept steps as a second block beside the records' block.
 
-A response position at a kept step has ``F`` features (projected hidden snapshots and scores). They
-are stored as float16, as int8 with one float16 scale per row and feature group (groups have
-different ranges, and outliers of one row do not cost the others precision), or as int8 with one
-scale per feature and sample, which is a little smaller.
+The same container, with columns of its own. Records without features have a kept-step count of 0;
+all others share one layout, one set of feature groups and one projector, which ``FMET`` names once.
+The content digest of every record is repeated, so that features cannot be joined to other records.
 
-Layout ``masked`` keeps the rows of masked positions alone, half of the rows on average: the others
-never enter a loss. In memory they are zeros. Labels, states and masks are functions of the record
-and are never stored.
+====  ===========================================================================
+FMET  one JSON object: layout, scheme, groups, projector
+FCNT  u32, n: kept steps S of each record
+FROW  u32, n: rows R per kept step (G, or P + G)
+FSTP  u16, sum S: the kept steps
+FPRP  u24, N: proposed tokens
+FSCL  f16, N*(number of groups): scales of int8 features
+FEAT  i8 or f16, N*F
+====  ===========================================================================
+
+N, the number of stored rows, is sum S*R; in layout ``masked`` it counts the response positions that
+are masked before their step, which the record itself tells.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-Layout = Literal["generation", "all", "masked"]
-Scheme = Literal["fp16", "int8", "int8_channel"]
+from lit_dlm.trajectories.container import (
+    MAX_RAW_BYTES,
+    Column,
+    ColumnReader,
+    Dtype,
+    Header,
+    make_column,
+    pack,
+    pack_texts,
+    read_columns,
+    split_texts,
+    unpack,
+)
+from lit_dlm.trajectories.errors import (
+    InvariantError,
+    TrajectoryFormatError,
+    UnsupportedFormatError,
+)
+from lit_dlm.trajectories.record import StepFeatures, Trajectory
+
+_DTYPES: dict[str, tuple[Dtype, ...]] = {
+    "SMID": (Dtype.BYTES,),
+    "CDIG": (Dtype.BYTES,),
+    "FMET": (Dtype.BYTES,),
+    "FCNT": (Dtype.U32,),
+    "FROW": (Dtype.U32,),
+    "FSTP": (Dtype.U16,),
+    "FPRP": (Dtype.U24,),
+    "FSCL": (Dtype.F16,),
+    "FEAT": (Dtype.I8, Dtype.F16),
+}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StepFeatures:
-    """Features and proposals at some steps of one record."""
+def encode_features(
+    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 3
+) -> bytes:
+    """Writes the features of a block of records.
 
-    kept_steps: NDArray[np.int32]
-    """``(S,)`` int32, strictly ascending."""
-    features: NDArray[Any]
-    """``(S, R, F)`` float16, or int8 with ``scales``."""
-    scales: NDArray[np.float16] | None = None
-    """``(S, R, number of groups)`` float16 for int8 features; ``(S, 1, F)``, equal at every step,
-    with one scale per feature; ``None`` for float16."""
-    groups: tuple[int, ...]
-    """Sizes of the feature groups, in order; they sum to F."""
-    proposals: NDArray[np.int32]
-    """``(S, R)`` int32: the token each row was proposed to become."""
-    layout: Layout = "generation"
-    """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
-    R = G, with zeros (and as proposal the token that stands there) where no mask is before the
-    step."""
-    projector_digest: str = ""
-    """Digest of the function that made the features; readers must use the same one."""
-    per_channel: bool = False
-    """Whether the scales are per feature."""
+    Args:
+        records: the records of the block, in its order; at least one has features.
+        run_digest: 16 bytes that name the run.
+        level: zstd level. Features hardly shrink, so a high one buys nothing.
 
-    @property
-    def num_kept(self) -> int:
-        """S, the number of kept steps."""
-        return len(self.kept_steps)
+    Returns:
+        The bytes of the features block.
 
-    @property
-    def num_features(self) -> int:
-        """F, the number of features per row."""
-        return int(self.features.shape[2])
-
-    @property
-    def scheme(self) -> Scheme:
-        """How the features are stored."""
-        if self.scales is None:
-            return "fp16"
-        return "int8_channel" if self.per_channel else "int8"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays in memory."""
-        scales = 0
-        if self.scales is not None:
-            scales = (self.scales[:1] if self.per_channel else self.scales).nbytes
-        return self.features.nbytes + scales + self.proposals.nbytes + self.kept_steps.nbytes
-
-    def dequantized(self) -> NDArray[np.float32]:
-        """``(S, R, F)`` float32."""
-        values = self.features.astype(np.float32)
-        if self.scales is not None and self.per_channel:
-            values *= self.scales.astype(np.float32)
-        elif self.scales is not None:
-            values *= np.repeat(self.scales.astype(np.float32), self.groups, axis=2)
-        return values
-
-    @classmethod
-    def quantize(
-        cls,
-        features: NDArray[np.floating[Any]],
-        *,
-        kept_steps: NDArray[np.integer[Any]],
-        proposals: NDArray[np.integer[Any]],
-        groups: Sequence[int] | None = None,
-        scheme: Scheme = "int8",
-        layout: Layout = "generation",
-        projector_digest: str = "",
-    ) -> StepFeatures:
-        """Stores float features compactly.
-
-        int8 is symmetric with rounding to nearest, ``scale = absmax / 127`` per (step, row, group),
-        rounded up to the next float16 so that no value is clipped. Gaussian groups of 256 have a
-        relative RMSE of 0.7 %. ``int8_channel`` takes the largest value of each feature over the
-        whole sample instead.
-
-        Args:
-            features: ``(S, R, F)`` floating point, finite.
-            kept_steps: ``(S,)`` integer, ascending.
-            proposals: ``(S, R)`` integer.
-            groups: sizes of the feature groups (default: one group of F).
-            scheme: ``int8``, ``int8_channel`` or ``fp16``.
-            layout: which rows the second axis holds.
-            projector_digest: digest of the function that made the features.
-
-        Returns:
-            The stored form.
-
-        Raises:
-            ValueError: If sizes do not add up, a value is not finite, or does not fit in float16.
-        """
-        values = np.asarray(features, dtype=np.float32)
-        if values.ndim != 3:
-            raise ValueError(f"features: expected shape (S, R, F), got {values.shape}")
-        sizes = tuple(int(size) for size in groups) if groups is not None else (values.shape[2],)
-        if any(size <= 0 for size in sizes) or sum(sizes) != values.shape[2]:
-            raise ValueError(
-                f"feature groups: expected positive sizes that sum to {values.shape[2]}, "
-                f"got {sizes}"
+    Raises:
+        ValueError: If no record has features, or two differ in layout, groups or projector.
+    """
+    kept = [(record, record.features) for record in records if record.features is not None]
+    if not kept:
+        raise ValueError("encode_features: no record has features")
+    facts = _facts(kept[0][1])
+    for record, features in kept:
+        features.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
+        if _facts(features) != facts:
+            raise InvariantError(
+                f"trajectory {record.uid!r}: all features of a block need one layout, "
+                f"expected {facts}, got {_facts(features)}"
             )
-        largest = float(np.abs(values).max(initial=0.0))
-        limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
-        if not largest <= limit:
-            raise ValueError(
-                f"features: values must be finite and at most {limit:g}, got {largest:g}"
-            )
-        if scheme not in ("fp16", "int8", "int8_channel"):
-            raise ValueError(
-                f"feature scheme: expected 'int8', 'int8_channel' or 'fp16', got {scheme!r}"
-            )
-        codes: NDArray[Any] = values
-        scales: NDArray[np.float16] | None = None
-        if scheme == "int8":
-            codes, scales = _int8(values, sizes)
-        elif scheme == "int8_channel":
-            codes, scales = _int8_per_channel(values)
-        return cls(
-            kept_steps=np.ascontiguousarray(kept_steps, dtype=np.int32),
-            features=codes.astype(np.float16, copy=False) if scales is None else codes,
-            scales=scales,
-            groups=sizes,
-            proposals=np.ascontiguousarray(proposals, dtype=np.int32),
-            layout=layout,
-            projector_digest=projector_digest,
-            per_channel=scheme == "int8_channel",
+    parts = [_stored_rows(record, features) for record, features in kept]
+    counts = [0 if r.features is None else r.features.num_kept for r in records]
+    rows = [0 if r.features is None else r.features.proposals.shape[1] for r in records]
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+    columns = [
+        Column("SMID", Dtype.BYTES, pack_texts("<H", [r.uid.encode() for r in records])),
+        Column("CDIG", Dtype.BYTES, b"".join(r.digest() for r in records)),
+        Column("FMET", Dtype.BYTES, pack_texts("<I", [text])),
+        make_column("FCNT", Dtype.U32, np.array(counts)),
+        make_column("FROW", Dtype.U32, np.array(rows)),
+        make_column("FSTP", Dtype.U16, np.concatenate([f.kept_steps for _, f in kept])),
+        make_column("FPRP", Dtype.U24, np.concatenate([part.proposals for part in parts])),
+    ]
+    scales = [part.scales for part in parts if part.scales is not None]
+    if scales:
+        columns.append(make_column("FSCL", Dtype.F16, np.concatenate(scales)))
+    columns.append(
+        make_column(
+            "FEAT",
+            Dtype.I8 if scales else Dtype.F16,
+            np.concatenate([part.features for part in parts]),
         )
+    )
+    header = Header(
+        num_records=len(records),
+        flags=0,
+        mask_id=records[0].mask_id,
+        vocab_size=records[0].vocab_size,
+        run_digest=run_digest,
+    )
+    return pack(header, columns, level=level)
 
-    def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
-        """Checks shapes and ranges against the record ``uid``.
 
-        Raises:
-            ValueError: Naming the record and the field.
-        """
-        rows = num_generated + (num_prompt if self.layout == "all" else 0)
-        expected: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
-            "features": ((self.num_kept, rows, sum(self.groups)), self.features),
-            "proposals": ((self.num_kept, rows), self.proposals),
-        }
-        if self.scales is not None:
-            per_row = (self.num_kept, rows, len(self.groups))
-            per_feature = (self.num_kept, 1, sum(self.groups))
-            expected["scales"] = (per_feature if self.per_channel else per_row, self.scales)
-        for name, (shape, array) in expected.items():
-            if array.shape != shape:
-                raise ValueError(
-                    f"trajectory {uid!r}: features.{name} must have shape {shape} "
-                    f"(layout {self.layout!r}), got {array.shape}"
-                )
-        want = np.int8 if self.scales is not None else np.float16
-        if self.features.dtype != want:
-            raise ValueError(
-                f"trajectory {uid!r}: {self.scheme} features must be {np.dtype(want)}, "
-                f"got {self.features.dtype}"
+def attach_features(
+    records: Sequence[Trajectory],
+    data: bytes | memoryview,
+    *,
+    max_raw_bytes: int = MAX_RAW_BYTES,
+) -> list[Trajectory]:
+    """Joins a features block to the records it belongs to.
+
+    Args:
+        records: the decoded records of the same key.
+        data: the features block.
+        max_raw_bytes: refuse a block that unpacks to more than this.
+
+    Returns:
+        The records, those with kept steps carrying their features (views of the block's columns).
+
+    Raises:
+        TrajectoryFormatError: If the bytes are damaged or belong to other records.
+    """
+    header, columns = unpack(data, known=tuple(_DTYPES), max_raw_bytes=max_raw_bytes)
+    n = header.num_records
+    missing = [tag for tag in _DTYPES if tag not in columns and tag != "FSCL"]
+    if missing:
+        raise TrajectoryFormatError(f"features block: columns {missing} are missing")
+    if n != len(records):
+        raise InvariantError(f"features block: {n} records, the record block has {len(records)}")
+    read = ColumnReader(columns, _DTYPES)
+    uids = split_texts("<H", columns["SMID"], n)
+    digests = read.raw("CDIG", 16 * n)
+    for i, record in enumerate(records):
+        if uids[i] != record.uid.encode() or digests[16 * i : 16 * i + 16] != record.digest():
+            raise InvariantError(f"features block: its record {i} is not {record.uid!r}")
+    facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
+    groups: tuple[int, ...] = tuple(facts["groups"])
+    F, int8 = sum(groups), facts["scheme"] == "int8"
+    if (columns["FEAT"].dtype is Dtype.I8) is not int8 or ("FSCL" in columns) is not int8:
+        raise InvariantError("features block: element type and scheme do not fit")
+    counts, rows = read.integers("FCNT", n), read.integers("FROW", n)
+    steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
+    ends = np.cumsum(counts)
+    masks: list[NDArray[np.bool_] | None] = [None] * n
+    cells = counts * rows
+    if facts["layout"] == "masked":
+        for i, record in enumerate(records):
+            if counts[i]:
+                mask = _masked(record, steps[ends[i] - counts[i] : ends[i]], int(rows[i]))
+                masks[i], cells[i] = mask, int(mask.sum())
+    total = int(cells.sum())
+    proposals = read.tokens("FPRP", total)
+    features = read.array("FEAT", total * F)
+    scales = read.array("FSCL", total * len(groups)) if int8 else None
+    cell_ends = np.cumsum(cells).tolist()
+    joined = []
+    for i, record in enumerate(records):
+        S, R = int(counts[i]), int(rows[i])
+        if S == 0:
+            joined.append(record)
+            continue
+        first, last = cell_ends[i] - int(cells[i]), cell_ends[i]
+        own = None
+        if scales is not None:
+            own = _restored(scales, first, last, (S, R, len(groups)), masks[i])
+        kept = steps[ends[i] - S : ends[i]]
+        tokens = proposals[first:last]
+        if masks[i] is None:
+            tokens = tokens.reshape(S, R)
+        else:
+            standing = np.stack([record.state_at(int(step)) for step in kept])
+            standing[masks[i]] = tokens
+            tokens = standing
+        part = StepFeatures(
+            kept_steps=kept,
+            features=_restored(features, first, last, (S, R, F), masks[i]),
+            scales=own,
+            groups=groups,
+            proposals=tokens,
+            layout=facts["layout"],
+            projector_digest=facts["projector"],
+        )
+        try:
+            part.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
+        except ValueError as error:
+            raise InvariantError(f"features block: {error}") from error
+        joined.append(replace(record, features=part))
+    return joined
+
+
+def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
+    """Features in layout ``masked``, from ones of all response rows.
+
+    Args:
+        record: the record they belong to.
+        features: in layout ``generation``.
+
+    Returns:
+        The same features with zeros at rows that are not masked before their step.
+
+    Raises:
+        ValueError: If the layout is another one.
+    """
+    if features.layout != "generation":
+        raise ValueError(
+            f"trajectory {record.uid!r}: expected features in layout 'generation', "
+            f"got {features.layout!r}"
+        )
+    states = np.stack([record.state_at(int(step)) for step in features.kept_steps])
+    masked = states == record.mask_id
+    scales = features.scales
+    if scales is not None:
+        scales = np.where(masked[..., None], scales, np.float16(0))
+    return replace(
+        features,
+        features=np.where(masked[..., None], features.features, features.features.dtype.type(0)),
+        scales=scales,
+        proposals=np.where(masked, features.proposals, states),
+        layout="masked",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _StoredRows:
+    """The flat columns of one record's features."""
+
+    features: NDArray[Any]
+    proposals: NDArray[np.int32]
+    scales: NDArray[np.float16] | None
+
+
+def _stored_rows(record: Trajectory, features: StepFeatures) -> _StoredRows:
+    chosen: Any = ...
+    if features.layout == "masked":
+        chosen = _masked(record, features.kept_steps, record.num_generated)
+        if features.features[~chosen].any():
+            raise InvariantError(
+                f"trajectory {record.uid!r}: features in layout 'masked' must be 0 where no mask is"
             )
-        steps = self.kept_steps
-        if len(steps) and (steps[0] < 0 or steps[-1] >= num_steps or (np.diff(steps) <= 0).any()):
-            raise ValueError(
-                f"trajectory {uid!r}: features.kept_steps must ascend within 0..{num_steps - 1}"
-            )
+    scales = features.scales
+    if scales is not None:
+        scales = scales[chosen].reshape(-1)
+    return _StoredRows(
+        features.features[chosen].reshape(-1), features.proposals[chosen].reshape(-1), scales
+    )
 
 
-def _int8(
-    values: NDArray[np.float32], sizes: tuple[int, ...]
-) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Codes ``(S, R, F)`` and scales ``(S, R, number of groups)``."""
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    scales = _scales(np.maximum.reduceat(np.abs(values), starts, axis=2))
-    return _codes(values, np.repeat(scales.astype(np.float32), sizes, axis=2)), scales
+def _masked(record: Trajectory, steps: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:
+    """``(S, R)`` bool: response positions that are masked before each kept step."""
+    if rows != record.num_generated or not ((steps >= 0) & (steps < record.num_steps)).all():
+        raise InvariantError(f"features block: kept steps and rows do not fit {record.uid!r}")
+    states = np.stack([record.state_at(int(step)) for step in steps])
+    masked: NDArray[np.bool_] = states == record.mask_id
+    return masked
 
 
-def _int8_per_channel(
-    values: NDArray[np.float32],
-) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Codes ``(S, R, F)`` and scales ``(S, 1, F)`` that are equal for all S."""
-    scales = _scales(np.abs(values).max(axis=(0, 1), keepdims=True, initial=0.0))
-    wide = np.broadcast_to(scales.astype(np.float32), values.shape)
-    return _codes(values, wide), np.broadcast_to(scales, (len(values), 1, values.shape[2]))
+@dataclass(frozen=True, eq=False)
+class FeatureOutline:
+    """What a features block says about its records besides the features."""
+
+    steps: list[NDArray[np.int32]]
+    """``n`` arrays ``(S,)``, empty for records without features."""
+    layout: str
+    groups: tuple[int, ...]
+    projector_digest: str
 
 
-def _scales(largest: NDArray[np.float32]) -> NDArray[np.float16]:
-    """``largest / 127``, rounded up to float16."""
-    exact = largest / np.float32(127)
-    scales = exact.astype(np.float16)
-    low = scales.astype(np.float32) < exact
-    scales[low] = np.nextafter(scales[low], np.float16(np.inf))
-    return scales
+def read_feature_outline(file: BinaryIO, offset: int, size: int) -> FeatureOutline:
+    """Reads the small columns of a features block in a file, and not its features.
+
+    Args:
+        file: open for reading.
+        offset: first byte of the block.
+        size: bytes of the block.
+
+    Raises:
+        TrajectoryFormatError: If a column that is read is damaged or missing.
+    """
+    tags = ("FMET", "FCNT", "FSTP")
+    header, columns = read_columns(file, offset, size, known=tuple(_DTYPES), wanted=tags)
+    missing = [tag for tag in tags if tag not in columns]
+    if missing:
+        raise InvariantError(f"features block: columns {missing} are missing")
+    read = ColumnReader(columns, _DTYPES)
+    facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
+    counts = read.integers("FCNT", header.num_records)
+    steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
+    return FeatureOutline(
+        np.split(steps, np.cumsum(counts)[:-1]),
+        facts["layout"],
+        tuple(facts["groups"]),
+        facts["projector"],
+    )
 
 
-def _codes(values: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.int8]:
-    codes = np.rint(np.divide(values, scales, out=np.zeros_like(values), where=scales > 0))
-    return codes.astype(np.int8)
+def _restored(
+    flat: NDArray[Any],
+    first: int,
+    last: int,
+    shape: tuple[int, int, int],
+    mask: NDArray[np.bool_] | None,
+) -> NDArray[Any]:
+    """Stored rows ``first .. last`` in their places; zeros elsewhere."""
+    stored = flat[first * shape[2] : last * shape[2]]
+    if mask is None:
+        return stored.reshape(shape)
+    array = np.zeros(shape, dtype=flat.dtype)
+    array[mask] = stored.reshape(-1, shape[2])
+    return array
+
+
+def _facts(features: StepFeatures) -> dict[str, Any]:
+    return {
+        "layout": features.layout,
+        "scheme": features.scheme,
+        "groups": list(features.groups),
+        "projector": features.projector_digest,
+    }
+
+
+def _read_facts(text: bytes) -> dict[str, Any]:
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TrajectoryFormatError(f"features block: FMET is not JSON: {error}") from error
+    if isinstance(facts, dict) and facts.get("scheme") == "int8_channel":
+        raise UnsupportedFormatError(
+            "features block: its scheme is int8_channel (one scale per feature); only version 0.1 "
+            "of lit-dlm could read it"
+        )
+    fits = (
+        isinstance(facts, dict)
+        and facts.get("layout") in ("generation", "all", "masked")
+        and facts.get("scheme") in ("fp16", "int8")
+        and isinstance(facts.get("projector"), str)
+        and isinstance(facts.get("groups"), list)
+        and all(type(size) is int and 0 < size < 2**24 for size in facts["groups"])
+    )
+    if not fits:
+        raise TrajectoryFormatError(f"features block: FMET does not hold what it must: {facts}")
+    return dict(facts)

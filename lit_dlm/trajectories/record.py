@@ -1,31 +1,45 @@
 """The record of one decode: final tokens, commit steps, and the writes that were overwritten.
 
 Without re-masking, two integer rows describe every canvas of a decode: the state before step ``t``
-shows the tokens whose commit step is below ``t``. With re-masking or token edits the
-writes that were later overwritten are kept beside them. Nothing else is stored: masks, orders,
-labels and intermediate canvases are derived here.
+shows the tokens whose commit step is below ``t``. With re-masking or token edits the writes that
+were later overwritten are kept beside them. Nothing else is stored: masks, orders, labels and
+intermediate canvases are derived here.
 
 Replay (:meth:`Trajectory.state_at`, :meth:`Trajectory.all_states`) is a function of the record
 alone. It proves nothing about the model; re-execution is a different operation.
+
+Many records are processed as a few long arrays (:class:`Columns`): tokens of all records back to
+back, commit steps likewise. The rules of the format are written once, over these arrays; a single
+record is a set of one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lit_dlm.trajectories.columns import MAX_LENGTH, STATUSES, flatten
-from lit_dlm.trajectories.features import StepFeatures
+from lit_dlm.trajectories.errors import InvariantError
 
-Status = Literal["complete", "eos", "step_limit", "aborted"]
+RecordStatus = Literal["complete", "eos", "step_limit", "aborted"]
 """How a decode ended: canvas full, stopped at an end token, out of steps, or interrupted."""
+STATUSES: tuple[str, ...] = ("complete", "eos", "step_limit", "aborted")
+"""Status names; their index is the stored code."""
+MAX_LENGTH = 65_535
+"""Largest prompt length, response length and step count of format v1 (16-bit columns)."""
+MAX_TOKEN = 2**24 - 1
+"""Largest token id of format v1 (24-bit columns)."""
+FeatureLayout = Literal["generation", "all", "masked"]
+FeatureScheme = Literal["fp16", "int8"]
+DIGEST_TAG = b"ldt.traj.v1\0"
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 
 SIGNAL_DTYPES: dict[str, np.dtype] = {
     "commit_prob": np.dtype(np.float16),
@@ -64,7 +78,7 @@ class Trajectory:
     """Token ids are below this number (the mask id may be above)."""
     seed: int = 0
     """Noise seed of this sample, 0 <= seed < 2**64."""
-    status: Status = "complete"
+    status: RecordStatus = "complete"
     """How the decode ended."""
     given: NDArray[np.bool_] | None = None
     """``(G,)`` bool, ``True`` where a token stood before step 0; ``None`` when there is none."""
@@ -197,15 +211,7 @@ class Trajectory:
         all as little-endian unsigned 32-bit numbers (so -1 is ``0xFFFFFFFF``), cut to 16 bytes.
         It depends neither on the uid nor on how the record is stored.
         """
-        num_events = 0 if self.superseded is None else len(self.superseded)
-        head = (self.num_prompt, self.num_generated, self.num_steps, self.mask_id, num_events)
-        sha = hashlib.sha256(DIGEST_TAG)
-        sha.update(np.array(head, dtype="<u4").tobytes())
-        for part in (self.prompt_ids, self.tokens, self.commit_step):
-            sha.update(part.astype("<i4", copy=False).tobytes())
-        if self.superseded is not None:
-            sha.update(self.superseded.astype("<i4", copy=False).tobytes())
-        return sha.digest()[:16]
+        return flatten([self]).content_digests()[0]
 
     def validate(self) -> None:
         """Checks every rule of the format.
@@ -253,9 +259,6 @@ class Trajectory:
                 self._fail(f"signal {name!r} must have shape ({expected},), got {array.shape}")
 
 
-DIGEST_TAG = b"ldt.traj.v1\0"
-
-
 def from_history(
     history: ArrayLike,
     *,
@@ -264,7 +267,7 @@ def from_history(
     mask_id: int,
     vocab_size: int,
     seed: int = 0,
-    status: Status = "complete",
+    status: RecordStatus = "complete",
     signals: Mapping[str, NDArray[Any]] | None = None,
     features: StepFeatures | None = None,
     meta: Mapping[str, Any] | None = None,
@@ -332,6 +335,49 @@ def from_history(
     return record
 
 
+def flatten(records: Sequence[Trajectory]) -> Columns:
+    """Lays records end to end. Shapes that do not fit together raise ``InvariantError``."""
+    mask_id, vocab_size = records[0].mask_id, records[0].vocab_size
+    events = [r.superseded for r in records if r.superseded is not None]
+    given = None
+    for r in records:
+        if (r.mask_id, r.vocab_size) != (mask_id, vocab_size):
+            raise InvariantError(
+                f"trajectory {r.uid!r}: mask id and vocabulary size must be those of the block, "
+                f"expected {(mask_id, vocab_size)}, got {(r.mask_id, r.vocab_size)}"
+            )
+        G = len(r.tokens)
+        if r.commit_step.shape != (G,) or (r.given is not None and r.given.shape != (G,)):
+            raise InvariantError(
+                f"trajectory {r.uid!r}: commit_step and given must have shape ({G},) like tokens"
+            )
+        if max(len(r.prompt_ids), G, r.num_steps) > MAX_LENGTH or r.num_steps < 0:
+            raise InvariantError(
+                f"trajectory {r.uid!r}: prompt length, response length and steps must be in "
+                f"0..{MAX_LENGTH}, got {(len(r.prompt_ids), G, r.num_steps)}"
+            )
+    if any(r.given is not None for r in records):
+        given = np.concatenate(
+            [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
+        )
+    return Columns(
+        uids=[r.uid for r in records],
+        num_prompt=np.array([len(r.prompt_ids) for r in records], dtype=np.int64),
+        num_generated=np.array([len(r.tokens) for r in records], dtype=np.int64),
+        num_steps=np.array([r.num_steps for r in records], dtype=np.int64),
+        prompts=np.concatenate([r.prompt_ids for r in records]),
+        tokens=np.concatenate([r.tokens for r in records]),
+        commit_step=np.concatenate([r.commit_step for r in records]),
+        given=given,
+        num_events=np.array(
+            [0 if r.superseded is None else len(r.superseded) for r in records], dtype=np.int64
+        ),
+        events=np.concatenate(events) if events else np.empty((0, 3), dtype=np.int32),
+        mask_id=mask_id,
+        vocab_size=vocab_size,
+    )
+
+
 def trusted(values: dict[str, Any]) -> Trajectory:
     """A record that takes over fields already checked and of the right dtypes.
 
@@ -341,3 +387,355 @@ def trusted(values: dict[str, Any]) -> Trajectory:
     record = object.__new__(Trajectory)
     object.__setattr__(record, "__dict__", values)
     return record
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepFeatures:
+    """Features of kept steps: what a commit policy saw, small enough to keep.
+
+    A response position at a kept step has ``F`` features (projected hidden snapshots and scores).
+    They are stored as float16, or as int8 with one float16 scale per row and feature group: groups
+    have different ranges, and outliers of one row do not cost the others precision. Labels, states
+    and masks are functions of the record and are never stored.
+    """
+
+    kept_steps: NDArray[np.int32]
+    """``(S,)`` int32, strictly ascending."""
+    features: NDArray[Any]
+    """``(S, R, F)`` float16, or int8 with ``scales``."""
+    scales: NDArray[np.float16] | None = None
+    """``(S, R, number of groups)`` float16 for int8 features; ``None`` for float16."""
+    groups: tuple[int, ...]
+    """Sizes of the feature groups, in order; they sum to F."""
+    proposals: NDArray[np.int32]
+    """``(S, R)`` int32: the token each row was proposed to become."""
+    layout: FeatureLayout = "generation"
+    """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
+    R = G, of which only rows that are masked before the step are stored (half of them on average,
+    and the only ones that enter a loss); the others are zeros, and propose the token that stands
+    there."""
+    projector_digest: str = ""
+    """Digest of the function that made the features; readers must use the same one."""
+
+    @property
+    def num_kept(self) -> int:
+        """S, the number of kept steps."""
+        return len(self.kept_steps)
+
+    @property
+    def num_features(self) -> int:
+        """F, the number of features per row."""
+        return int(self.features.shape[2])
+
+    @property
+    def scheme(self) -> FeatureScheme:
+        """How the features are stored."""
+        return "fp16" if self.scales is None else "int8"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays in memory."""
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return self.features.nbytes + scales + self.proposals.nbytes + self.kept_steps.nbytes
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """``(S, R, F)`` float32."""
+        values = self.features.astype(np.float32)
+        if self.scales is not None:
+            values *= np.repeat(self.scales.astype(np.float32), self.groups, axis=2)
+        return values
+
+    @classmethod
+    def quantize(
+        cls,
+        features: NDArray[np.floating[Any]],
+        *,
+        kept_steps: NDArray[np.integer[Any]],
+        proposals: NDArray[np.integer[Any]],
+        groups: Sequence[int] | None = None,
+        scheme: FeatureScheme = "int8",
+        layout: FeatureLayout = "generation",
+        projector_digest: str = "",
+    ) -> StepFeatures:
+        """Stores float features compactly.
+
+        int8 is symmetric with rounding to nearest, ``scale = absmax / 127`` per (step, row, group),
+        rounded up to the next float16 so that no value is clipped. Gaussian groups of 256 have a
+        relative RMSE of 0.7 %.
+
+        Args:
+            features: ``(S, R, F)`` floating point, finite.
+            kept_steps: ``(S,)`` integer, ascending.
+            proposals: ``(S, R)`` integer.
+            groups: sizes of the feature groups (default: one group of F).
+            scheme: ``int8`` or ``fp16``.
+            layout: which rows the second axis holds.
+            projector_digest: digest of the function that made the features.
+
+        Returns:
+            The stored form.
+
+        Raises:
+            ValueError: If sizes do not add up, a value is not finite, or does not fit in float16.
+        """
+        values = np.asarray(features, dtype=np.float32)
+        if values.ndim != 3:
+            raise ValueError(f"features: expected shape (S, R, F), got {values.shape}")
+        sizes = tuple(int(size) for size in groups) if groups is not None else (values.shape[2],)
+        if any(size <= 0 for size in sizes) or sum(sizes) != values.shape[2]:
+            raise ValueError(
+                f"feature groups: expected positive sizes that sum to {values.shape[2]}, "
+                f"got {sizes}"
+            )
+        largest = float(np.abs(values).max(initial=0.0))
+        limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
+        if not largest <= limit:
+            raise ValueError(
+                f"features: values must be finite and at most {limit:g}, got {largest:g}"
+            )
+        if scheme not in ("fp16", "int8"):
+            raise ValueError(f"feature scheme: expected 'int8' or 'fp16', got {scheme!r}")
+        codes: NDArray[Any] = values
+        scales: NDArray[np.float16] | None = None
+        if scheme == "int8":
+            codes, scales = _int8(values, sizes)
+        return cls(
+            kept_steps=np.ascontiguousarray(kept_steps, dtype=np.int32),
+            features=codes.astype(np.float16, copy=False) if scales is None else codes,
+            scales=scales,
+            groups=sizes,
+            proposals=np.ascontiguousarray(proposals, dtype=np.int32),
+            layout=layout,
+            projector_digest=projector_digest,
+        )
+
+    def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
+        """Checks shapes and ranges against the record ``uid``.
+
+        Raises:
+            ValueError: Naming the record and the field.
+        """
+        rows = num_generated + (num_prompt if self.layout == "all" else 0)
+        expected: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
+            "features": ((self.num_kept, rows, sum(self.groups)), self.features),
+            "proposals": ((self.num_kept, rows), self.proposals),
+        }
+        if self.scales is not None:
+            expected["scales"] = ((self.num_kept, rows, len(self.groups)), self.scales)
+        for name, (shape, array) in expected.items():
+            if array.shape != shape:
+                raise ValueError(
+                    f"trajectory {uid!r}: features.{name} must have shape {shape} "
+                    f"(layout {self.layout!r}), got {array.shape}"
+                )
+        want = np.int8 if self.scales is not None else np.float16
+        if self.features.dtype != want:
+            raise ValueError(
+                f"trajectory {uid!r}: {self.scheme} features must be {np.dtype(want)}, "
+                f"got {self.features.dtype}"
+            )
+        steps = self.kept_steps
+        if len(steps) and (steps[0] < 0 or steps[-1] >= num_steps or (np.diff(steps) <= 0).any()):
+            raise ValueError(
+                f"trajectory {uid!r}: features.kept_steps must ascend within 0..{num_steps - 1}"
+            )
+
+
+def _int8(
+    values: NDArray[np.float32], sizes: tuple[int, ...]
+) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Codes ``(S, R, F)`` and scales ``(S, R, number of groups)``."""
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    exact = np.maximum.reduceat(np.abs(values), starts, axis=2) / np.float32(127)
+    scales = exact.astype(np.float16)
+    low = scales.astype(np.float32) < exact
+    scales[low] = np.nextafter(scales[low], np.float16(np.inf))
+    wide = np.repeat(scales.astype(np.float32), sizes, axis=2)
+    codes = np.rint(np.divide(values, wide, out=np.zeros_like(values), where=wide > 0))
+    return codes.astype(np.int8), scales
+
+
+_ENDS_AS_MASK = "a position ends as a mask after a write, but has no earlier write"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Columns:
+    """``n`` records as flat arrays; SG is the sum of the response lengths."""
+
+    uids: Sequence[str]
+    """``n`` names."""
+    num_prompt: Int64
+    """``(n,)`` P of each record."""
+    num_generated: Int64
+    """``(n,)`` G of each record."""
+    num_steps: Int64
+    """``(n,)`` T of each record."""
+    prompts: Int32
+    """``(sum P,)`` prompt ids."""
+    tokens: Int32
+    """``(SG,)`` final ids."""
+    commit_step: Int32
+    """``(SG,)`` step of the last write, -1 where there is none."""
+    given: NDArray[np.bool_] | None
+    """``(SG,)`` or ``None``."""
+    num_events: Int64
+    """``(n,)`` superseded writes of each record."""
+    events: Int32
+    """``(K, 3)`` rows (step, position within the record, token)."""
+    mask_id: int
+    vocab_size: int
+
+    @property
+    def starts(self) -> Int64:
+        """``(n,)`` first flat response index of each record."""
+        return np.cumsum(self.num_generated) - self.num_generated
+
+    def check(self) -> None:
+        """Checks every rule.
+
+        Raises:
+            InvariantError: Naming the record and the rule.
+        """
+        self._check_ids("prompt_ids", self.prompts, self.num_prompt)
+        self._check_ids("tokens", self.tokens, self.num_generated)
+        commit = self.commit_step
+        if len(commit) and not (commit.min() >= -1 and commit.max() < self.num_steps.min()):
+            T = np.repeat(self.num_steps, self.num_generated)
+            self._refuse((commit < -1) | (commit >= T), "commit_step must be in -1..num_steps - 1")
+        written = commit >= 0
+        is_mask = self.tokens == self.mask_id
+        unwritten = ~written
+        if self.given is not None:
+            self._refuse(self.given & written, "a given position has a commit step")
+            self._refuse(self.given & is_mask, "a given position holds the mask id")
+            unwritten &= ~self.given
+        self._refuse(
+            unwritten & ~is_mask, "a position with no commit step, not given, must hold the mask id"
+        )
+        removed = written & is_mask
+        if len(self.events) == 0:
+            self._refuse(
+                removed, "a position ends as a mask after a write without an earlier write"
+            )
+        else:
+            self._check_events(removed)
+
+    def _check_events(self, removed: NDArray[np.bool_]) -> None:
+        """Events are strictly ordered, in range, before the last write, and change something."""
+        record = self.event_records()
+        step, position, token = self.events.T.astype(np.int64)
+        outside = (step < 0) | (position < 0) | (position >= self.num_generated[record])
+        self._refuse_event(outside, record, "lies outside the canvas")
+        key = (record * (MAX_LENGTH + 1) + step) * (MAX_LENGTH + 1) + position
+        unordered = np.zeros(len(key), dtype=bool)
+        unordered[1:] = np.diff(key) <= 0
+        self._refuse_event(unordered, record, "is out of (step, position) order")
+        flat = self.starts[record] + position
+        late = step >= self.commit_step[flat]
+        self._refuse_event(late, record, "is not earlier than the last write of its position")
+        self._check_ids("superseded", self.events[:, 2], self.num_events)
+        order = np.lexsort((step, flat))
+        flat, token = flat[order], token[order]
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = flat[1:] != flat[:-1]
+        before = np.where(first, self.mask_id, np.roll(token, 1))
+        after = np.where(np.roll(first, -1), self.tokens[flat], np.roll(token, -1))
+        repeats = (token == before) | (token == after)
+        self._refuse_event(repeats, record[order], "repeats the value that stands there")
+        removed = removed.copy()
+        removed[flat] = False
+        self._refuse(removed, _ENDS_AS_MASK)
+
+    def event_records(self) -> Int64:
+        """``(K,)`` record number of each superseded write."""
+        return np.repeat(np.arange(len(self.num_events)), self.num_events)
+
+    def event_ends(self) -> Int64:
+        """``(K,)`` for each superseded write, the step that overwrote it."""
+        record = self.event_records()
+        step = self.events[:, 0].astype(np.int64)
+        flat = self.starts[record] + self.events[:, 1]
+        order = np.lexsort((step, flat))
+        ends = self.commit_step[flat].astype(np.int64)
+        follows = flat[order][1:] == flat[order][:-1]
+        ends[order[:-1][follows]] = step[order[1:][follows]]
+        return ends
+
+    def masked_row_counts(self) -> Int64:
+        """``(n,)`` pairs (step, position masked before that step) of each record.
+
+        A position written once, at step c, is masked before c + 1 steps; one never written before
+        all T. A visible stretch between superseded writes takes its length away, and a final
+        re-masking adds the rest.
+        """
+        T = np.repeat(self.num_steps, self.num_generated)
+        is_mask = self.tokens == self.mask_id
+        per_position = self.commit_step.astype(np.int64) + 1
+        per_position[is_mask] = T[is_mask]
+        total = np.concatenate([[0], np.cumsum(per_position)])
+        starts = self.starts
+        counts = total[starts + self.num_generated] - total[starts]
+        if len(self.events):
+            visible = self.events[:, 2] != self.mask_id
+            spans = (self.event_ends() - self.events[:, 0])[visible]
+            np.subtract.at(counts, self.event_records()[visible], spans)
+        return counts
+
+    def content_digests(self) -> list[bytes]:
+        """``n`` content digests of 16 bytes, see :meth:`Trajectory.digest`."""
+        prompts, tokens, commits, events = (
+            memoryview(part.astype("<i4", copy=False).tobytes())
+            for part in (self.prompts, self.tokens, self.commit_step, self.events)
+        )
+        pack, sha256 = struct.Struct(f"<{len(DIGEST_TAG)}s5I").pack, hashlib.sha256
+        digests, p, g, e = [], 0, 0, 0
+        mask_id = self.mask_id
+        lengths = zip(
+            self.num_prompt.tolist(),
+            self.num_generated.tolist(),
+            self.num_steps.tolist(),
+            self.num_events.tolist(),
+            strict=True,
+        )
+        for P, G, T, K in lengths:
+            p_end, g_end, e_end = p + 4 * P, g + 4 * G, e + 12 * K
+            body = b"".join(
+                (
+                    pack(DIGEST_TAG, P, G, T, mask_id, K),
+                    prompts[p:p_end],
+                    tokens[g:g_end],
+                    commits[g:g_end],
+                    events[e:e_end],
+                )
+            )
+            digests.append(sha256(body).digest()[:16])
+            p, g, e = p_end, g_end, e_end
+        return digests
+
+    def _check_ids(self, name: str, ids: Int32, lengths: Int64) -> None:
+        if len(ids) == 0:
+            return
+        bound = min(self.vocab_size, MAX_TOKEN + 1)
+        if ids.min() >= 0 and ids.max() < bound:
+            return
+        bad = (ids < 0) | (ids > MAX_TOKEN) | ((ids >= bound) & (ids != self.mask_id))
+        if bad.any():
+            at = int(np.argmax(bad))
+            self._fail(
+                int(np.searchsorted(np.cumsum(lengths), at, side="right")),
+                f"{name} must be in 0..{bound - 1} (or the mask id {self.mask_id}), got {ids[at]}",
+            )
+
+    def _refuse(self, bad: NDArray[np.bool_], rule: str) -> None:
+        if bad.any():
+            at = int(np.argmax(bad))
+            record = int(np.searchsorted(np.cumsum(self.num_generated), at, side="right"))
+            self._fail(record, f"{rule} (position {at - int(self.starts[record])})")
+
+    def _refuse_event(self, bad: NDArray[np.bool_], record: Int64, rule: str) -> None:
+        if bad.any():
+            self._fail(int(record[np.argmax(bad)]), f"a superseded write {rule}")
+
+    def _fail(self, record: int, rule: str) -> NoReturn:
+        uid = self.uids[record]
+        raise InvariantError(f"trajectory {uid!r}: {rule}", record=uid)

@@ -14,9 +14,11 @@ it shows what the record says, whoever wrote it.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,23 +26,36 @@ import numpy as np
 import torch
 
 from lit_dlm.backbones.base import Backbone
+from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.description import decoder_from_description
+from lit_dlm.ops.noise import sample_seed
+from lit_dlm.trajectories.container import read_header
 from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
-from lit_dlm.trajectories.identity import (
-    backbone_differences,
-    method_of,
-    rebuilt_decoder,
-    run_of_shard,
-    seeds_of,
-    tokenizer_differences,
-)
-from lit_dlm.trajectories.integrity import check_files
 from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.provenance import RunRecord
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.reexecution import free_running, signed_seed, teacher_forced
-from lit_dlm.trajectories.shard_files import ShardName
-from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
-from lit_dlm.trajectories.verdict import TOLERANCE, RecordVerdict
+from lit_dlm.trajectories.reexecution import (
+    TOLERANCE,
+    RecordVerdict,
+    free_running,
+    signed_seed,
+    teacher_forced,
+)
+from lit_dlm.trajectories.store.files import (
+    MANIFEST_FILE,
+    ShardName,
+    SideFile,
+    merkle_root,
+    scan_members,
+    side_path,
+)
+from lit_dlm.trajectories.store.provenance import (
+    SAMPLE_SEED_RULE,
+    RunRecord,
+    canonical_json,
+    run_of_shard,
+    tokenizer_digest,
+)
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 
 
 class Progress(Protocol):
@@ -233,9 +248,7 @@ def _batches(paths: Sequence[Path], batch_size: int | None, sample: int | None) 
 
 def _lenient(paths: Sequence[Path], *, features: bool = True) -> TrajectoryShardReader:
     """Reads what can be read; the problems of files are named by :func:`check_files`."""
-    return TrajectoryShardReader(
-        list(paths), on_error="skip", features=features, max_bad_fraction=1.0
-    )
+    return TrajectoryShardReader(list(paths), on_error="skip", features=features)
 
 
 def _chosen(num_records: int, sample: int | None) -> set[int] | None:
@@ -299,3 +312,288 @@ def _captured(run: RunRecord, records: Sequence[Trajectory]) -> Callable[[int], 
         plan = KeptSteps(seeds, ratio=facts["step_ratio"])
         return lambda step: region if plan.rows(step) else nothing
     return lambda _step: region if facts.get("level") == "signals" else nothing
+
+
+# -- files: levels 0 to 2 ------------------------------------------------------------------------
+
+
+def check_files(
+    shards: Sequence[Path], *, level: int, progress: Callable[[int], None] | None = None
+) -> list[str]:
+    """Checks shards without running a model.
+
+    Args:
+        shards: shards with their side files, all of one folder.
+        level: 0 integrity, 1 also structure, 2 also authenticity.
+        progress: called with the number of records after each block.
+
+    Returns:
+        One line per problem, naming the file and block; none when everything is in order.
+    """
+    problems: list[str] = []
+    owners: dict[str, str] = {}
+    for shard in shards:
+        problems += _check_shard(shard, level, owners, progress)
+    if level >= 2:
+        for folder in sorted({shard.parent for shard in shards}):
+            problems += _check_manifest(folder, shards)
+    return problems
+
+
+def _check_shard(
+    shard: Path,
+    level: int,
+    owners: dict[str, str],
+    progress: Callable[[int], None] | None,
+) -> list[str]:
+    if not side_path(shard).is_file():
+        return [f"{shard}: its side file is missing; recover the folder first"]
+    try:
+        side = SideFile.read(side_path(shard))
+        size = shard.stat().st_size
+        reader = TrajectoryShardReader([shard], strict=level >= 1)
+    except (OSError, TrajectoryFormatError) as error:
+        return [str(error)]
+    problems = []
+    if size != side.bytes:
+        problems.append(f"{shard}: expected {side.bytes} bytes, got {size}")
+    digests: list[bytes] = []
+    for index, entry in enumerate(side.blocks):
+        try:
+            records = reader.read_block(shard, index)
+        except TrajectoryFormatError as error:
+            problems.append(str(error))
+            continue
+        finally:
+            if progress is not None:
+                progress(entry.num_records)
+        if level >= 1:
+            for record in records:
+                if record.uid in owners:
+                    problems.append(f"{shard}: uid {record.uid!r} is also in {owners[record.uid]}")
+                owners[record.uid] = shard.name
+        if level >= 2:
+            digests += [record.digest() for record in records]
+    # Reading by offset passes over the archive's own headers; reading as a stream does not.
+    problems += _check_archive(shard, side)
+    if level >= 2 and not problems:
+        problems += _check_authenticity(shard, side, digests)
+    return problems
+
+
+def _check_archive(shard: Path, side: SideFile) -> list[str]:
+    """The tar headers: every block is found where a tar reader looks for it."""
+    with shard.open("rb") as file:
+        members, reached_end = scan_members(file)
+    found = {name.partition(".")[0] for name, _ in members if name.endswith(".trajb")}
+    missing = [entry.key for entry in side.blocks if entry.key not in found]
+    if missing:
+        return [
+            f"{shard}: a tar reader finds {len(found)} of {len(side.blocks)} blocks; the archive "
+            f"is cut or damaged before {missing[0]!r}"
+        ]
+    return [] if reached_end else [f"{shard}: the end marker of the archive is missing"]
+
+
+def _check_authenticity(shard: Path, side: SideFile, digests: list[bytes]) -> list[str]:
+    problems = []
+    sha256 = hashlib.sha256(shard.read_bytes()).hexdigest()
+    if sha256 != side.sha256:
+        problems.append(f"{shard}: SHA-256 {side.sha256} in its side file, {sha256} now")
+    root = merkle_root(digests)
+    if root != side.merkle_root:
+        problems.append(f"{shard}: Merkle root {side.merkle_root} in its side file, {root} now")
+    try:
+        _, run = run_of_shard(shard)
+    except TrajectoryFormatError as error:
+        return [*problems, str(error)]
+    if run != side.run_digest:
+        problems.append(f"{shard}: run digest {side.run_digest} in its side file, {run} inside it")
+    with shard.open("rb") as file:
+        for entry in side.blocks:
+            file.seek(entry.offset)
+            named = read_header(file.read(entry.size)).run_digest.hex()
+            if named != side.run_digest:
+                problems.append(
+                    f"{shard}: block {entry.key!r} names the run {named}, "
+                    f"its side file {side.run_digest}"
+                )
+    return problems
+
+
+def _check_manifest(folder: Path, shards: Sequence[Path]) -> list[str]:
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        return [f"{path}: there is no manifest, so nothing says which shards were published"]
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        listed = {entry["shard"]: entry for entry in manifest["shards"]}
+        root = merkle_root([bytes.fromhex(e["merkle_root"]) for e in manifest["shards"]])
+        if root != manifest["merkle_root"]:
+            return [f"{path}: Merkle root {manifest['merkle_root']}, its shards give {root}"]
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"{path}: not a manifest: {error!r}"]
+    problems = []
+    for shard in (shard for shard in shards if shard.parent == folder):
+        entry = listed.get(shard.name)
+        if entry is None:
+            problems.append(f"{shard}: the manifest does not list it")
+            continue
+        try:
+            side = SideFile.read(side_path(shard))
+        except (OSError, TrajectoryFormatError):
+            continue  # named already
+        problems += [
+            f"{shard}: {key} {entry.get(key)} in the manifest, {getattr(side, key)} in its side "
+            "file"
+            for key in ("bytes", "sha256", "num_records", "merkle_root")
+            if entry.get(key) != getattr(side, key)
+        ]
+    absent = [name for name in listed if not (folder / name).is_file()]
+    return problems + [f"{folder / name}: the manifest lists it, but it is gone" for name in absent]
+
+
+# -- identity: what the run names, and what is at hand -------------------------------------------
+
+
+def named_differences(
+    recorded: Mapping[str, Any], current: Mapping[str, Any], prefix: str
+) -> list[str]:
+    """One line for every key that both sides know and that differs.
+
+    Args:
+        recorded: a group of the run record.
+        current: the same facts as they are now.
+        prefix: name of the group, such as ``model``.
+
+    Returns:
+        Lines such as ``model.dtype: "float32" recorded, "bfloat16" now``.
+    """
+    lines = []
+    for key in sorted(recorded.keys() & current.keys()):
+        old, new = recorded[key], current[key]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += named_differences(old, new, f"{prefix}.{key}")
+        elif canonical_json(old) != canonical_json(new):
+            before, after = canonical_json(old), canonical_json(new)
+            lines.append(f"{_spoken(prefix, key)}: {before} recorded, {after} now")
+    return lines
+
+
+def _spoken(prefix: str, key: str) -> str:
+    """Digests are what people look for: ``model.weights digest`` instead of the key."""
+    return (
+        f"{prefix}.{key.removesuffix('_sha256')} digest"
+        if key.endswith("_sha256")
+        else (f"{prefix} digest" if key == "digest" else f"{prefix}.{key}")
+    )
+
+
+def backbone_differences(run: RunRecord, backbone: Backbone) -> list[str]:
+    """What tells a backbone from the one of the run: weights, configuration, dtype, special ids."""
+    describe = getattr(backbone, "describe", None)
+    facts = dict(describe()) if callable(describe) else {"class": type(backbone).__name__}
+    spec = backbone.spec
+    ids = {"mask_id": spec.mask_id, "pad_id": spec.pad_id, "eos_ids": list(spec.eos_ids)}
+    return named_differences(run.model, facts, "model") + named_differences(
+        run.tokenizer, ids, "tokenizer"
+    )
+
+
+def tokenizer_differences(run: RunRecord, tokenizer: Any) -> list[str]:
+    """Whether a tokenizer has another vocabulary or chat template than that of the run."""
+    return named_differences(run.tokenizer, {"digest": tokenizer_digest(tokenizer)}, "tokenizer")
+
+
+def method_of(record: Trajectory, run: RunRecord) -> str:
+    """Name of the decoding method that made a record.
+
+    Raises:
+        ValueError: neither the record nor the run says it.
+    """
+    methods = run.decode.get("methods")
+    if not isinstance(methods, Mapping) or not methods:
+        raise ValueError(
+            f"trajectory {record.uid!r}: its run record describes no decoder, so it cannot be "
+            "executed again (an imported record, for example)"
+        )
+    name = record.meta.get("method")
+    if name is None and len(methods) == 1:
+        return str(next(iter(methods)))
+    if name not in methods:
+        raise ValueError(
+            f"trajectory {record.uid!r}: expected meta 'method' to be one of "
+            f"{', '.join(methods)}, got {name!r}"
+        )
+    return str(name)
+
+
+def rebuilt_decoder(
+    run: RunRecord,
+    method: str,
+    *,
+    temperature: float | None = None,
+    policy_folders: Sequence[str | Path] = (),
+) -> tuple[Decoder, list[str]]:
+    """The decoder of one method of a run.
+
+    Args:
+        run: the run.
+        method: name of the method.
+        temperature: use this one instead of the recorded one.
+        policy_folders: where learned policies may lie; they are found by digest.
+
+    Returns:
+        The decoder, and how it differs from the recorded one.
+
+    Raises:
+        ValueError: the description cannot be rebuilt.
+    """
+    recorded = run.decode["methods"][method]
+    try:
+        decoder = decoder_from_description(recorded, policy_folders=policy_folders)
+    except ValueError as error:
+        raise ValueError(f"method {method!r}: {error}") from error
+    if temperature is None:
+        return decoder, []
+    decoder = decoder_from_description(
+        {**recorded, "sampler": {**recorded["sampler"], "temperature": float(temperature)}},
+        policy_folders=policy_folders,
+    )
+    return decoder, named_differences(recorded, decoder.describe(), f"decode.{method}")
+
+
+def seeds_of(
+    records: Sequence[Trajectory], run: RunRecord, seed: int | None
+) -> tuple[list[Trajectory], list[str]]:
+    """The records with the noise seeds to execute them with.
+
+    Args:
+        records: records of one run.
+        run: the run.
+        seed: base seed to derive them from; the stored ones when ``None``.
+
+    Returns:
+        The records, and what is wrong with their seeds: another base seed than the run's, or
+        stored seeds that do not follow from it.
+    """
+    base = run.randomness.get("seed")
+    follows = run.randomness.get("sample_seed") == SAMPLE_SEED_RULE and isinstance(base, int)
+    lines = []
+    if seed is not None and seed != base:
+        lines.append(f"randomness.seed: {canonical_json(base)} recorded, {seed} now")
+    elif follows:
+        strange = [r.uid for r in records if r.seed != _sample_seed(base, r, run)]
+        if strange:
+            lines.append(
+                f"seed: {len(strange)} records, the first {strange[0]!r}, hold another seed than "
+                f"the run's seed {base} gives"
+            )
+    if seed is None:
+        return list(records), lines
+    return [replace(r, seed=_sample_seed(seed, r, run)) for r in records], lines
+
+
+def _sample_seed(base: Any, record: Trajectory, run: RunRecord) -> int:
+    """The seed of a record, whose uid is ``{example}@{method}``."""
+    return sample_seed(int(base), record.uid.removesuffix(f"@{method_of(record, run)}"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.codec import decode_block
+from lit_dlm.trajectories.format import decode_block
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "trajectories"

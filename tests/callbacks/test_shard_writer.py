@@ -13,8 +13,8 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules import DecodeModule
 from lit_dlm.modules.generate import TraceModule
 from lit_dlm.tasks import PromptExample, Task
-from lit_dlm.trajectories import shard_writer
-from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
+from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
+from lit_dlm.trajectories.store import writer as shard_writer
 from tests.fakes import MASK, TableBackbone, logits_for
 
 LENGTH = 4

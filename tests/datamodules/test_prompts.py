@@ -14,8 +14,7 @@ from lit_dlm.reports import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
 from tests.fakes import TableBackbone, logits_for
 from tests.reports.test_results import row
-from tests.trajectories.samples import random_record
-from tests.trajectories.test_shards import write
+from tests.trajectories.samples import random_record, write_shards
 
 
 class Letters(Task):
@@ -169,7 +168,7 @@ def test_a_sample_is_done_only_when_both_folders_hold_it(tmp_path: Path):
         [row(f"letters/test/{n}", task="letters", method="one") for n in (0, 1, 2)]
     )
     records = [random_record(np.random.default_rng(n), f"letters/test/{n}@one") for n in (1, 2, 3)]
-    write(tmp_path / "trajectories", records)
+    write_shards(tmp_path / "trajectories", records)
     work = _work(
         PromptDataModule(
             [Letters()],

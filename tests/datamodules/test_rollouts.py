@@ -23,7 +23,7 @@ from lit_dlm.rewards import SpreadFilter
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.word_problems import WordProblems
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import trained
 from tests.rollouts import DigitReward, DropAll, G, fit, learner, rollout_data
 

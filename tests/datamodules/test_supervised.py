@@ -26,8 +26,8 @@ from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.tasks import WordProblems
-from lit_dlm.trajectories.exporters import tabom_row
-from lit_dlm.trajectories.shards import merge_manifest
+from lit_dlm.trajectories.exchange import tabom_row
+from lit_dlm.trajectories.store import merge_manifest
 from tests.finetuning import EOS, MASK, PAD, Data, G, examples, small
 from tests.traces import VOCAB, recorded, small_backbone, write_shards
 

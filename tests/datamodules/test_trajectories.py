@@ -14,9 +14,9 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories import Trajectory, container
-from lit_dlm.trajectories.codec import DTYPES
 from lit_dlm.trajectories.errors import ShardError
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.format import DTYPES
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.traces import (
     PROJECTOR,
     feature_capture,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.command import main as report
-from lit_dlm.trajectories.exporters import tabom_row
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.exchange import tabom_row
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, results, run, write_jsonl
 
 EXP = ROOT / "configs" / "exp"
@@ -149,7 +149,7 @@ def test_a_recipe_takes_the_release_rows_as_its_comment_says(
     (source,) = yaml.safe_load(sources)
     methods = source["init_args"]["methods"] or ["default"]
     tokenizer = load_tokenizer("tiny")
-    reader = TrajectoryShardReader(run_dir / "traces", features=False, worker=0, num_workers=1)
+    reader = TrajectoryShardReader(run_dir / "traces", features=False)
     given = [tabom_row(record, tokenizer) for record in reader]
     kept = ("prompt", "response_token_ids", "decoding_order", "non_ltr_positions")
     rows = [{**{key: row[key] for key in kept}, "method": methods[-1]} for row in given]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lit_dlm.trajectories.shards import TrajectoryShardReader, completed_uids
+from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from lit_dlm.heads.scorer import AcceptanceScorer
-from lit_dlm.trajectories.shards import TrajectoryShardReader
+from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ROOT, finished, results, run, start
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from lit_dlm.reports import ResultFolder
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.shards import RunRecord, TrajectoryShardWriter, merge_manifest
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter, merge_manifest
 from tests.reports.test_results import row
 
 MASK, EOS = 2, 1

@@ -26,10 +26,9 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.identity import SAMPLE_SEED_RULE, tokenizer_digest
-from lit_dlm.trajectories.provenance import RunRecord
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.shards import TrajectoryShardWriter, merge_manifest
+from lit_dlm.trajectories.store import TrajectoryShardWriter, merge_manifest
+from lit_dlm.trajectories.store.provenance import SAMPLE_SEED_RULE, RunRecord, tokenizer_digest
 
 LENGTH = 12
 NUM_TEXTS = 4

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories import StepFeatures, Trajectory, from_history
+from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 MASK, VOCAB = 9, 50
 
@@ -190,3 +192,32 @@ def _token(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
     """Tokens other than the mask."""
     tokens = rng.integers(0, VOCAB - 1, count)
     return np.where(tokens >= MASK, tokens + 1, tokens).astype(np.int32)
+
+
+def run_record(**changes) -> RunRecord:
+    values = {
+        "model": {"id": "tiny", "layers": 2},
+        "tokenizer": {"id": "bytes"},
+        "decode": {"temperature": 0.0, "policy": {"name": "entropy"}},
+        "randomness": {"seed": 1},
+        "data": {"tasks": ["a"]},
+    }
+    return RunRecord(**{**values, **changes})
+
+
+def records_of(count: int, *, start: int = 0, **options) -> list[Trajectory]:
+    return [
+        random_record(np.random.default_rng(i), f"task/split/{i:04d}", **options)
+        for i in range(start, start + count)
+    ]
+
+
+def shard_writer(folder: Path, **options) -> TrajectoryShardWriter:
+    defaults = {"name": "demo", "split": "train", "rank": 0, "run": run_record(), "block_size": 4}
+    return TrajectoryShardWriter(folder, **{**defaults, **options})
+
+
+def write_shards(folder: Path, records: Iterable[Trajectory], **options) -> None:
+    with shard_writer(folder, **options) as shards:
+        for record in records:
+            shards.put(record)

@@ -11,12 +11,11 @@ import pytest
 
 from lit_dlm.backbones.location import ASSETS
 from lit_dlm.trajectories.commands import main
-from lit_dlm.trajectories.shard_files import shards_in
-from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
-from lit_dlm.trajectories.shard_writer import TrajectoryShardWriter
-from lit_dlm.trajectories.shards import RunRecord
+from lit_dlm.trajectories.store import RunRecord
+from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 from tests.trajectories.decoded_sets import LENGTH, NUM_TEXTS, decoded_set, write_set
-from tests.trajectories.samples import assert_same, random_record
+from tests.trajectories.samples import random_record
 
 pytestmark = pytest.mark.slow  # whole commands on real shards
 
@@ -43,9 +42,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "command", ["inspect", "replay", "verify", "diff", "repack", "recover", "export", "import"]
-)
+@pytest.mark.parametrize("command", ["inspect", "replay", "verify", "recover", "export", "import"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     assert f"usage: lit-dlm traj {command}" in capsys.readouterr().out
@@ -140,52 +137,6 @@ def test_verify_finds_damage_without_a_model(
     assert "bytes, got" in capsys.readouterr().out
 
 
-def test_diff_finds_the_first_differing_step(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("diff", folder, folder) == 0
-    assert f"{2 * NUM_TEXTS} records compared, {2 * NUM_TEXTS} equal" in capsys.readouterr().out
-    records = list(TrajectoryShardReader(folder))
-    record = records[0]
-    at = int(record.commit_step.argmax())
-    tokens = record.tokens.copy()
-    tokens[at] = 5 if tokens[at] != 5 else 6
-    changed = type(record)(**{**vars(record), "tokens": tokens})
-    other = write_set(tmp_path / "other", [changed, *records[2:]], plain_run())
-    status, facts = run_json(capsys, "diff", folder, other)
-    assert status == 1
-    (uid,) = facts["differing"]
-    assert uid == record.uid
-    assert facts["differing"][uid]["first_step"] == record.num_steps - 1
-    assert facts["differing"][uid]["tokens"] == [[at, int(record.tokens[at]), int(tokens[at])]]
-    assert facts["only_a"] == [records[1].uid]
-    assert run("diff", folder, other) == 1
-    assert f"step {record.num_steps - 1}" in capsys.readouterr().out
-
-
-def test_repack_keeps_every_record_and_goes_on_where_it_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A half-written new set, as a killed repack leaves it, is completed and not repeated."""
-    rng = np.random.default_rng(0)
-    records = [random_record(rng, f"r/{i}", remask=0.1, features=i < 10) for i in range(40)]
-    old = write_set(tmp_path / "old", records, plain_run(), block_size=5, max_shard_records=20)
-    new = tmp_path / "new"
-    half = TrajectoryShardWriter(new, name="t", split="test", rank=0, run=plain_run())
-    for record in records[:7]:
-        half.put(record)
-    half.close()
-    assert run("repack", old, "--out", new, "--block_size", 16) == 0
-    assert "40 records" in capsys.readouterr().out
-    found = {record.uid: record for record in TrajectoryShardReader(new)}
-    assert len(found) == 40
-    for record in records:
-        assert_same(record, found[record.uid])
-    assert run("verify", new) == 0
-    assert run("repack", old, "--out", old) == 2
-    assert "give another folder" in capsys.readouterr().err
-
-
 def test_exports_come_back_through_imports(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,7 +144,8 @@ def test_exports_come_back_through_imports(
         path, out = tmp_path / name, tmp_path / f"set-{name.partition('.')[2]}"
         assert run("export", folder, "--out", path) == 0
         assert run("import", path, "--out", out) == 0
-        assert run("diff", folder, out) == 0
+        digests = {record.uid: record.digest() for record in TrajectoryShardReader(folder)}
+        assert digests == {record.uid: record.digest() for record in TrajectoryShardReader(out)}
     row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert row["prompt"] == "Tom has 34 pens, finds 7, loses 5. How many pens?"
     assert sorted(row["decoding_order"]) == list(range(LENGTH)), "one token a step"
@@ -247,12 +199,11 @@ def test_recover_saves_the_blocks_of_a_dead_process(
         (("replay", "{set}", "--uid", "task/test/0"), "did you mean task/test/0@confidence"),
         (("replay", "{set}", "--step", "99"), "--step: expected 0 to 11, got 99"),
         (("replay", "{set}", "--npz", "x.txt"), "expected a name that ends in .npz"),
-        (("diff", "{set}", "{set}", "--uid", "zz"), "no record has the uid 'zz'"),
+        (("replay", "{set}", "--uid", "zz"), "no record has the uid 'zz'"),
         (("export", "{set}", "--out", "x.csv"), "give --format"),
         (("import", "x.jsonl", "--out", "y"), "x.jsonl: there is no such file"),
-        (("import", "{pickle}", "--out", "y"), "--allow_pickle"),
+        (("import", "a.dtrace", "--out", "y"), "give --format"),
         (("recover", "nowhere"), "there is no such folder"),
-        (("repack", "{set}", "--out", "y", "--level", "99"), "--level: expected 1 to 22"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(
@@ -266,7 +217,7 @@ def test_bad_usage_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.dtrace").write_bytes(b"")
-    places = {"set": folder, "empty": tmp_path / "empty", "pickle": tmp_path / "a.dtrace"}
+    places = {"set": folder, "empty": tmp_path / "empty"}
     assert run(*(argument.format(**places) for argument in arguments)) == 2
     captured = capsys.readouterr()
     assert message in captured.err

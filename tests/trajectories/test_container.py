@@ -6,21 +6,16 @@ import zlib
 
 import numpy as np
 import pytest
-import zstandard
 
 from lit_dlm.trajectories import TrajectoryFormatError
 from lit_dlm.trajectories import container as layout
-from lit_dlm.trajectories.codec import decode_block, encode_block
-from lit_dlm.trajectories.column_io import pack_u24, unpack_u24
 from lit_dlm.trajectories.errors import (
     BadMagicError,
     ChecksumError,
-    DictionaryMissingError,
     InvariantError,
     TruncatedBlockError,
     UnsupportedFormatError,
 )
-from tests.trajectories.samples import assert_same, random_record
 
 KNOWN = ("AAAA", "BBBB", "CCCC")
 HEADER = layout.Header(num_records=2, flags=0, mask_id=1, vocab_size=5, run_digest=bytes(16))
@@ -111,34 +106,10 @@ def test_some_columns_are_read_without_the_others() -> None:
             )
 
 
-def test_a_dictionary_makes_lone_records_smaller_and_is_needed_to_read() -> None:
-    rng = np.random.default_rng(1)
-    common = rng.integers(0, 50, 40)
-    records = []
-    for i in range(120):
-        record = random_record(rng, f"u{i}", num_prompt=40)
-        record.prompt_ids[:] = common
-        record.prompt_ids[i % 40] = 3
-        records.append(record)
-    samples = [pack_u24(record.prompt_ids) for record in records] * 5
-    trained = zstandard.train_dictionary(512, samples, dict_id=4711).as_bytes()
-    data = encode_block(records[:1], dictionary=trained)
-    assert struct.unpack_from("<I", data, 28) == (4711,)
-    assert len(data) < len(encode_block(records[:1]))
-    assert_same(records[0], decode_block(data, dictionaries={4711: trained, 1: b""})[0])
-    with pytest.raises(DictionaryMissingError, match="dictionary 4711"):
-        decode_block(data, dictionaries={1: trained})
-    other = zstandard.train_dictionary(512, samples[::-1], dict_id=4712).as_bytes()
-    with pytest.raises(TrajectoryFormatError):
-        decode_block(data, dictionaries={4711: other})
-    with pytest.raises(ValueError, match="with an id, got none"):
-        encode_block(records[:1], dictionary=b"raw content has no id")
-
-
 def test_three_byte_numbers_round_trip() -> None:
     values = np.array([0, 1, 255, 256, 65535, 65536, 2**24 - 1, 7], dtype=np.int32)
-    packed = pack_u24(values)
+    packed = layout.pack_u24(values)
     assert packed[3:9] == b"\1\0\0\xff\0\0"
     assert packed[-6:] == b"\xff\xff\xff\7\0\0"
-    np.testing.assert_array_equal(unpack_u24(packed), values)
-    assert len(unpack_u24(b"")) == 0
+    np.testing.assert_array_equal(layout.unpack_u24(packed), values)
+    assert len(layout.unpack_u24(b"")) == 0

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lit_dlm.trajectories import StepFeatures, TrajectoryFormatError
-from lit_dlm.trajectories.codec import decode_block, encode_block
-from lit_dlm.trajectories.feature_codec import attach_features, encode_features, only_masked
+from lit_dlm.trajectories.features import attach_features, encode_features, only_masked
+from lit_dlm.trajectories.format import decode_block, encode_block
 from tests.trajectories.samples import assert_same, random_features, random_record
 
 
@@ -127,7 +127,7 @@ def test_features_must_share_a_layout_within_a_block():
         encode_features(records)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8_channel", "fp16"])
+@pytest.mark.parametrize("scheme", ["int8", "fp16"])
 def test_only_masked_rows_are_stored_and_come_back(scheme):
     """Re-masking included: which rows are masked is read off the record, not stored. About half of
     the rows of a decode are masked, so the block shrinks."""
@@ -166,25 +166,3 @@ def test_features_outside_masks_are_refused_in_layout_masked():
         encode_features([wrong])
     with pytest.raises(ValueError, match="expected features in layout 'generation', got 'masked'"):
         only_masked(wrong, wrong.features)
-
-
-def test_scales_per_feature_hold_the_largest_value_of_the_sample():
-    """Feature 0 reaches 127 and feature 1 reaches 12.7, so their scales are 1 and 0.1 (rounded up
-    to float16): 12.7 becomes 127 or 126 steps."""
-    values = np.array([[[127.0, 1.27], [3.0, 12.7]], [[-5.0, 0.0], [0.0, -12.7]]], np.float32)
-    stored = quantize(values, scheme="int8_channel")
-    assert stored.scheme == "int8_channel"
-    assert stored.scales.shape == (2, 1, 2)
-    assert stored.scales[0, 0].astype(float) == pytest.approx([1.0, 0.1], rel=1e-3)
-    assert stored.features[..., 0].tolist() == [[127, 3], [-5, 0]]
-    np.testing.assert_allclose(stored.dequantized(), values, atol=0.051)
-
-
-def test_int8_per_feature_keeps_gaussian_features_within_one_percent_too():
-    """Largest of 2 x 200 normal values: about 3, so the error is 3 / 127 / sqrt(12) = 0.7 %."""
-    rng = np.random.default_rng(9)
-    spread = np.array([1.0, 30.0, 0.01, 5.0])
-    values = (rng.normal(size=(2, 200, 4)) * spread).astype(np.float32)
-    restored = quantize(values, scheme="int8_channel").dequantized()
-    error = np.sqrt(((restored - values) ** 2).mean((0, 1)) / (values**2).mean((0, 1)))
-    assert (error < 0.01).all()

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.codec import decode_block, encode_block
-from lit_dlm.trajectories.container import read_header
-from lit_dlm.trajectories.errors import DictionaryMissingError
-from lit_dlm.trajectories.feature_codec import attach_features
-from lit_dlm.trajectories.withheld import WithheldTrajectory
-from tests.trajectories.samples import assert_same
+from lit_dlm.trajectories.errors import UnsupportedFormatError
+from lit_dlm.trajectories.features import attach_features
+from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
+from lit_dlm.trajectories.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "trajectories"
 
@@ -52,27 +52,44 @@ def test_golden_blocks_read_forever():
             assert record.features.projector_digest == fields["features"]["projector_digest"]
 
 
-def test_golden_block_with_unknown_columns_and_withheld_prompts_reads():
-    """The records of ``full.trajb`` with ``PDIG`` for ``PTOK``, an optional column ``XTRA`` of an
-    unknown element type and codec, minor version 9 and an unknown high flag."""
-    data = (GOLDEN / "future.trajb").read_bytes()
-    assert (data[8], data[9]) == (1, 9)
-    assert read_header(data).flags & 0x8000_0000
-    assert b"XTRA" in data[:1000]
-    assert b"PTOK" not in data[:1000]
-    whole = decode_block((GOLDEN / "full.trajb").read_bytes())
-    for before, after in zip(whole, decode_block(data), strict=True):
-        assert isinstance(after, WithheldTrajectory)
-        np.testing.assert_array_equal(after.all_states(), before.all_states())
-        assert_same(before, after.with_prompt(before.prompt_ids))
+def test_shards_of_version_0_1_read_forever():
+    """Written by the code of version 0.1: signals, re-masking, given cells, masks left, features of
+    three kinds, in three shards; ``records.json`` holds their fields as that code read them."""
+    folder = GOLDEN / "set_0_1"
+    expected = json.loads((folder / "records.json").read_text())
+    records = list(TrajectoryShardReader(folder))
+    assert len(records) == len(expected) == 12
+    for record, fields in zip(records, expected, strict=True):
+        assert record.digest().hex() == fields["digest"]
+        for name in ("uid", "num_steps", "mask_id", "vocab_size", "seed", "status", "meta"):
+            assert getattr(record, name) == fields[name], name
+        for name in ("prompt_ids", "tokens", "commit_step", "given", "superseded"):
+            value = getattr(record, name)
+            assert (None if value is None else value.tolist()) == fields[name], name
+        signals = {name: values.astype(float) for name, values in record.signals.items()}
+        assert signals.keys() == fields["signals"].keys()
+        for name, values in signals.items():
+            np.testing.assert_array_equal(values, fields["signals"][name], err_msg=name)
+        features, stored = record.features, fields["features"]
+        assert (features is None) == (stored is None)
+        if features is not None:
+            assert features.dequantized().tolist() == stored["values"]
+            assert features.kept_steps.tolist() == stored["kept_steps"]
+            assert features.proposals.tolist() == stored["proposals"]
+            assert (features.layout, features.scheme) == (stored["layout"], stored["scheme"])
+            assert list(features.groups) == stored["groups"]
+            assert features.projector_digest == stored["projector"]
+    assert verify(shards_in(folder), level=2).problems == []
 
 
-def test_golden_block_with_a_dictionary_reads():
-    data = (GOLDEN / "dictionary.trajb").read_bytes()
-    dictionary = (GOLDEN / "zstd.dict").read_bytes()
-    number = int.from_bytes(data[28:32], "little")
-    (record,) = decode_block(data, dictionaries={number: dictionary})
-    first = decode_block((GOLDEN / "gsm8k_128_64.trajb").read_bytes())[0]
-    assert_same(first, record)
-    with pytest.raises(DictionaryMissingError, match=f"needs the zstd dictionary {number}"):
-        decode_block(data)
+def test_what_only_version_0_1_could_write_is_refused_by_name():
+    """Prompts as digests, a zstd dictionary, one scale per feature."""
+    future = (GOLDEN / "future.trajb").read_bytes()
+    with pytest.raises(UnsupportedFormatError, match="its prompts are withheld"):
+        decode_block(future)
+    packed = (GOLDEN / "dictionary.trajb").read_bytes()
+    with pytest.raises(UnsupportedFormatError, match="is packed with a zstd dictionary"):
+        decode_block(packed)
+    records = decode_block((GOLDEN / "channel.trajb").read_bytes())
+    with pytest.raises(UnsupportedFormatError, match="its scheme is int8_channel"):
+        attach_features(records, (GOLDEN / "channel.featb").read_bytes())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_dlm.ops.masking import state_at
-from lit_dlm.trajectories import Trajectory, diff, from_history
+from lit_dlm.trajectories import Trajectory, from_history
 from tests.trajectories.samples import MASK, VOCAB, random_history, random_record
 
 
@@ -154,29 +154,6 @@ def test_from_history_refuses_a_changed_given_token():
         from_history(
             [[MASK, 3], [MASK, 4]], uid="a", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB
         )
-
-
-def test_diff_finds_the_first_step_that_differs():
-    """Both write position 1 at step 0. At step 1 one writes position 0, the other position 2."""
-    a = tiny(signals={"commit_margin": np.array([0.25, 1, 1], dtype=np.float16)})
-    b = tiny(commit_step=[2, 0, 1])
-    result = diff(a, b)
-    assert (result.same, result.same_prompt, result.first_step) == (False, True, 1)
-    assert (result.only_a.tolist(), result.only_b.tolist()) == ([0], [2])
-    assert result.num_final_differing == 0
-    assert result.margins[0] is not None
-    assert result.margins[0].tolist() == [0.25]
-    assert result.margins[1] is None
-
-
-def test_diff_of_tokens_and_of_equal_records():
-    result = diff(tiny(), tiny(tokens=[7, 5, 6]))
-    assert result.first_step == 1
-    assert result.tokens.tolist() == [[0, 4, 7]]
-    assert result.num_final_differing == 1
-    same = diff(tiny(), tiny(uid="b"))
-    assert same.same
-    assert same.first_step is None
 
 
 def test_states_outside_the_decode_are_refused():

@@ -1,4 +1,4 @@
-"""Replay is the record written out: numpy, torch and a slow simulation agree at every step."""
+"""Replay is the record written out: states and a slow simulation agree at every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lit_dlm.trajectories.record import Trajectory, from_history
-from lit_dlm.trajectories.replay import BatchedReplay, ReplayedStep, iter_steps, selected
+from lit_dlm.trajectories.replay import states_at
 from tests.trajectories.samples import MASK, VOCAB, random_history, random_record
 
 
@@ -48,48 +48,25 @@ def test_every_step_is_what_the_simulation_writes(shape: dict) -> None:
     canvases = simulate(record)
     np.testing.assert_array_equal(record.all_states(), canvases)
     before = canvases[0]
-    steps = list(iter_steps(record))
-    assert [replayed.step for replayed in steps] == list(range(record.num_steps))
-    for replayed, after in zip(steps, canvases[1:], strict=True):
-        assert replayed.canvas.tolist() == after
-        assert record.state_at(replayed.step + 1).tolist() == after
+    for step, after in enumerate(canvases[1:]):
+        assert record.state_at(step + 1).tolist() == after
         changed = [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]
-        assert replayed.positions.tolist() == changed
-        positions, tokens = selected(record, replayed.step)
-        assert positions.tolist() == changed
-        assert tokens.tolist() == replayed.tokens.tolist() == [after[i] for i in changed]
+        assert record.committed_at(step).tolist() == changed
         before = after
 
 
-def test_steps_do_not_share_their_canvas() -> None:
-    record = random_record(np.random.default_rng(3))
-    first, *_, last = list(iter_steps(record))
-    first.canvas[:] = 0
-    assert last.canvas.tolist() == record.tokens.tolist()
-
-
-def test_torch_replays_a_batch_of_unequal_records_like_numpy() -> None:
+def test_a_batch_holds_every_record_and_its_last_canvas_once_it_has_ended() -> None:
     rng = np.random.default_rng(11)
-    records = [random_record(rng, f"r{i}", **shape) for i, shape in enumerate(RECORDS)]
-    replay = BatchedReplay(records)
-    states = replay.all_states()
-    T = max(record.num_steps for record in records)
-    assert states.shape == (len(records), T + 1, 23)
-    for t in range(T + 1):
-        torch.testing.assert_close(replay.states_at(t), states[:, t], rtol=0, atol=0)
+    records = [
+        random_record(rng, f"r{i}", num_steps=num_steps, remask=0.3)
+        for i, num_steps in enumerate((3, 7, 5))
+    ]
+    for step in range(8):
+        states = states_at(records, step)
+        assert (states.shape, states.dtype) == ((3, 12), torch.int64)
         for row, record in enumerate(records):
-            expected = record.state_at(min(t, record.num_steps))
-            assert states[row, t, : record.num_generated].tolist() == expected.tolist()
-            assert (states[row, t, record.num_generated :] == MASK).all()
-
-
-def test_torch_takes_one_step_per_record() -> None:
-    rng = np.random.default_rng(5)
-    records = [random_record(rng, f"r{i}", remask=0.3) for i in range(4)]
-    steps = torch.tensor([0, 3, 7, 5])
-    states = BatchedReplay(records).states_at(steps)
-    for row, record in enumerate(records):
-        assert states[row].tolist() == record.state_at(int(steps[row])).tolist()
+            expected = simulate(record)[min(step, record.num_steps)]
+            assert states[row].tolist() == expected
 
 
 def test_a_hand_written_decode() -> None:
@@ -99,16 +76,14 @@ def test_a_hand_written_decode() -> None:
     record = from_history(history, uid="x", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB)
     assert record.superseded is not None
     assert record.superseded.tolist() == [[0, 0, 5], [1, 1, 7], [2, 1, MASK]]
-    positions, tokens = selected(record, 2)
-    assert (positions.tolist(), tokens.tolist()) == ([0, 1], [6, MASK])
-    assert BatchedReplay([record]).all_states()[0].tolist() == history
+    positions = record.committed_at(2)
+    assert (positions.tolist(), record.state_at(3)[positions].tolist()) == ([0, 1], [6, MASK])
+    assert [states_at([record], step)[0].tolist() for step in range(5)] == history
 
 
 def test_replay_says_nothing_about_a_match() -> None:
     """A function of the record alone cannot verify: none of its results claims to."""
-    names = {field.name for field in fields(ReplayedStep)}
-    assert names == {"step", "positions", "tokens", "canvas"}
-    public = {name for name in (*dir(BatchedReplay), *dir(Trajectory)) if name[0] != "_"}
+    public = {name for name in dir(Trajectory) if name[0] != "_"}
     assert not [name for name in public if "match" in name or "exact" in name]
 
 
@@ -120,9 +95,10 @@ def test_batches_of_two_are_two_records_and_not_one() -> None:
         from_history(h, uid=f"{i}", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB)
         for i, h in enumerate(histories)
     ]
-    states = BatchedReplay(records).all_states()
-    for row, history in enumerate(histories):
-        np.testing.assert_array_equal(states[row].numpy(), history)
+    for step in range(7):
+        states = states_at(records, step)
+        for row, history in enumerate(histories):
+            np.testing.assert_array_equal(states[row].numpy(), history[step])
 
 
 def test_a_record_with_missing_steps_does_not_replay_as_a_whole_one() -> None:
@@ -141,14 +117,3 @@ def test_a_record_with_missing_steps_does_not_replay_as_a_whole_one() -> None:
     )
     assert (shuffled.all_states() != record.all_states()).any()
     assert shuffled.digest() != record.digest()
-
-
-def test_steps_outside_the_record_and_empty_batches_are_refused() -> None:
-    record = random_record(np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"step must be in 0\.\.6, got 7"):
-        selected(record, 7)
-    with pytest.raises(ValueError, match="expected at least one record"):
-        BatchedReplay([])
-    other = from_history([[1], [2]], uid="y", prompt_ids=[3], mask_id=1, vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="expected one mask id"):
-        BatchedReplay([record, other])

@@ -28,11 +28,11 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
-from lit_dlm.trajectories.identity import run_of_shard
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.reexecution import canvas_of, free_running, teacher_forced
-from lit_dlm.trajectories.shard_files import shards_in
-from lit_dlm.trajectories.shard_reader import TrajectoryShardReader
+from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.provenance import run_of_shard
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 from lit_dlm.trajectories.verify import Execution, Verification, verify
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
 from tests.trajectories.decoded_sets import (

@@ -1,0 +1,899 @@
+"""``lit-dlm traj``: look at stored trajectories, verify them, convert them, and keep them.
+
+A command returns the exit status: 0, 1 for a failed verification, 2 for bad usage or unreadable
+input. What takes seconds to import (torch, transformers) is imported by the commands that need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from lit_dlm.trajectories.container import stored_sizes
+from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store.files import shard_paths, side_files
+from lit_dlm.trajectories.store.provenance import RunRecord, run_of_shard
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
+from lit_dlm.trajectories.store.recovery import merge_manifest, recover
+from lit_dlm.trajectories.store.writer import TrajectoryShardWriter
+
+if TYPE_CHECKING:
+    from lit_dlm.trajectories.verify import Execution, Verification
+
+_SHOWN = 20
+_LEVELS = ("integrity", "structure", "authenticity", "teacher-forced", "free-running")
+_FORMATS = {
+    "parquet": "everything but features, for sharing and queries",
+    "jsonl": "TABOM's rows with decoding_order",
+    "step_map": "dLLM-RL's JSON list with step_map",
+}
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "step_map"}
+_TAGS = {
+    "SMID": "uids",
+    "PLEN": "prompt lengths",
+    "GLEN": "response lengths",
+    "NSTP": "steps",
+    "PTOK": "prompt tokens",
+    "GTOK": "response tokens",
+    "CSTP": "commit steps",
+    "GIVN": "given positions",
+    "ECNT": "overwritten writes: counts",
+    "ESTP": "overwritten writes: steps",
+    "EPOS": "overwritten writes: positions",
+    "ETOK": "overwritten writes: tokens",
+    "SEED": "seeds",
+    "CDIG": "content digests",
+    "STAT": "statuses",
+    "META": "meta",
+    "CCNF": "probability of writes",
+    "CMRG": "margin of writes",
+    "CSCO": "policy's score of writes",
+    "STMU": "step times",
+    "RCNF": "probability per step",
+    "RENT": "entropy per step",
+    "RPRP": "proposal per step",
+    "ROLD": "log-probability of writes",
+    "CVAL": "value before writes",
+    "CADV": "advantage of writes",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(
+        prog="lit-dlm traj",
+        description="Look at stored trajectories, verify them, convert them, and keep them.",
+        epilog="SHARDS is a folder of a set, or paths of its .tar files.",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_inspect, _add_replay, _add_verify, _add_recover, _add_export, _add_import):
+        add(commands)
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: what follows ``lit-dlm traj``.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        options = parser().parse_args(list(arguments))
+    except SystemExit as stop:  # --help, or bad usage that argparse has explained
+        return int(stop.code or 0)
+    try:
+        return int(options.run(options))
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("LIT_DLM_TRACEBACK"):
+            raise
+        sys.stderr.write(f"lit-dlm traj {options.command}: error: {error}\n")
+        return 2
+
+
+# -- inspect ---------------------------------------------------------------------------------------
+
+
+def _add_inspect(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="the run, counts, lengths, steps and sizes of a set",
+        description="Shows the run that made a set, its counts, lengths and steps, and how many "
+        "bytes each column takes per record.",
+    )
+    _add_shards(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=_run_inspect)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    shards = shard_paths(options.shards)
+    facts = inspect(shards)
+    console = Console()
+    if options.json:
+        console.print_json(json.dumps(facts))
+        return 0
+    for digest, record in facts["runs"].items():
+        console.print(_facts_table(f"Run {digest}", _run_rows(record)))
+    console.print(_facts_table("Set", _set_rows(facts)))
+    console.print(_method_table(facts["methods"]))
+    console.print(_column_table(facts))
+    return 0
+
+
+def inspect(shards: Sequence[Path]) -> dict[str, Any]:
+    """Facts about shards, as JSON types; reads every record once."""
+    reader = TrajectoryShardReader(list(shards), features=False)
+    sides = [reader.side_file(shard) for shard in shards]
+    columns: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    lengths: dict[str, list[int]] = {"prompt": [], "response": [], "steps": []}
+    statuses: Counter[str] = Counter()
+    methods: dict[str, list[Trajectory]] = defaultdict(list)
+    num_overwritten = num_features = 0
+    with Bar() as bar:
+        bar.start("Records", reader.num_records)
+        for shard, index in reader.blocks:
+            for record in reader.read_block(shard, index):
+                lengths["prompt"].append(record.num_prompt)
+                lengths["response"].append(record.num_generated)
+                lengths["steps"].append(record.num_steps)
+                statuses[record.status] += 1
+                methods[str(record.meta.get("method", "-"))].append(record)
+                num_overwritten += record.superseded is not None
+                bar.advance(1)
+            entry = reader.side_file(shard).blocks[index]
+            num_features += entry.feature_size or 0
+            with shard.open("rb") as file:
+                for offset, size in (
+                    (entry.offset, entry.size),
+                    (entry.feature_offset, entry.feature_size),
+                ):
+                    if offset is None or size is None:
+                        continue
+                    file.seek(offset)
+                    for tag, (raw, stored) in stored_sizes(file.read(size)).items():
+                        columns[tag][0] += raw
+                        columns[tag][1] += stored
+    runs = {digest: run.as_dict() for run, digest in map(run_of_shard, shards)}
+    return {
+        "runs": runs,
+        "num_shards": len(shards),
+        "num_blocks": sum(len(side.blocks) for side in sides),
+        "num_records": reader.num_records,
+        "bytes": sum(side.bytes for side in sides),
+        "feature_bytes": num_features,
+        "num_overwritten": num_overwritten,
+        "statuses": dict(statuses),
+        "lengths": {
+            name: {"min": min(values), "mean": float(np.mean(values)), "max": max(values)}
+            for name, values in lengths.items()
+        },
+        "methods": {name: _method_facts(records) for name, records in sorted(methods.items())},
+        "columns": {tag: {"raw": raw, "stored": size} for tag, (raw, size) in columns.items()},
+    }
+
+
+def _method_facts(records: Sequence[Trajectory]) -> dict[str, Any]:
+    steps = [record.num_steps for record in records]
+    correct = [record.meta["correct"] for record in records if "correct" in record.meta]
+    return {
+        "num_records": len(records),
+        "mean_steps": float(np.mean(steps)),
+        "tokens_per_step": sum(r.num_committed for r in records) / max(sum(steps), 1),
+        "correct": float(np.mean(correct)) if correct else None,
+    }
+
+
+def _run_rows(run: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The facts of a run that people look for first."""
+    record = RunRecord(**{k: v for k, v in run.items() if k not in ("format", "version")})
+    model, software = record.model, record.software
+    rows: list[tuple[str, Any]] = [
+        ("model", _short(model, "id", "path", "family", "decoder", "num_parameters", "dtype")),
+        ("weights", model.get("weights_sha256")),
+        ("tokenizer", _short(record.tokenizer, "path", "digest")),
+        ("seed", record.randomness.get("seed")),
+        ("capture", _short(dict(record.decode.get("capture") or {}))),
+    ]
+    for name, method in (record.decode.get("methods") or {}).items():
+        plugs = [_plug(name, value) for name, value in method.items() if name != "settings"]
+        rows.append((f"method {name}", ", ".join(plugs)))
+    rows.append(("software", _short(software, "lit_dlm", "commit", "torch", "transformers")))
+    rows.append(("hardware", _short(record.hardware)))
+    return [(name, value) for name, value in rows if value not in (None, "")]
+
+
+def _plug(part: str, settings: dict[str, Any]) -> str:
+    values = ", ".join(f"{k}={v}" for k, v in settings.items() if k != "name" and v is not None)
+    return f"{part} {settings['name']}({values})"
+
+
+def _short(values: Any, *keys: str) -> str:
+    chosen = keys or tuple(values)
+    return ", ".join(f"{key} {values[key]}" for key in chosen if values.get(key) not in (None, []))
+
+
+def _set_rows(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    count = max(facts["num_records"], 1)
+    rows: list[tuple[str, Any]] = [
+        ("records", f"{facts['num_records']:,}"),
+        ("shards, blocks", f"{facts['num_shards']:,}, {facts['num_blocks']:,}"),
+        ("size", _spoken_size(facts["bytes"])),
+        ("bytes per record", f"{facts['bytes'] / count:,.0f}"),
+    ]
+    if facts["feature_bytes"]:
+        rows.append(("of these, features", f"{facts['feature_bytes'] / count:,.0f}"))
+    for name, values in facts["lengths"].items():
+        text = f"{values['min']} to {values['max']}, mean {values['mean']:.1f}"
+        rows.append((name if name == "steps" else f"{name} tokens", text))
+    rows.append(("ended", ", ".join(f"{n} {name}" for name, n in facts["statuses"].items())))
+    if facts["num_overwritten"]:
+        rows.append(("with overwritten writes", facts["num_overwritten"]))
+    return rows
+
+
+def _method_table(methods: dict[str, Any]) -> Table:
+    table = Table(title="Methods", title_justify="left")
+    table.add_column("method")
+    for name in ("records", "steps", "tokens per step", "correct"):
+        table.add_column(name, justify="right")
+    for name, facts in methods.items():
+        correct = "-" if facts["correct"] is None else f"{facts['correct']:.3f}"
+        table.add_row(
+            name,
+            f"{facts['num_records']:,}",
+            f"{facts['mean_steps']:.1f}",
+            f"{facts['tokens_per_step']:.2f}",
+            correct,
+        )
+    return table
+
+
+def _column_table(facts: dict[str, Any]) -> Table:
+    count = max(facts["num_records"], 1)
+    table = Table(title="Columns, bytes per record", title_justify="left")
+    table.add_column("column")
+    table.add_column("holds")
+    table.add_column("raw", justify="right")
+    table.add_column("stored", justify="right")
+    for tag, sizes in facts["columns"].items():
+        table.add_row(
+            tag, _TAGS.get(tag, ""), f"{sizes['raw'] / count:.1f}", f"{sizes['stored'] / count:.1f}"
+        )
+    total = sum(sizes["stored"] for sizes in facts["columns"].values())
+    other = facts["bytes"] - total
+    table.add_row("", "headers and tar", "", f"{other / count:.1f}")
+    return table
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+
+def _add_replay(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="a record step by step, as text or as arrays",
+        description="Replays records: prints the response after every step, or writes all canvases "
+        "to an .npz file. Replay shows what a record says; it does not verify it.",
+    )
+    _add_shards(parser)
+    parser.add_argument("--uid", help="record to replay (default: the first)")
+    parser.add_argument(
+        "--tokenizer",
+        help="print text: embedded name, folder or hub id (default: that of the run; 'none' "
+        "prints token ids)",
+    )
+    parser.add_argument("--step", type=int, help="only the canvas after this step")
+    parser.add_argument(
+        "--npz", type=Path, help="write all canvases here (of every record without --uid)"
+    )
+    parser.set_defaults(run=_run_replay)
+
+
+def _run_replay(options: argparse.Namespace) -> int:
+    shards = shard_paths(options.shards)
+    console = Console()
+    if options.npz is not None:
+        if options.step is not None or options.tokenizer is not None:
+            raise ValueError("--npz: writes all steps as ids; leave --step and --tokenizer out")
+        return _write_states(shards, options.uid, options.npz, console)
+    record = _find_record(shards, options.uid)
+    if options.step is not None and not 0 <= options.step < record.num_steps:
+        raise ValueError(f"--step: expected 0 to {record.num_steps - 1}, got {options.step}")
+    tokenizer = None
+    if options.tokenizer != "none":
+        tokenizer = tokenizer_of(shards, options.tokenizer)
+    _print_steps(record, tokenizer, options.step, console)
+    return 0
+
+
+def _print_steps(record: Trajectory, tokenizer: Any, step: int | None, console: Console) -> None:
+    prompt = record.prompt_ids.tolist()
+    console.print(f"{record.uid}: {record.num_steps} steps, {record.status}", style="bold")
+    console.print(Text(str(tokenizer.decode(prompt) if tokenizer else prompt), style="dim"))
+    width = len(str(record.num_steps - 1))
+    for number in range(record.num_steps) if step is None else (step,):
+        line = Text(f"{number:>{width}}  ", style="dim")
+        written = set(record.committed_at(number).tolist())
+        cells = [
+            (position in written, _piece(token, record.mask_id, tokenizer))
+            for position, token in enumerate(record.state_at(number + 1).tolist())
+        ]
+        for (is_new, piece), run in groupby(cells):
+            count = len(list(run))
+            # A response usually ends in a long fill of end-of-text tokens.
+            fold = tokenizer is not None and piece.startswith("<|") and count > 1
+            line.append(f"{piece}*{count} " if fold else piece * count, "bold green" * is_new)
+        console.print(line, soft_wrap=True)
+
+
+def _piece(token: int, mask_id: int, tokenizer: Any) -> str:
+    """Text of one cell; line breaks would tear the line apart."""
+    if token == mask_id:
+        return "·" if tokenizer else "· "
+    if tokenizer is None:
+        return f"{token} "
+    return str(tokenizer.decode([token])).replace("\n", "⏎")
+
+
+def _write_states(shards: list[Path], uid: str | None, path: Path, console: Console) -> int:
+    if path.suffix != ".npz":
+        raise ValueError(f"--npz: expected a name that ends in .npz, got {path}")
+    arrays: dict[str, Any] = {}
+    if uid is not None:
+        record = _find_record(shards, uid)
+        arrays = {"uids": np.array([record.uid]), "states_0": record.all_states()}
+    else:
+        reader = TrajectoryShardReader(shards, features=False)
+        uids = []
+        with Bar() as bar:
+            bar.start("Records", reader.num_records)
+            for number, record in enumerate(reader):
+                uids.append(record.uid)
+                arrays[f"states_{number}"] = record.all_states()
+                bar.advance(1)
+        arrays["uids"] = np.array(uids)
+    np.savez_compressed(path, **arrays)
+    console.print(f"{path}: canvases of {len(arrays) - 1} records, (T + 1, G) each")
+    return 0
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def _add_verify(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "verify",
+        help="integrity, structure, authenticity, and re-execution",
+        description="Levels: 0 integrity (checksums), 1 structure (rules of the format), 2 "
+        "authenticity (digests, Merkle root, manifest), 3 teacher-forced (each recorded canvas is "
+        "decided again), 4 free-running (prompts are decoded again). Exit status 1 when something "
+        "fails or the model, tokenizer, seed or decoder is not that of the run.",
+    )
+    _add_shards(parser)
+    parser.add_argument("--level", type=int, default=2, choices=range(5), help="default: 2")
+    parser.add_argument("--backbone", help="levels 3, 4: embedded name, folder or hub id")
+    parser.add_argument("--tokenizer", help="default: the one beside the backbone")
+    parser.add_argument("--seed", type=int, help="base seed instead of the stored sample seeds")
+    parser.add_argument("--temperature", type=float, help="instead of the recorded one")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: recorded"
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="exported policy of a TraceLock method; found by its digest, may be repeated",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="margin below which a differing decision is a near tie (default: 0.01)",
+    )
+    parser.add_argument("--sample", type=int, metavar="N", help="execute only N records")
+    parser.add_argument("--steps", type=int, metavar="K", help="level 3: only K steps of a batch")
+    parser.add_argument("--batch_size", type=int, help="default: that of the run")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=_run_verify)
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    from lit_dlm.trajectories.verify import verify
+
+    shards = shard_paths(options.shards)
+    for name in ("sample", "steps", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {value}")
+    if options.level >= 3 and options.backbone is None:
+        raise ValueError(f"--backbone: level {options.level} executes the records, so it needs one")
+    with Bar() as bar:
+        execution = _execution(shards, options) if options.level >= 3 else None
+        result = verify(
+            shards,
+            level=options.level,
+            execution=execution,
+            **({} if options.tolerance is None else {"tolerance": options.tolerance}),
+            sample=options.sample,
+            progress=bar,
+        )
+    if options.json:
+        Console().print_json(json.dumps(result.as_dict()))
+    else:
+        _print_verification(result)
+    return 1 if result.failed else 0
+
+
+def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution:
+    """Loads what levels 3 and 4 need, with the dtype and attention route of the run."""
+    import torch
+
+    from lit_dlm.backbones import load_backbone, load_tokenizer
+    from lit_dlm.trajectories.verify import Execution
+
+    kind = options.device.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a device of this machine, got {options.device!r}")
+    run = _first_run(shards)
+    recorded = run.model if run is not None else {}
+    backbone = load_backbone(
+        options.backbone,
+        dtype=options.dtype or recorded.get("dtype") or "float32",
+        device=options.device,
+        attn_implementation=recorded.get("attn_implementation") or "sdpa",
+    )
+    return Execution(
+        backbone=backbone,
+        tokenizer=load_tokenizer(options.tokenizer or options.backbone),
+        seed=options.seed,
+        temperature=options.temperature,
+        policy_folders=[*options.policy, *_policies_beside(shards)],
+        batch_size=options.batch_size,
+        num_steps=options.steps,
+        device=options.device,
+    )
+
+
+def _policies_beside(shards: Sequence[Path]) -> list[Path]:
+    """The folders where training leaves the policy of the same run; they count by their digest."""
+    beside = {shard.resolve().parent.parent / "policy" for shard in shards}
+    return sorted(folder for folder in beside if (folder / "config.json").is_file())
+
+
+def _first_run(shards: Sequence[Path]) -> RunRecord | None:
+    for shard in shards:
+        try:
+            return run_of_shard(shard)[0]
+        except TrajectoryFormatError:
+            continue  # level 0 names it
+    return None
+
+
+def _print_verification(result: Verification) -> None:
+    console = Console()
+    for title, lines in (
+        ("Problems", result.problems),
+        ("Not as in the run", result.differences),
+    ):
+        for number, line in enumerate(lines[:_SHOWN]):
+            console.print(f"{title}: {line}" if number == 0 else f"  {line}", soft_wrap=True)
+        if len(lines) > _SHOWN:
+            console.print(f"  ... and {len(lines) - _SHOWN} more")
+    if result.level >= 3:
+        console.print(
+            _facts_table(f"Level {result.level}, {_LEVELS[result.level]}", _agreement_rows(result))
+        )
+        failing = [v for v in result.verdicts if v.outcome != "exact"]
+        if failing:
+            console.print(_failures(failing))
+    verdict = "FAILED" if result.failed else "passed"
+    style = "bold red" if result.failed else "bold green"
+    text = (
+        f"{verdict}: level {result.level} ({_LEVELS[result.level]}), {result.num_records} records"
+    )
+    console.print(text, style=style, highlight=False)
+
+
+def _agreement_rows(result: Verification) -> list[tuple[str, Any]]:
+    checked = sum(v.num_checked for v in result.verdicts)
+    agreeing = sum(v.num_agreeing for v in result.verdicts)
+    count = len(result.verdicts)
+    executed = ("records executed", f"{count:,} of {result.num_records:,}")
+    if not count:
+        return [executed]
+    tokens = sum(v.token_agreement for v in result.verdicts) / count
+    return [
+        executed,
+        *[(name, f"{number:,}") for name, number in result.counts.items()],
+        ("steps that agree", f"{agreeing:,} of {checked:,} ({agreeing / max(checked, 1):.2%})"),
+        ("tokens that agree", f"{tokens:.2%}"),
+    ]
+
+
+def _failures(verdicts: Sequence[Any]) -> Table:
+    table = Table(title="Records that are not exact", title_justify="left")
+    for name in ("uid", "outcome", "steps", "margin", "first difference"):
+        table.add_column(name, overflow="fold")
+    ordered = sorted(verdicts, key=lambda v: v.outcome != "failed")
+    for verdict in ordered[:_SHOWN]:
+        table.add_row(
+            verdict.uid,
+            verdict.outcome,
+            f"{verdict.num_agreeing}/{verdict.num_checked}",
+            f"{verdict.margin:.4f}",
+            verdict.reason,
+        )
+    if len(ordered) > _SHOWN:
+        table.caption = f"... and {len(ordered) - _SHOWN} more"
+    return table
+
+
+# -- recover ---------------------------------------------------------------------------------------
+
+
+def _add_recover(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "recover",
+        help="save what a killed process left in a folder",
+        description="Saves the whole blocks of unfinished shards whose process is dead, and "
+        "rebuilds the manifest.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the set")
+    parser.set_defaults(run=_run_recover)
+
+
+def _run_recover(options: argparse.Namespace) -> int:
+    console = Console()
+    if not options.folder.is_dir():
+        raise ValueError(f"{options.folder}: there is no such folder")
+    found = recover(options.folder)
+    if found:
+        table = Table(title="Recovered", title_justify="left")
+        table.add_column("file", overflow="fold")
+        table.add_column("records saved", justify="right")
+        table.add_column("blocks dropped", justify="right")
+        table.add_column("now in", overflow="fold")
+        for entry in found:
+            shard = "-" if entry.shard is None else entry.shard.name
+            table.add_row(
+                entry.path.name, str(entry.num_records), str(entry.num_dropped_blocks), shard
+            )
+        console.print(table)
+    else:
+        console.print("nothing to recover")
+    if side_files(options.folder):
+        manifest = merge_manifest(options.folder)
+        console.print(
+            f"{options.folder}: {manifest['num_records']:,} records in "
+            f"{len(manifest['shards'])} shards, {_spoken_size(manifest['bytes'])}",
+            soft_wrap=True,
+        )
+    return 0
+
+
+# -- export and import -----------------------------------------------------------------------------
+
+
+def _add_export(commands: Any) -> None:
+    listed = "; ".join(f"{name}: {text}" for name, text in _FORMATS.items())
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "export",
+        help="to Parquet, TABOM's JSONL or dLLM-RL's JSON",
+        description=f"Writes the records of a set into one file. {listed}.",
+    )
+    _add_shards(parser)
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--format", choices=sorted(_FORMATS), help="default: by the ending of --out"
+    )
+    parser.add_argument(
+        "--tokenizer", help="gives the texts of jsonl and step_map (default: that of the run)"
+    )
+    parser.add_argument(
+        "--skip_misfits",
+        action="store_true",
+        help="leave out and count records that the format cannot hold, instead of stopping",
+    )
+    parser.set_defaults(run=_run_export)
+
+
+def _add_import(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "import",
+        help="from Parquet, TABOM's JSONL or dLLM-RL's JSON",
+        description="Writes the rows of a file into a new set of shards. Token ids in a row win "
+        "over its texts.",
+    )
+    parser.add_argument("file", type=Path, nargs="+", metavar="FILE", help="files of one format")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new set")
+    parser.add_argument(
+        "--format",
+        choices=sorted(_FORMATS),
+        help="default: by the ending of the file",
+    )
+    parser.add_argument("--name", default="imported", help="name of the set (default: imported)")
+    parser.add_argument("--split", default="train", help="split of the set (default: train)")
+    parser.add_argument("--mask_id", type=int, help="for rows that do not say it")
+    parser.add_argument("--vocab_size", type=int, help="for rows that do not say it")
+    parser.add_argument("--pad_id", type=int, help="behind token ids that end before their steps")
+    parser.add_argument("--tokenizer", help="for rows that have texts and no token ids")
+    parser.add_argument(
+        "--first_step",
+        type=int,
+        default=0,
+        choices=(0, 1),
+        help="number of the first step in a step_map (default: 0)",
+    )
+    parser.set_defaults(run=_run_import)
+
+
+def _run_export(options: argparse.Namespace) -> int:
+    from lit_dlm.trajectories import exchange
+
+    shards = shard_paths(options.shards)
+    kind = options.format or _by_suffix(options.out, "--out", _FORMATS)
+    if not options.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {options.out.parent}")
+    reader = TrajectoryShardReader(shards, features=False)
+    skipped: list[str] = []
+    with Bar() as bar:
+        bar.start("Records", reader.num_records)
+        if kind == "parquet":
+            if options.tokenizer is not None:
+                raise ValueError("--tokenizer: parquet holds ids and no texts; leave it out")
+            texts = {run_of_shard(shard)[0].text() for shard in shards}
+            run_text = texts.pop() if len(texts) == 1 else None
+            records = _counted(reader, bar)
+            count = exchange.write_parquet(records, options.out, run_text=run_text)
+        else:
+            tokenizer = tokenizer_of(shards, options.tokenizer)
+            make_row = exchange.tabom_row if kind == "jsonl" else exchange.step_map_row
+            write = exchange.write_jsonl if kind == "jsonl" else exchange.write_json_list
+            keep = skipped if options.skip_misfits else None
+            count = write(_rows(_counted(reader, bar), make_row, tokenizer, keep), options.out)
+    console = Console()
+    console.print(f"{options.out}: {count:,} records", soft_wrap=True)
+    if skipped:
+        console.print(f"left out: {len(skipped)} records, such as: {skipped[0]}", soft_wrap=True)
+    return 0
+
+
+def _run_import(options: argparse.Namespace) -> int:
+    kinds = {
+        options.format or _by_suffix(path, "FILE", _SUFFIXES.values()) for path in options.file
+    }
+    if len(kinds) > 1:
+        raise ValueError(f"FILE: expected one format, got {', '.join(sorted(kinds))}")
+    kind = kinds.pop()
+    for path in options.file:
+        if not path.is_file():
+            raise ValueError(f"{path}: there is no such file")
+    records, run_text = _read_all(options, kind)
+    run = RunRecord.parse(run_text) if run_text is not None else _import_run(options.file, kind)
+    writer = TrajectoryShardWriter(
+        options.out, name=options.name, split=options.split, rank=0, run=run
+    )
+    count = 0
+    with writer, Bar() as bar:
+        bar.start("Records", None)
+        for record in records:
+            writer.put(record)
+            bar.advance(1)
+            count += 1
+    if count:
+        merge_manifest(options.out)
+    Console().print(f"{options.out}: {count:,} records", soft_wrap=True)
+    return 0
+
+
+def _read_all(options: argparse.Namespace, kind: str) -> tuple[Iterator[Trajectory], str | None]:
+    """Records of all files, and the run of all rows where a single Parquet file names it."""
+    from lit_dlm.trajectories import exchange
+
+    if kind == "parquet":
+        parts = [exchange.read_parquet(path) for path in options.file]
+        texts = {text for _, text in parts}
+        run_text = texts.pop() if len(texts) == 1 else None
+        return (record for records, _ in parts for record in records), run_text
+    tokenizer = None
+    if options.tokenizer is not None:
+        from lit_dlm.backbones.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(options.tokenizer)
+    settings = exchange.ImportSettings(
+        mask_id=options.mask_id,
+        vocab_size=options.vocab_size,
+        tokenizer=tokenizer,
+        first_step=options.first_step,
+        pad_id=options.pad_id,
+    )
+    read = exchange.read_tabom if kind == "jsonl" else exchange.read_step_map
+    return (record for path in options.file for record in read(path, settings)), None
+
+
+def _import_run(files: list[Path], kind: str) -> RunRecord:
+    """What is known of a run that others made: the files it came from."""
+    sources = [
+        {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in files
+    ]
+    return RunRecord(
+        model={},
+        tokenizer={},
+        decode={},
+        randomness={},
+        data={"imported_from": kind, "sources": sources},
+    )
+
+
+def _rows(
+    records: Iterator[Trajectory],
+    make_row: Callable[[Trajectory, Any], dict[str, Any]],
+    tokenizer: Any,
+    skipped: list[str] | None,
+) -> Iterator[dict[str, Any]]:
+    """Rows; what does not fit is an error, or goes to ``skipped``."""
+    for record in records:
+        try:
+            row = make_row(record, tokenizer)
+        except ValueError as error:
+            if skipped is None:
+                raise
+            skipped.append(str(error))
+            continue
+        yield row
+
+
+def _counted(records: Any, bar: Bar) -> Iterator[Trajectory]:
+    for record in records:
+        bar.advance(1)
+        yield record
+
+
+def _by_suffix(path: Path, option: str, known: Any) -> str:
+    kind = _SUFFIXES.get(path.suffix)
+    if kind is None or kind not in known:
+        raise ValueError(f"{option}: cannot tell the format by the ending of {path}; give --format")
+    return kind
+
+
+# -- what the commands share -----------------------------------------------------------------------
+
+
+def _add_shards(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shards",
+        nargs="+",
+        type=Path,
+        metavar="SHARDS",
+        help="folder of a set, or paths of its .tar files",
+    )
+
+
+def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
+    """One record by its uid, or the first one.
+
+    Raises:
+        ValueError: no record has this uid; uids that contain it are named.
+    """
+    reader = TrajectoryShardReader(list(shards))
+    if uid is None:
+        return next(iter(reader))
+    for path, index in reader.blocks:
+        side = reader.side_file(path)
+        first = sum(entry.num_records for entry in side.blocks[:index])
+        if uid in side.uids[first : first + side.blocks[index].num_records]:
+            return next(r for r in reader.read_block(path, index) if r.uid == uid)
+    near = [known for known in reader.uids if uid in known][:3]
+    hint = f"; did you mean {', '.join(near)}?" if near else f", such as {reader.uids[0]}"
+    raise ValueError(f"no record has the uid {uid!r} among {reader.num_records}{hint}")
+
+
+class Bar:
+    """A progress bar on standard error with counts and remaining time; silent off a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def start(self, description: str, total: int | None) -> None:
+        """A part of the work begins; ``None`` where nobody knows how much it is."""
+        self._task = self._progress.add_task(description, total=total)
+
+    def advance(self, count: int) -> None:
+        """``count`` more units are done."""
+        if self._task is not None:
+            self._progress.advance(self._task, count)
+
+
+def _facts_table(title: str, rows: Sequence[tuple[str, Any]]) -> Table:
+    """A table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, str(value))
+    return table
+
+
+def _spoken_size(num_bytes: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} GB"
+
+
+def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
+    """A tokenizer by name, or that of the run.
+
+    Args:
+        shards: shards of the set.
+        name: embedded name, folder or hub id; ``None`` for what the run names, if that is on this
+            machine (nothing is downloaded unless it was asked for).
+
+    Raises:
+        ValueError: there is no such tokenizer, or the run names none that is here.
+    """
+    from lit_dlm.backbones.location import embedded_names
+    from lit_dlm.backbones.tokenizer import load_tokenizer
+
+    if name is not None:
+        return load_tokenizer(name)
+    path = run_of_shard(shards[0])[0].tokenizer.get("path")
+    if isinstance(path, str) and (path in embedded_names() or Path(path).is_dir()):
+        return load_tokenizer(path)
+    raise ValueError(f"--tokenizer: the run's tokenizer {path!r} is not on this machine; name one")

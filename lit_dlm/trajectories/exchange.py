@@ -1,0 +1,647 @@
+"""Records in the formats of other tools: TABOM's JSONL, dLLM-RL's JSON, and Parquet.
+
+The first two hold one integer per response position, the step that wrote it, so they can hold
+neither overwritten writes nor, for the second, gaps. Records that do not fit are refused by name.
+Both get extra fields (exact token ids, lengths, ids), which the other tools ignore and an import
+reads back.
+
+Token ids in a row win over its texts. A row with texts only is tokenised, and refused when the
+number of tokens is not that of its steps: re-tokenised text is the known source of shifted step
+maps. Ids that end before the steps do are padded, as TABOM's release pads them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_dlm.trajectories.record import SIGNAL_DTYPES, RecordStatus, Trajectory
+
+_ROWS_PER_GROUP = 1024
+_RELEASE_METHODS = {"confidence": "default"}
+"""What TABOM's release calls our decoders, where it differs; its filters know no other names."""
+
+
+def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    """One line of TABOM's data (arXiv 2605.11854, release).
+
+    Args:
+        record: without overwritten writes.
+        tokenizer: gives the texts; token ids stay authoritative.
+
+    Returns:
+        ``prompt`` (without the chat template), ``response``, ``response_token_ids``,
+        ``decoding_order`` (position to step, -1 where no step wrote), ``non_ltr_positions``
+        (those in ``meta``, else :func:`non_ltr_positions`), ``method``, ``data_source``, and our
+        own fields.
+
+    Raises:
+        ValueError: the record does not fit the format.
+    """
+    _check_single_writes(record)
+    order = record.commit_step
+    computed = np.flatnonzero(non_ltr_positions(order)).tolist()
+    method = record.meta.get("method", "default")
+    row = {
+        "id": record.uid,
+        "prompt": _user_text(record, tokenizer),
+        "response": _text(record.tokens[record.tokens != record.mask_id], tokenizer),
+        "response_token_ids": record.tokens.tolist(),
+        "decoding_order": order.tolist(),
+        "non_ltr_positions": record.meta.get("non_ltr_positions", computed),
+        "method": _RELEASE_METHODS.get(method, method),
+        "data_source": record.meta.get("task", ""),
+        "prompt_token_ids": record.prompt_ids.tolist(),
+        **_own_fields(record),
+    }
+    if record.given is not None:
+        row["given_positions"] = np.flatnonzero(record.given).tolist()
+    return row
+
+
+def non_ltr_positions(order: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Positions that some position to their left was written after.
+
+    Args:
+        order: ``(G,)`` int32 step of each position, -1 where no step wrote.
+
+    Returns:
+        ``(G,)`` bool; equal to :func:`lit_dlm.ops.cuts.non_ltr_positions`, without torch.
+    """
+    return (order >= 0) & (np.maximum.accumulate(order) > order)
+
+
+def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    """One entry of dLLM-RL's training data (arXiv 2509.06949, release).
+
+    Cells after the last written one are left out, as the release cuts an ended response.
+
+    Args:
+        record: without overwritten writes, given cells, or gaps before its last written cell.
+        tokenizer: gives the texts.
+
+    Returns:
+        ``prompt`` (with the chat template), ``response``, ``step_map`` (steps from 0), ``reward``
+        where the record was graded, and our own fields.
+
+    Raises:
+        ValueError: the record does not fit the format.
+    """
+    _check_single_writes(record)
+    written = np.flatnonzero(record.commit_step >= 0)
+    length = int(written[-1]) + 1 if len(written) else 0
+    if len(written) < length:
+        gap = int(np.flatnonzero(record.commit_step[:length] < 0)[0])
+        raise ValueError(
+            f"trajectory {record.uid!r}: a step_map needs a step for every position, but no step "
+            f"wrote position {gap}"
+        )
+    row = {
+        "id": record.uid,
+        "prompt": _text(record.prompt_ids, tokenizer),
+        "response": _text(record.tokens[:length], tokenizer),
+        "step_map": record.commit_step[:length].tolist(),
+        "prompt_ids": record.prompt_ids.tolist(),
+        "response_ids": record.tokens[:length].tolist(),
+        "response_length": record.num_generated,
+        **_own_fields(record),
+    }
+    reward = record.meta.get("score", record.meta.get("correct"))
+    return row if reward is None else {**row, "reward": float(reward)}
+
+
+def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> int:
+    """Writes one JSON object per line, under another name until all of it is there.
+
+    Returns:
+        The number of rows.
+    """
+
+    def write(partial: Path) -> int:
+        count = 0
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                count += 1
+        return count
+
+    return _replacing(path, write)
+
+
+def write_json_list(rows: Iterable[dict[str, Any]], path: Path) -> int:
+    """Writes one JSON list, one entry a line. Returns the number of rows."""
+
+    def write(partial: Path) -> int:
+        count = 0
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write("[\n" if count == 0 else ",\n")
+                file.write(json.dumps(row, ensure_ascii=False))
+                count += 1
+            file.write("\n]\n" if count else "[]\n")
+        return count
+
+    return _replacing(path, write)
+
+
+def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | None = None) -> int:
+    """Writes records as rows of a Parquet file, zstd-compressed; nothing but features is lost.
+
+    Args:
+        records: the records.
+        path: target file, replaced when all rows are written.
+        run_text: run record of all rows, stored in the file's metadata.
+
+    Returns:
+        The number of rows.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = _schema().with_metadata({"lit_dlm_run": run_text} if run_text else None)
+
+    def write(partial: Path) -> int:
+        count = 0
+        with pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9) as file:
+            for group in _grouped(records):
+                rows = [_parquet_row(record) for record in group]
+                file.write_table(pa.Table.from_pylist(rows, schema=schema))
+                count += len(rows)
+        return count
+
+    return _replacing(path, write)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    ints = pa.list_(pa.int32())
+    write = pa.struct([("step", pa.int32()), ("position", pa.int32()), ("token", pa.int32())])
+    signals = [
+        (name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in SIGNAL_DTYPES.items()
+    ]
+    return pa.schema(
+        [
+            ("uid", pa.string()),
+            ("prompt_ids", ints),
+            ("tokens", ints),
+            ("commit_step", ints),
+            ("num_steps", pa.int32()),
+            ("mask_id", pa.int32()),
+            ("vocab_size", pa.int32()),
+            ("seed", pa.uint64()),
+            ("status", pa.string()),
+            ("given", pa.list_(pa.bool_())),
+            ("superseded", pa.list_(write)),
+            ("meta", pa.string()),
+            ("digest", pa.binary(16)),
+            *signals,
+        ]
+    )
+
+
+def _parquet_row(record: Trajectory) -> dict[str, Any]:
+    writes = None
+    if record.superseded is not None:
+        names = ("step", "position", "token")
+        writes = [dict(zip(names, write, strict=True)) for write in record.superseded.tolist()]
+    return {
+        "uid": record.uid,
+        "prompt_ids": record.prompt_ids,
+        "tokens": record.tokens,
+        "commit_step": record.commit_step,
+        "num_steps": record.num_steps,
+        "mask_id": record.mask_id,
+        "vocab_size": record.vocab_size,
+        "seed": record.seed,
+        "status": record.status,
+        "given": record.given,
+        "superseded": writes,
+        "meta": json.dumps(record.meta, ensure_ascii=False, sort_keys=True),
+        "digest": record.digest(),
+        **record.signals,
+    }
+
+
+def _grouped(records: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
+    rest = iter(records)
+    while group := list(islice(rest, _ROWS_PER_GROUP)):
+        yield group
+
+
+def _own_fields(record: Trajectory) -> dict[str, Any]:
+    """What the other formats lack and an import needs."""
+    return {
+        "num_steps": record.num_steps,
+        "mask_id": record.mask_id,
+        "vocab_size": record.vocab_size,
+        "seed": record.seed,
+        "status": record.status,
+        "meta": record.meta,
+    }
+
+
+def _check_single_writes(record: Trajectory) -> None:
+    if record.superseded is not None:
+        raise ValueError(
+            f"trajectory {record.uid!r}: {len(record.superseded)} of its writes were overwritten, "
+            "which this format cannot hold; export to parquet"
+        )
+
+
+def _text(ids: Any, tokenizer: Any) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _user_text(record: Trajectory, tokenizer: Any) -> str:
+    """The prompt without the chat template around it, where it is one user turn."""
+    text = _text(record.prompt_ids, tokenizer)
+    if getattr(tokenizer, "chat_template", None) is None:
+        return text
+    around = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True
+    )
+    before, found, after = str(around).partition("\0")
+    if found and text.startswith(before) and text.endswith(after):
+        return text[len(before) : len(text) - len(after)]
+    return text
+
+
+def _replacing(path: Path, write: Callable[[Path], int]) -> int:
+    """Lets ``write`` fill another file and moves it over ``path`` when that has succeeded."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        count = write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+# -- import ----------------------------------------------------------------------------------------
+
+_PROMPT_KEYS = ("prompt", "instruction", "question")
+_RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """What rows of other tools do not say."""
+
+    mask_id: int | None = None
+    """Id of the mask token, for rows without ``mask_id``."""
+    vocab_size: int | None = None
+    """Bound of the token ids, for rows without ``vocab_size``."""
+    tokenizer: Any = None
+    """For rows without token ids."""
+    first_step: int = 0
+    """Number that the source gives to its first step: 1 for dLLM-RL's block models."""
+    pad_id: int | None = None
+    """Id behind token ids that end before the steps of their row do."""
+    missing_order: Literal["none", "ltr"] = "none"
+    """``ltr`` takes the ids of a row from left to right where its ``decoding_order`` is missing or
+    shorter than they are; ``none`` refuses such a row."""
+
+
+def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
+    """Reads TABOM's JSONL (``decoding_order``), also gzipped.
+
+    Positions with order -1 were never decoded; they become masks, whatever id pads them there.
+    Where a row's ``non_ltr_positions`` are not what its order gives, ``meta`` keeps them.
+
+    Args:
+        path: the file, one JSON object a line.
+        settings: what the rows do not say.
+
+    Yields:
+        One record per row, in order.
+
+    Raises:
+        ValueError: naming the file and line: a field is missing or does not fit.
+    """
+    for number, line in numbered_lines(path):
+        where = f"{path}:{number}"
+        row = _object(where, line)
+        prompt = _prompt_ids(where, row, "prompt_token_ids", settings, templated=False)
+        tokens = _response_ids(where, row, "response_token_ids", settings)
+        row, tokens, order = _ordered(where, row, tokens, settings)
+        given = _cells(where, row, "given_positions", len(tokens))
+        record = _record(where, row, settings, path, number, prompt, tokens, order, given)
+        if row.get("non_ltr_positions") is not None:
+            listed = _cells(where, row, "non_ltr_positions", len(tokens))
+            if not np.array_equal(listed, non_ltr_positions(record.commit_step)):
+                record = record.with_meta(non_ltr_positions=np.flatnonzero(listed).tolist())
+        yield record
+
+
+def _ordered(
+    where: str, row: dict[str, Any], tokens: Any, settings: ImportSettings
+) -> tuple[dict[str, Any], Any, Any]:
+    """The row, its tokens and their order, as many entries as tokens."""
+    order = None
+    if row.get("decoding_order") is not None:
+        order = _integers(where, "decoding_order", row["decoding_order"])
+    has_ids = "response_token_ids" in row
+    found = (
+        "the row has no decoding_order"
+        if order is None
+        else f"decoding_order has {len(order)} entries"
+    )
+    found = f"{where}: {found} for {len(tokens)} tokens"
+    if order is None or len(order) < len(tokens):
+        if settings.missing_order != "ltr":
+            raise ValueError(
+                f"{found}; only training with the data's missing_order: ltr takes such a row"
+            )
+        if not has_ids:
+            # Its text does not say where the answer ends.
+            raise ValueError(f"{found}, and no response_token_ids; read it as a ResponsesFile")
+        # What the row says of its decode is not of this order.
+        kept = {k: v for k, v in row.items() if k not in ("num_steps", "non_ltr_positions")}
+        return kept, tokens, np.arange(len(tokens))
+    if len(order) > len(tokens):
+        if not has_ids:
+            raise ValueError(f"{found} of its text; expected equal numbers or response_token_ids")
+        pad_id = _fact(where, row, "pad_id", settings.pad_id)
+        tokens = np.concatenate([tokens, np.full(len(order) - len(tokens), pad_id)])
+    return row, tokens, order
+
+
+def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
+    """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``.
+
+    Args and errors are those of :func:`read_tabom`.
+
+    Yields:
+        One record per entry, in order.
+    """
+    rows = _parsed(str(path), path.read_bytes())
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a JSON list, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        where = f"{path}: entry {number}"
+        if not isinstance(row, dict) or "step_map" not in row:
+            raise ValueError(f"{where}: expected an object with a step_map")
+        steps = _integers(where, "step_map", row["step_map"]) - settings.first_step
+        prompt = _prompt_ids(where, row, "prompt_ids", settings, templated=True)
+        tokens = _response_ids(where, row, "response_ids", settings)
+        if len(steps) != len(tokens) or (len(steps) and steps.min() < 0):
+            raise ValueError(
+                f"{where}: step_map has {len(steps)} entries (from {settings.first_step}) for "
+                f"{len(tokens)} tokens"
+            )
+        length = max(_whole(where, row, "response_length", 0), len(tokens))
+        mask_id = _fact(where, row, "mask_id", settings.mask_id)
+        padding = length - len(tokens)
+        tokens = np.concatenate([tokens, np.full(padding, mask_id)])
+        steps = np.concatenate([steps, np.full(padding, -1)])
+        given = np.zeros(length, dtype=bool)
+        yield _record(where, row, settings, path, number, prompt, tokens, steps, given)
+
+
+def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
+    """Reads what :func:`write_parquet` wrote.
+
+    Returns:
+        The records, and the run record's text where the file has one.
+
+    Raises:
+        ValueError: the file is not Parquet, lacks a column, or a row's digest does not match.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file: {error}") from error
+    needed = [name for name in _schema().names if name not in SIGNAL_DTYPES]
+    missing = [name for name in needed if name not in file.schema_arrow.names]
+    if missing:
+        raise ValueError(f"{path}: not an export of trajectories, it lacks {missing}")
+    run_text = (file.schema_arrow.metadata or {}).get(b"lit_dlm_run")
+
+    def rows() -> Iterator[Trajectory]:
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield _from_parquet(path, row)
+
+    return rows(), None if run_text is None else run_text.decode()
+
+
+def _from_parquet(path: Path, row: Mapping[str, Any]) -> Trajectory:
+    writes = row["superseded"]
+    record = Trajectory(
+        uid=row["uid"],
+        prompt_ids=np.array(row["prompt_ids"], dtype=np.int32),
+        tokens=np.array(row["tokens"], dtype=np.int32),
+        commit_step=np.array(row["commit_step"], dtype=np.int32),
+        num_steps=row["num_steps"],
+        mask_id=row["mask_id"],
+        vocab_size=row["vocab_size"],
+        seed=row["seed"],
+        status=row["status"],
+        given=None if row["given"] is None else np.array(row["given"], dtype=bool),
+        superseded=None
+        if writes is None
+        else np.array([[w["step"], w["position"], w["token"]] for w in writes], dtype=np.int32),
+        signals={
+            name: np.array(row[name], dtype=dtype)
+            for name, dtype in SIGNAL_DTYPES.items()
+            if row.get(name) is not None
+        },
+        meta=json.loads(row["meta"]),
+    )
+    record.validate()
+    if record.digest() != row["digest"]:
+        raise ValueError(
+            f"{path}: trajectory {record.uid!r}: content digest {row['digest'].hex()} recorded, "
+            f"{record.digest().hex()} now"
+        )
+    return record
+
+
+def _record(
+    where: str,
+    row: Mapping[str, Any],
+    settings: ImportSettings,
+    path: Path,
+    number: int,
+    prompt: Any,
+    tokens: Any,
+    order: Any,
+    given: Any,
+) -> Trajectory:
+    """A record from one row; steps of -1 become masks, except in given cells."""
+    mask_id = _fact(where, row, "mask_id", settings.mask_id)
+    order = np.where(given, -1, order)
+    tokens = np.where((order < 0) & ~given, mask_id, tokens)
+    status: RecordStatus = row.get("status") or (
+        "complete" if (tokens != mask_id).all() else "step_limit"
+    )
+    record = Trajectory(
+        uid=str(row.get("id", f"{Path(path.name.removesuffix('.gz')).stem}/{number}")),
+        prompt_ids=prompt,
+        tokens=tokens,
+        commit_step=order,
+        num_steps=_whole(where, row, "num_steps", int(order.max(initial=-1)) + 1),
+        mask_id=mask_id,
+        vocab_size=_fact(where, row, "vocab_size", settings.vocab_size),
+        seed=_whole(where, row, "seed", 0),
+        status=status,
+        given=given,
+        meta=_meta(where, row),
+    )
+    try:
+        record.validate()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return record
+
+
+def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """``meta`` of an export of ours, else what the other tools' fields say."""
+    if row.get("meta") is not None:
+        if not isinstance(row["meta"], dict):
+            raise ValueError(f"{where}: meta must be an object, got {type(row['meta']).__name__}")
+        return dict(row["meta"])
+    named = (("method", "method"), ("data_source", "task"), ("reward", "score"))
+    meta = {name: row[key] for key, name in named if row.get(key) not in (None, "")}
+    correct = row.get("correct")
+    if correct is not None:
+        if correct not in (0, 1):
+            raise ValueError(f"{where}: correct must be true, false or null, got {correct!r}")
+        meta["correct"] = bool(correct)
+    return meta
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
+    row = _parsed(where, line)
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _parsed(where: str, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # also where the bytes are no text
+        raise ValueError(f"{where}: not JSON: {error}") from error
+
+
+def _integers(where: str, name: str, values: Any) -> Any:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"{where}: {name} must be a list of integers")
+    for value in values:
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{where}: {name} holds {value}, which has more than 32 bits")
+    return np.array(values, dtype=np.int64)
+
+
+def _cells(where: str, row: Mapping[str, Any], name: str, length: int) -> Any:
+    """``(length,)`` bool, ``True`` at the positions that a field lists."""
+    positions = _integers(where, name, row.get(name) or [])
+    outside = positions[(positions < 0) | (positions >= length)]
+    if len(outside):
+        raise ValueError(
+            f"{where}: {name} holds {outside[0]}, expected positions below {length}, "
+            "the number of tokens"
+        )
+    cells = np.zeros(length, dtype=bool)
+    cells[positions] = True
+    return cells
+
+
+def _whole(where: str, row: Mapping[str, Any], name: str, default: int) -> int:
+    value = row.get(name)
+    if value is None:
+        return default
+    if type(value) is not int:
+        raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
+    return value
+
+
+def _fact(where: str, row: Mapping[str, Any], name: str, default: int | None) -> int:
+    if row.get(name) is None and default is None:
+        raise ValueError(f"{where}: the row has no {name}; give --{name}")
+    return _whole(where, row, name, default or 0)
+
+
+def _prompt_ids(
+    where: str, row: Mapping[str, Any], ids_key: str, settings: ImportSettings, *, templated: bool
+) -> Any:
+    """Prompt ids of a row; texts pass through the chat template unless they already did."""
+    if ids_key in row:
+        return _integers(where, ids_key, row[ids_key])
+    text = _first_text(where, row, _PROMPT_KEYS, role="user")
+    tokenizer = _tokenizer(where, ids_key, settings)
+    if templated or getattr(tokenizer, "chat_template", None) is None:
+        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+    )
+    return np.array(ids, dtype=np.int64)
+
+
+def _response_ids(
+    where: str, row: Mapping[str, Any], ids_key: str, settings: ImportSettings
+) -> Any:
+    if ids_key in row:
+        return _integers(where, ids_key, row[ids_key])
+    text = _first_text(where, row, _RESPONSE_KEYS, role="assistant")
+    tokenizer = _tokenizer(where, ids_key, settings)
+    return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
+
+def _first_text(where: str, row: Mapping[str, Any], keys: tuple[str, ...], *, role: str) -> str:
+    """The first text of a row, or the first turn of a role in its ``messages``."""
+    for key in keys:
+        if isinstance(row.get(key), str):
+            return str(row[key])
+    turns = row.get("messages")
+    for turn in turns if isinstance(turns, list) else []:
+        if isinstance(turn, dict) and turn.get("role") == role:
+            if isinstance(turn.get("content"), str):
+                return str(turn["content"])
+            break
+    raise ValueError(
+        f"{where}: expected one of the texts {', '.join(keys)}, or a turn of the {role} in messages"
+    )
+
+
+def _tokenizer(where: str, ids_key: str, settings: ImportSettings) -> Any:
+    if settings.tokenizer is None:
+        raise ValueError(f"{where}: the row has no {ids_key}; give --tokenizer to use its texts")
+    return settings.tokenizer
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank; a name that ends in ``.gz`` is unpacked.
+
+    Args:
+        path: the file.
+
+    Yields:
+        The number of the line in the file, from 1, and its bytes.
+
+    Raises:
+        ValueError: the packed file is damaged or cut off, naming it and its last whole line.
+    """
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: damaged or cut off after line {number} ({error})") from None

@@ -1,0 +1,274 @@
+"""Names, tar members, side files and atomic writes: everything about files but no policy.
+
+A shard is an uncompressed USTAR file of blocks. Owner, mode and times of its members are fixed, so
+equal content gives equal bytes. Beside it lies a JSON file that says what the shard must hold; a
+shard counts as finished once that file exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from lit_dlm.trajectories.errors import ShardError
+
+SIDE_FORMAT = "lit-dlm/trajectory-shard"
+MANIFEST_FILE = "manifest.json"
+RUN_MEMBER = "__run__/run.json"
+"""Member that carries the run record; names of this kind are skipped by sample readers."""
+TAR_END = bytes(2 * tarfile.BLOCKSIZE)
+
+_NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
+_SHARD = re.compile(
+    r"(?P<name>[a-z0-9_-]+)-(?P<split>[a-z0-9_]+)-r(?P<rank>\d{5})-w(?P<worker>\d{3})"
+    r"-(?P<index>\d{6})\.tar(?P<tail>\.tmp-\d+)?"
+)
+
+
+@dataclass(frozen=True, order=True)
+class ShardName:
+    """``{name}-{split}-r{rank}-w{worker}-{index}.tar``; two writers never share one."""
+
+    name: str
+    split: str
+    rank: int
+    worker: int
+    index: int
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or not re.fullmatch(r"[a-z0-9_]+", self.split):
+            raise ValueError(
+                "shard name: expected a name of a-z, 0-9, '_' and '-' (no dots) and a split of "
+                f"a-z, 0-9 and '_', got {self.name!r} and {self.split!r}"
+            )
+        limits = {"rank": 10**5, "worker": 10**3, "index": 10**6}
+        for part, limit in limits.items():
+            if not 0 <= getattr(self, part) < limit:
+                raise ValueError(
+                    f"shard {part}: expected 0..{limit - 1}, got {getattr(self, part)}"
+                )
+
+    def __str__(self) -> str:
+        series = f"{self.name}-{self.split}-r{self.rank:05d}-w{self.worker:03d}"
+        return f"{series}-{self.index:06d}.tar"
+
+    def key(self, block: int) -> str:
+        """Key of a block's members: no dots, since readers cut it at the first one."""
+        return f"r{self.rank}w{self.worker}s{self.index}b{block:05d}"
+
+    def same_series(self, other: ShardName) -> bool:
+        """Whether both come from one writer position (name, split, rank, worker)."""
+        return replace(self, index=0) == replace(other, index=0)
+
+    @staticmethod
+    def parse(path: Path) -> tuple[ShardName, bool] | None:
+        """Reads a file name.
+
+        Returns:
+            The name and whether the file is unfinished (``.tmp-{pid}``); ``None`` for other files.
+        """
+        match = _SHARD.fullmatch(path.name)
+        if match is None:
+            return None
+        name = ShardName(
+            match["name"],
+            match["split"],
+            int(match["rank"]),
+            int(match["worker"]),
+            int(match["index"]),
+        )
+        return name, match["tail"] is not None
+
+
+def next_index(folder: Path, name: ShardName) -> int:
+    """The first index that no finished or unfinished shard of the series uses."""
+    parsed = (ShardName.parse(path) for path in folder.iterdir())
+    used = [entry[0].index for entry in parsed if entry and entry[0].same_series(name)]
+    return max(used, default=-1) + 1
+
+
+def tar_member(name: str, data: bytes) -> bytes:
+    """Header, content and padding of one tar member."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = len(data), 0, 0o644
+    padding = -len(data) % tarfile.BLOCKSIZE
+    return b"".join([info.tobuf(tarfile.USTAR_FORMAT), data, bytes(padding)])
+
+
+def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
+    """Reads the members of a tar file that may end anywhere.
+
+    Args:
+        file: open for reading, at its start.
+
+    Returns:
+        Name and content of each whole member up to the end marker, the first damaged header, or
+        the point where the file is cut; and whether the end marker was reached.
+    """
+    members: list[tuple[str, bytes]] = []
+    while True:
+        header = file.read(tarfile.BLOCKSIZE)
+        if header == bytes(tarfile.BLOCKSIZE):
+            return members, True
+        try:
+            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            return members, False
+        data = file.read(info.size)
+        if len(data) < info.size:
+            return members, False
+        file.seek(-info.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
+        members.append((info.name, data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockEntry:
+    """Where a block lies inside its shard, in bytes."""
+
+    key: str
+    num_records: int
+    offset: int
+    size: int
+    feature_offset: int | None = None
+    feature_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFile:
+    """What a finished shard must hold."""
+
+    shard: str
+    bytes: int
+    sha256: str
+    run_digest: str
+    num_records: int
+    blocks: tuple[BlockEntry, ...]
+    uids: tuple[str, ...]
+    merkle_root: str
+
+    def write(self, folder: Path) -> Path:
+        """Writes ``{shard}.json`` atomically."""
+        path = folder / f"{self.shard}.json"
+        content = {"format": SIDE_FORMAT, "version": 1, **asdict(self)}
+        write_atomically(path, json.dumps(content, separators=(",", ":")).encode())
+        return path
+
+    @staticmethod
+    def read(path: Path) -> SideFile:
+        """Reads a side file.
+
+        Raises:
+            ShardError: If it is not one.
+        """
+        try:
+            content = json.loads(path.read_bytes())
+            if (content.pop("format"), content.pop("version")) != (SIDE_FORMAT, 1):
+                raise ShardError(f"{path}: not a side file of version 1")
+            blocks = tuple(BlockEntry(**entry) for entry in content.pop("blocks"))
+            uids = tuple(content.pop("uids"))
+            return SideFile(blocks=blocks, uids=uids, **content)
+        except ShardError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ShardError(f"{path}: not a side file of a shard: {error!r}") from error
+
+
+def side_path(shard: Path) -> Path:
+    """The side file of a shard."""
+    return shard.with_name(shard.name + ".json")
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """Shards of a folder that have their final name, sorted."""
+    paths = (path for path in folder.iterdir() if path.suffix == ".tar")
+    return sorted(path for path in paths if ShardName.parse(path) is not None)
+
+
+def shard_paths(paths: Sequence[Path]) -> list[Path]:
+    """Shards that paths name; a folder stands for all of its shards.
+
+    Raises:
+        ValueError: a path does not exist, or a folder has no shard.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = shards_in(path)
+            if not inside:
+                raise ValueError(f"{path}: there are no trajectory shards in this folder")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ValueError(f"{path}: there is no such shard or folder")
+    return list(dict.fromkeys(found))
+
+
+def side_files(folder: Path) -> list[SideFile]:
+    """All side files of a folder, in the order of their shards."""
+    paths = (path for path in folder.iterdir() if path.name.endswith(".tar.json"))
+    return [SideFile.read(path) for path in sorted(paths)]
+
+
+def completed_uids(folder: str | Path) -> set[str]:
+    """Uids of all finished shards of a folder; empty when there is no such folder.
+
+    Raises:
+        ShardError: If a side file is damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return set()
+    return {uid for side in side_files(folder) for uid in side.uids}
+
+
+def merkle_root(digests: Sequence[bytes]) -> str:
+    """Root over content digests, in order: leaves ``H(0 d)``, nodes ``H(1 left right)``.
+
+    An odd node moves up unchanged; no digest at all gives ``H("")``.
+    """
+    if not digests:
+        return hashlib.sha256(b"").hexdigest()
+    level = [hashlib.sha256(b"\0" + digest).digest() for digest in digests]
+    while len(level) > 1:
+        pairs = [
+            hashlib.sha256(b"\1" + level[i] + level[i + 1]).digest()
+            for i in range(0, len(level) - 1, 2)
+        ]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0].hex()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a small file so that readers see all of it or nothing, and a crash keeps it.
+
+    Raises:
+        OSError: Naming ``path``.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

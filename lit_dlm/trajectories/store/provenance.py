@@ -1,0 +1,329 @@
+"""What a run was: model, tokenizer, decoding, randomness, data, software, hardware.
+
+The canonical text of a :class:`RunRecord` is ``run.json``; the first 16 bytes of its SHA-256 are
+stored in every block. Records are only comparable, and a folder is only resumed, when the groups
+that decide the outcome are equal; software and hardware may differ between parts of one folder and
+are then kept as separate records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lit_dlm
+from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
+from lit_dlm.trajectories.store.files import RUN_MEMBER, write_atomically
+
+RUN_FILE = "run.json"
+SAMPLE_SEED_RULE = "63 bits of sha256('{seed}:{uid}')"
+"""How a run says that its sample seeds follow from the base seed and the example's uid."""
+ESSENTIAL = ("model", "tokenizer", "decode", "randomness", "data")
+"""Groups that decide what a decode gives; resuming with another value of any key is an error."""
+_OPEN = ("decode.methods", "data.tasks")
+"""Collections to which a later run of the same folder may add members, or leave some out."""
+
+_PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "webdataset", "zstandard")
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Facts about one run, JSON types only."""
+
+    model: Mapping[str, Any]
+    """Id, revision, digests of configuration and weights, dtype, adapters."""
+    tokenizer: Mapping[str, Any]
+    """Id, revision, digest of its files and chat template, special ids."""
+    decode: Mapping[str, Any]
+    """Every setting of the decoder."""
+    randomness: Mapping[str, Any]
+    """Base seed, noise scheme, how sample seeds are derived."""
+    data: Mapping[str, Any]
+    """Data set, split, file digests, prompt template digest."""
+    parent: str | None = None
+    """Run digest (hexadecimal) of the set or policy this run was derived from."""
+    software: Mapping[str, Any] = field(default_factory=lambda: software_facts())
+    """Versions and numeric flags; filled in by default."""
+    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware_facts())
+    """Devices; filled in by default. World size, batch size and padding are welcome here."""
+
+    def __post_init__(self) -> None:
+        self.text()  # refuses what JSON cannot hold, early and by name
+
+    def as_dict(self) -> dict[str, Any]:
+        """All groups as one JSON object."""
+        groups = (*ESSENTIAL, "software", "hardware")
+        return {"format": "lit-dlm/run", "version": 1, "parent": self.parent} | {
+            name: dict(getattr(self, name)) for name in groups
+        }
+
+    def text(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, no exponents."""
+        return canonical_json(self.as_dict())
+
+    def digest(self) -> bytes:
+        """16 bytes that name the run."""
+        return hashlib.sha256(self.text().encode()).digest()[:16]
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes ``run.json``, or checks the one that is there.
+
+        Args:
+            folder: folder of the trajectory set; it must exist.
+
+        Returns:
+            The file that holds this record: ``run.json``, or ``run-<digest>.json`` when the folder
+            was begun with other software or hardware, or with other methods or tasks beside those
+            that both runs have.
+
+        Raises:
+            ValueError: If the folder was made by a run that differs in what decides the outcome;
+                the differing keys are named.
+        """
+        folder = Path(folder)
+        path = folder / RUN_FILE
+        if path.exists():
+            for former in (path, *sorted(folder.glob("run-*.json"))):
+                stored = _read(former)
+                differing = _differences(stored, json.loads(self.text()))
+                if differing:
+                    raise ValueError(
+                        f"{former}: the folder holds a run with other settings; use another folder "
+                        "or the same settings. " + "; ".join(differing)
+                    )
+                if canonical_json(stored) == self.text():
+                    return former
+            path = folder / f"run-{self.digest().hex()[:16]}.json"
+        write_atomically(path, self.text().encode())
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunRecord:
+        """Reads a record.
+
+        Raises:
+            ValueError: If the file is not a run record.
+        """
+        return cls._of(_read(Path(path)))
+
+    @classmethod
+    def parse(cls, text: str) -> RunRecord:
+        """Reads a record from its text.
+
+        Raises:
+            ValueError: If it is not a run record.
+        """
+        return cls._of(_checked(text.encode(), "run record"))
+
+    @classmethod
+    def _of(cls, stored: Mapping[str, Any]) -> RunRecord:
+        groups = (*ESSENTIAL, "software", "hardware", "parent")
+        return cls(**{name: stored[name] for name in groups})
+
+
+def canonical_json(value: Any) -> str:
+    """The one text of a JSON value.
+
+    Args:
+        value: dictionaries with string keys, lists, tuples, strings, numbers, booleans, ``None``.
+
+    Returns:
+        Sorted keys, no white space, UTF-8 characters as they are, floats without exponent.
+
+    Raises:
+        ValueError: If a value is not JSON or not finite.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"canonical JSON: numbers must be finite, got {value}")
+        text = repr(float(value))
+        return format(Decimal(text), "f") if "e" in text else text
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise ValueError(
+                f"canonical JSON: keys must be strings, got {sorted(map(repr, value))}"
+            )
+        pairs = (f"{canonical_json(key)}:{canonical_json(value[key])}" for key in sorted(value))
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(canonical_json, value)) + "]"
+    raise ValueError(f"canonical JSON: cannot hold {type(value).__name__} {value!r}")
+
+
+def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
+    """The run record inside a shard, which is its first member.
+
+    Returns:
+        The record, and the run digest of its stored text (hexadecimal).
+
+    Raises:
+        ShardError: the shard does not begin with a run record.
+    """
+    with shard.open("rb") as file:
+        try:
+            info = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "replace")
+        except tarfile.HeaderError as error:
+            raise ShardError(f"{shard}: not a tar file: {error}") from error
+        if info.name != RUN_MEMBER:
+            raise ShardError(f"{shard}: expected the member {RUN_MEMBER} first, got {info.name!r}")
+        text = file.read(info.size)
+    try:
+        return RunRecord.parse(text.decode()), hashlib.sha256(text).digest()[:16].hex()
+    except ValueError as error:
+        raise ShardError(f"{shard}: {RUN_MEMBER}: {error}") from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 over the vocabulary and the chat template (hexadecimal).
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(f"{text}\0{template}".encode()).hexdigest()
+
+
+def software_facts() -> dict[str, Any]:
+    """Versions, numeric flags, and environment variables that change numbers."""
+    import torch  # here: it takes seconds, and whoever only reads records does without
+
+    facts: dict[str, Any] = {"python": platform.python_version(), **_own_version()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = None
+    facts["cuda"] = torch.version.cuda
+    facts["hip"] = torch.version.hip
+    facts["cudnn"] = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    facts["driver"] = _driver()
+    facts["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
+    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    facts["variables"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return facts
+
+
+def hardware_facts() -> dict[str, Any]:
+    """Processor and accelerators of this machine."""
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"machine": platform.machine(), "system": platform.system(), "devices": devices}
+
+
+def _own_version() -> dict[str, Any]:
+    """Our version, and the commit when the package is the work tree of its own repository."""
+    package = Path(lit_dlm.__file__).resolve().parent
+    try:
+        version = metadata.version("lit-dlm")
+    except metadata.PackageNotFoundError:
+        version = None
+    facts: dict[str, Any] = {"lit_dlm": version, "commit": None, "dirty": None}
+    root = _git(package, "rev-parse", "--show-toplevel")
+    if root is not None and Path(root).resolve() == package.parent:
+        facts["commit"] = _git(package, "rev-parse", "HEAD")
+        facts["dirty"] = bool(_git(package, "status", "--porcelain", "--untracked-files=no"))
+    return facts
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return _checked(path.read_bytes(), str(path))
+
+
+def _checked(data: bytes, path: str) -> dict[str, Any]:
+    try:
+        stored = json.loads(data)
+    except ValueError as error:
+        raise TrajectoryFormatError(f"{path}: not JSON: {error}") from error
+    missing = [
+        name
+        for name in (*ESSENTIAL, "software", "hardware")
+        if not isinstance(stored, dict) or not isinstance(stored.get(name), dict)
+    ]
+    if missing:
+        raise TrajectoryFormatError(f"{path}: not a run record, it lacks {missing}")
+    stored.setdefault("parent", None)
+    return dict(stored)
+
+
+def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for every essential key that differs; new members of open collections do not."""
+    lines = []
+    for group in ESSENTIAL:
+        old, new = _leaves(stored[group], group), _leaves(current[group], group)
+        for key in sorted(old.keys() | new.keys()):
+            before, after = old.get(key, "absent"), new.get(key, "absent")
+            is_member = any(key == name or key.startswith(f"{name}.") for name in _OPEN)
+            if is_member and _is_only_on_one_side(key, stored, current):
+                continue
+            if before != after:
+                lines.append(f"{key}: {before} in the folder, {after} now")
+    return lines
+
+
+def _is_only_on_one_side(key: str, *records: Mapping[str, Any]) -> bool:
+    """Whether the member of an open collection that ``key`` lies in is missing in some record."""
+    group, collection, *rest = key.split(".")
+    member = ".".join(rest)
+    held = [record[group].get(collection) for record in records]
+    if not any(isinstance(members, dict) for members in held):
+        return False
+    return not all(
+        isinstance(members, dict)
+        and any(member == name or member.startswith(f"{name}.") for name in members)
+        for members in held
+    )
+
+
+def _leaves(value: Any, path: str) -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        leaves: dict[str, str] = {}
+        for key, entry in value.items():
+            leaves.update(_leaves(entry, f"{path}.{key}"))
+        return leaves
+    return {path: canonical_json(value)}

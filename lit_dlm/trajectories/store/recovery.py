@@ -1,0 +1,276 @@
+"""What a folder of shards holds, and how to save what a killed process left in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lit_dlm.trajectories.container import read_header
+from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
+from lit_dlm.trajectories.features import attach_features, encode_features
+from lit_dlm.trajectories.format import FLAG_FEATURES, decode_block, encode_block
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store.files import (
+    MANIFEST_FILE,
+    RUN_MEMBER,
+    ShardName,
+    completed_uids,
+    merkle_root,
+    next_index,
+    scan_members,
+    shards_in,
+    side_files,
+    side_path,
+    write_atomically,
+)
+from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, lock
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FORMAT = "lit-dlm/trajectory-manifest"
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What :func:`recover` did with one file."""
+
+    path: Path
+    """The orphan; it is gone (or has ``.damaged`` appended)."""
+    shard: Path | None
+    """The shard that now holds its records; ``None`` when it had no new one."""
+    num_records: int
+    """Records saved."""
+    num_dropped_blocks: int
+    """Blocks that were cut, damaged, or lacked their features."""
+
+
+def recover(folder: str | Path) -> list[Recovered]:
+    """Saves the whole blocks of unfinished shards whose process is dead.
+
+    Each such file is read as far as it goes; blocks that pass every check go into a new shard of
+    the same series, records that a finished shard already holds are left out, and the file is
+    deleted. A finished shard without side file (a crash between the two) is treated the same way,
+    but kept as ``.damaged`` if anything in it was lost. Run it before a folder is resumed, by one
+    process, while no other starts to write there; running it again changes nothing.
+
+    Args:
+        folder: folder of the set. A folder that does not exist holds nothing to recover.
+
+    Returns:
+        One entry per orphan.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    done = completed_uids(folder)
+    reports = []
+    for path in sorted(folder.iterdir()):
+        parsed = ShardName.parse(path)
+        if parsed is None or path in OPEN_FILES:
+            if ".json.tmp-" in path.name and not _process_lives(path):
+                path.unlink(missing_ok=True)  # a side file or manifest that was being written
+            continue
+        name, is_unfinished = parsed
+        if not is_unfinished and side_path(path).exists():
+            continue
+        report = _recover_file(folder, path, name, done, is_unfinished=is_unfinished)
+        if report is not None:
+            logger.warning(
+                "%s: recovered %d records, dropped %d blocks",
+                path,
+                report.num_records,
+                report.num_dropped_blocks,
+            )
+            reports.append(report)
+    return reports
+
+
+def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
+    """Deletes the finished shards of records that are to be written anew.
+
+    One process does so, after :func:`recover` and while no other writes there. The manifest goes,
+    too, until the folder is merged again.
+
+    Args:
+        folder: folder of the set.
+        is_stale: whether a record of that uid is to go.
+
+    Returns:
+        How many records went.
+
+    Raises:
+        ShardError: a shard holds such records and others; nothing is deleted then.
+    """
+    folder = Path(folder)
+    stale = [side for side in side_files(folder) if any(map(is_stale, side.uids))]
+    for side in stale:
+        kept = [uid for uid in side.uids if not is_stale(uid)]
+        if kept:
+            raise ShardError(
+                f"{folder / side.shard}: expected records that are all to be replaced or all to "
+                f"be kept, got {len(kept)} to keep ({kept[0]!r}) of {side.num_records}"
+            )
+    for side in stale:
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        # In this order: should the process die in between, a shard alone is recovered.
+        side_path(folder / side.shard).unlink()
+        (folder / side.shard).unlink()
+    return sum(side.num_records for side in stale)
+
+
+def merge_manifest(folder: str | Path) -> dict[str, Any]:
+    """Merges all side files of a folder into ``manifest.json``; can be repeated at any time.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ShardError: If a shard lacks its side file, has another size, or two shards hold one uid.
+    """
+    folder = Path(folder)
+    sides = side_files(folder)
+    named = {side.shard for side in sides}
+    alone = [path.name for path in shards_in(folder) if path.name not in named]
+    if alone:
+        raise ShardError(f"{folder}: shards without side file: {alone}; recover the folder first")
+    owners: dict[str, str] = {}
+    for side in sides:
+        path = folder / side.shard
+        size = path.stat().st_size if path.exists() else None
+        if size != side.bytes:
+            raise ShardError(f"{path}: expected {side.bytes} bytes, got {size}")
+        for uid in side.uids:
+            if uid in owners:
+                raise ShardError(f"uid {uid!r} is in both {owners[uid]} and {side.shard}")
+            owners[uid] = side.shard
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "version": 1,
+        "num_records": sum(side.num_records for side in sides),
+        "num_blocks": sum(len(side.blocks) for side in sides),
+        "bytes": sum(side.bytes for side in sides),
+        "run_digests": sorted({side.run_digest for side in sides}),
+        "merkle_root": merkle_root([bytes.fromhex(side.merkle_root) for side in sides]),
+        "shards": [
+            {
+                "shard": side.shard,
+                "bytes": side.bytes,
+                "sha256": side.sha256,
+                "num_records": side.num_records,
+                "merkle_root": side.merkle_root,
+            }
+            for side in sides
+        ],
+    }
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
+    return manifest
+
+
+@dataclass
+class _Salvage:
+    """What a file that may end anywhere still holds."""
+
+    run_text: str | None
+    run_digest: bytes
+    blocks: list[tuple[list[Trajectory], bytes, bytes | None]]
+    num_dropped: int
+    is_whole: bool
+
+
+def _is_orphan(path: Path, was_free: bool | None) -> bool:
+    """Whether the process that wrote a file is dead; without locks, by the id in its name."""
+    if was_free is None:
+        return ".tmp-" not in path.name or not _process_lives(path)
+    return was_free
+
+
+def _process_lives(path: Path) -> bool:
+    """Whether this machine runs the process whose id ends the name ``{file}.tmp-{pid}``."""
+    try:
+        os.kill(int(path.name.rpartition("-")[2]), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _recover_file(
+    folder: Path, path: Path, name: ShardName, done: set[str], *, is_unfinished: bool
+) -> Recovered | None:
+    try:
+        file = path.open("r+b")  # a lock needs a file open for writing
+    except FileNotFoundError:
+        return None
+    with file:
+        if not _is_orphan(path, lock(file.fileno())):
+            return None
+        found = _salvage(path, file)
+    shard, saved = None, 0
+    if found.run_text is not None:
+        target = ShardFile(
+            folder,
+            replace(name, index=next_index(folder, name)),
+            run_text=found.run_text,
+            run_digest=found.run_digest,
+        )
+        for records, block, features in found.blocks:
+            new = [record for record in records if record.uid not in done]
+            if len(new) < len(records):
+                block, features = _encode(new, found.run_digest)
+            if new:
+                target.append(new, block, features)
+                done.update(record.uid for record in new)
+                saved += len(new)
+        shard = target.finish()
+    if is_unfinished or found.is_whole:
+        path.unlink()
+    else:
+        path.rename(path.with_name(path.name + ".damaged"))
+    return Recovered(path, shard, saved, found.num_dropped)
+
+
+def _encode(records: Sequence[Trajectory], run_digest: bytes) -> tuple[bytes, bytes | None]:
+    if not records:
+        return b"", None
+    features = None
+    if any(record.features is not None for record in records):
+        features = encode_features(records, run_digest=run_digest)
+    return encode_block(records, run_digest=run_digest), features
+
+
+def _salvage(path: Path, file: BinaryIO) -> _Salvage:
+    """Reads whole blocks until the file ends or makes no sense."""
+    run_text: str | None = None
+    members: dict[str, dict[str, bytes]] = {}
+    found, reached_end = scan_members(file)
+    for name, data in found:
+        if name == RUN_MEMBER:
+            run_text = data.decode(errors="replace")
+        else:
+            key, _, extension = name.partition(".")
+            members.setdefault(key, {})[extension] = data
+    salvage = _Salvage(run_text, b"\0" * 16, [], 0, reached_end)
+    for key, parts in members.items():
+        try:
+            block = parts["trajb"]
+            records = decode_block(block)
+            header = read_header(block)
+            features = parts.get("featb")
+            if header.flags & FLAG_FEATURES and features is None:
+                raise ShardError("its features member is missing")
+            if features is not None:
+                records = attach_features(records, features)
+        except (TrajectoryFormatError, KeyError) as error:
+            logger.warning("%s: block %s is dropped: %s", path, key, error)
+            salvage.num_dropped += 1
+            salvage.is_whole = False
+            continue
+        salvage.run_digest = header.run_digest
+        salvage.blocks.append((records, block, features))
+    return salvage

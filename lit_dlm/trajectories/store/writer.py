@@ -1,0 +1,460 @@
+"""Writes records to shards so that a crash loses at most the open block.
+
+This is the synchronous part: the caller waits for encoding and disk. Decode loops use
+:class:`lit_dlm.trajectories.store.background.BackgroundWriter`, which runs it in a thread.
+
+A block is encoded when it is full, when its first record waits too long, and on ``flush``; it is
+then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
+its final name, then its side file, when it is closed. Whatever a dead process left behind is kept
+by :func:`lit_dlm.trajectories.store.recovery.recover`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from lit_dlm.trajectories.container import unpack
+from lit_dlm.trajectories.features import encode_features
+from lit_dlm.trajectories.format import encode_block
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store.files import (
+    RUN_MEMBER,
+    TAR_END,
+    BlockEntry,
+    ShardName,
+    SideFile,
+    completed_uids,
+    merkle_root,
+    next_index,
+    sync_folder,
+    tar_member,
+)
+from lit_dlm.trajectories.store.provenance import RunRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 256 * 2**20
+"""A shard is closed at this size."""
+MAX_BLOCK_BYTES = 32 * 2**20
+"""A block is closed early when its features are this large."""
+OPEN_FILES: set[Path] = set()
+"""Unfinished shards of this very process; recovery must not take them for orphans."""
+
+
+class ShardFile:
+    """One growing shard: appends blocks durably, then takes its final name."""
+
+    def __init__(self, folder: Path, name: ShardName, *, run_text: str, run_digest: bytes) -> None:
+        """Creates ``{name}.tmp-{pid}`` and locks it.
+
+        Args:
+            folder: where the shard goes.
+            name: its final name; must be unused.
+            run_text: canonical text of the run record, stored as the first member.
+            run_digest: 16 bytes that name the run.
+
+        Raises:
+            OSError: If the file cannot be created; it names the path.
+        """
+        self.folder = folder
+        self.name = name
+        self.run_digest = run_digest
+        self.path = folder / f"{name}.tmp-{os.getpid()}"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        OPEN_FILES.add(self.path)
+        lock(self._fd)
+        self._sha = hashlib.sha256()
+        self.size = 0
+        self._is_synced = True
+        self._blocks: list[BlockEntry] = []
+        self._uids: list[str] = []
+        self._digests: list[bytes] = []
+        try:
+            self._append(tar_member(RUN_MEMBER, run_text.encode()))
+        except OSError:
+            self.abandon()
+            raise
+
+    @property
+    def num_records(self) -> int:
+        """Records written so far."""
+        return len(self._uids)
+
+    def append(
+        self,
+        records: Sequence[Trajectory],
+        block: bytes,
+        features: bytes | None,
+        *,
+        sync: bool = True,
+    ) -> None:
+        """Writes one block and waits until it is on disk.
+
+        Args:
+            records: the records of the block.
+            block: the encoded block.
+            features: the encoded features block, if there is one.
+            sync: ``False`` only hands the bytes to the operating system: they survive the death
+                of this process, and :meth:`sync` makes them survive that of the machine.
+
+        Raises:
+            OSError: Naming the path; the file is as it was before the call.
+        """
+        key = self.name.key(len(self._blocks))
+        first = tar_member(f"{key}.trajb", block)
+        second = tar_member(f"{key}.featb", features) if features is not None else b""
+        offset = self.size
+        self._append(first + second, sync=sync)
+        header = 512
+        self._blocks.append(
+            BlockEntry(
+                key=key,
+                num_records=len(records),
+                offset=offset + header,
+                size=len(block),
+                feature_offset=None if features is None else offset + len(first) + header,
+                feature_size=None if features is None else len(features),
+            )
+        )
+        self._uids += [record.uid for record in records]
+        digests = unpack(block, known=("CDIG",))[1]["CDIG"].data  # computed once, by the encoder
+        self._digests += [digests[16 * i : 16 * i + 16] for i in range(len(records))]
+
+    def finish(self) -> Path | None:
+        """Ends the shard, gives it its final name and writes its side file.
+
+        Returns:
+            The shard, or ``None`` when it had no record (then nothing stays).
+        """
+        if not self._blocks:
+            self.abandon()
+            self.path.unlink(missing_ok=True)
+            return None
+        self._append(TAR_END)
+        final = self.folder / str(self.name)
+        self.abandon()
+        self.path.rename(final)
+        sync_folder(self.folder)
+        SideFile(
+            shard=str(self.name),
+            bytes=self.size,
+            sha256=self._sha.hexdigest(),
+            run_digest=self.run_digest.hex(),
+            num_records=len(self._uids),
+            blocks=tuple(self._blocks),
+            uids=tuple(self._uids),
+            merkle_root=merkle_root(self._digests),
+        ).write(self.folder)
+        return final
+
+    def sync(self) -> None:
+        """Waits until everything written is on disk.
+
+        Raises:
+            OSError: Naming the path. What was written since the last call may be lost.
+        """
+        if not self._is_synced:
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                # A later call may succeed although pages were lost: recovery must look at it.
+                self.abandon()
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            self._is_synced = True
+
+    def abandon(self) -> None:
+        """Closes the file and leaves it as it is."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            OPEN_FILES.discard(self.path)
+
+    def _append(self, data: bytes, *, sync: bool = True) -> None:
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the shard was given up after an error", str(self.path))
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if sync:
+                os.fsync(self._fd)
+            self._is_synced = sync
+        except OSError as error:
+            # Take back the torn part, so that the shard stays sound and the call can be repeated.
+            os.ftruncate(self._fd, self.size)
+            os.lseek(self._fd, self.size, os.SEEK_SET)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self._sha.update(data)
+        self.size += len(data)
+
+
+class SizeLimitError(RuntimeError):
+    """A writer has written as much as it may."""
+
+
+class TrajectoryShardWriter:
+    """Puts records into the shards of one rank."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        name: str,
+        split: str,
+        rank: int,
+        run: RunRecord,
+        block_size: int = 64,
+        max_shard_records: int = 4096,
+        flush_seconds: float = 30.0,
+        level: int = 9,
+        max_total_bytes: int | None = None,
+    ) -> None:
+        """Opens a set for writing; no shard is created before the first block.
+
+        Args:
+            folder: folder of the set, created if need be.
+            name: name of the set, of a-z, 0-9, ``_`` and ``-``.
+            split: split of the set, of a-z, 0-9 and ``_``.
+            rank: rank of this process.
+            run: what makes these records; stored as ``run.json`` and in every shard.
+            block_size: records per block.
+            max_shard_records: close a shard at this many records.
+            flush_seconds: a record waits at most this long (looked at on ``put``).
+            level: zstd level of records.
+            max_total_bytes: refuse to go on once this writer has written more; ``None`` for no
+                limit.
+
+        Raises:
+            ValueError: If a setting is out of range, or the folder belongs to another run.
+            OSError: If the folder cannot be written.
+        """
+        limits = {
+            "block_size": (block_size, 1, 65_535),
+            "max_shard_records": (max_shard_records, 1, 2**31),
+        }
+        for option, (value, low, high) in limits.items():
+            if not low <= value <= high:
+                raise ValueError(f"{option}: expected {low} to {high}, got {value}")
+        self.folder = Path(folder)
+        self._name = ShardName(name, split, rank, 0, 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        run.save(self.folder)
+        self._run_text, self._run_digest = run.text(), run.digest()
+        self.block_size = block_size
+        self.max_shard_records = max_shard_records
+        self.flush_seconds = flush_seconds
+        self.level = level
+        self.sync_blocks = True
+        """Wait for the disk after every block. ``False`` leaves that to calls of :meth:`sync`, so
+        that one wait can serve several blocks."""
+        self.max_total_bytes = max_total_bytes
+        self.bytes_written = 0
+        self._uids = completed_uids(self.folder)
+        self._pending: list[Trajectory] = []
+        self._pending_bytes = 0
+        self._pending_since = 0.0
+        self._pending_kind: tuple[object, ...] = ()
+        self._shard: ShardFile | None = None
+        self._closed = False
+
+    def __enter__(self) -> TrajectoryShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def num_open(self) -> int:
+        """Records put so far that no finished shard holds yet."""
+        return len(self._pending) + (self._shard.num_records if self._shard is not None else 0)
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the open block is due (0 or less: now); ``None`` when it is empty."""
+        if not self._pending:
+            return None
+        return self._pending_since + self.flush_seconds - time.monotonic()
+
+    def put(self, record: Trajectory, *, check: bool = True) -> None:
+        """Adds one record; it is on disk after the next flush.
+
+        Args:
+            record: must keep every rule of the format and have a new uid.
+            check: check the rules now. ``False`` leaves that to the encoder, which checks a whole
+                block at once: a broken record is then left out and reported by the call that
+                writes its block.
+
+        Raises:
+            ValueError: If the record breaks a rule or its uid was written before; it is not added.
+            OSError: Naming the path, if a block cannot be written; its records stay queued.
+            SizeLimitError: If more than ``max_total_bytes`` are written; what is written is kept.
+        """
+        if self._closed:
+            raise ValueError(f"{self.folder}: the writer is closed")
+        if check:
+            record.validate()
+        if record.uid in self._uids:
+            raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
+        if self._pending and _kind(record) != self._pending_kind:
+            self._write_pending()  # a block holds one vocabulary, set of signals, feature layout
+        if not self._pending:
+            self._pending_since = time.monotonic()
+            self._pending_kind = _kind(record)
+        self._uids.add(record.uid)
+        self._pending.append(record)
+        self._pending_bytes += 0 if record.features is None else record.features.nbytes
+        if (
+            len(self._pending) >= self.block_size
+            or self._pending_bytes >= MAX_BLOCK_BYTES
+            or time.monotonic() - self._pending_since >= self.flush_seconds
+        ):
+            self._write_pending()
+
+    def flush(self) -> None:
+        """Writes the open block; when it returns, all records put so far survive a crash.
+
+        Raises:
+            OSError: Naming the path; the records stay queued and the call can be repeated.
+            ValueError: If a record that was put unchecked breaks a rule; it is left out, all
+                others are written.
+            SizeLimitError: If more than ``max_total_bytes`` are written; what is written is kept.
+        """
+        self._write_pending()
+        self.sync()
+
+    def sync(self) -> None:
+        """Waits until every block written so far is on disk.
+
+        Raises:
+            OSError: Naming the path.
+        """
+        if self._shard is not None:
+            self._shard.sync()
+
+    def finish_shard(self) -> None:
+        """Writes the open block and gives the open shard its final name and side file.
+
+        Raises:
+            OSError: Naming the path.
+            ValueError: As for :meth:`flush`.
+        """
+        self._write_pending()
+        self._finish()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        block, features, broken = self._encode_pending()
+        if block is not None:
+            if self._shard is None:
+                name = replace(self._name, index=next_index(self.folder, self._name))
+                self._shard = ShardFile(
+                    self.folder, name, run_text=self._run_text, run_digest=self._run_digest
+                )
+            before = self._shard.size
+            self._shard.append(self._pending, block, features, sync=self.sync_blocks)
+            self.bytes_written += self._shard.size - before
+        self._pending, self._pending_bytes = [], 0
+        if self._shard is not None and (
+            self._shard.num_records + self.block_size > self.max_shard_records
+            or self._shard.size >= MAX_SHARD_BYTES
+        ):
+            self._finish()
+        if broken is not None:
+            raise broken
+        if self.max_total_bytes is not None and self.bytes_written > self.max_total_bytes:
+            raise SizeLimitError(
+                f"max_total_bytes: the writer of {self.folder} has reached its limit of "
+                f"{self.max_total_bytes} bytes; what was written is kept"
+            )
+
+    def _encode_pending(self) -> tuple[bytes | None, bytes | None, ValueError | None]:
+        """The open block, without the records that break a rule, and the first one's error."""
+        try:
+            return *self._encode(self._pending), None
+        except ValueError:
+            pass  # find out whose fault it is
+        sound: list[Trajectory] = []
+        broken: ValueError | None = None
+        for record in self._pending:
+            try:
+                self._encode([record])
+                sound.append(record)
+            except ValueError as error:
+                self._uids.discard(record.uid)
+                broken = broken or error
+        self._pending = sound
+        return *(self._encode(sound) if sound else (None, None)), broken
+
+    def _encode(self, records: Sequence[Trajectory]) -> tuple[bytes, bytes | None]:
+        features = None
+        if any(record.features is not None for record in records):
+            features = encode_features(records, run_digest=self._run_digest)
+        return encode_block(records, run_digest=self._run_digest, level=self.level), features
+
+    def close(self) -> None:
+        """Flushes and finishes the open shard. Calling it again does nothing.
+
+        Raises:
+            OSError: If the last block or the shard cannot be finished; what was flushed before
+                stays in the unfinished file, from which it can be recovered.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.max_total_bytes = None  # what waits here was accepted
+        try:
+            try:
+                self._write_pending()
+            finally:
+                if not self._pending:  # a broken record must not cost the shard its name
+                    self._finish()
+        finally:
+            if self._shard is not None:
+                self._shard.abandon()
+
+    def _finish(self) -> None:
+        if self._shard is not None:
+            path = self._shard.finish()
+            self._shard = None
+            logger.debug("finished %s", path)
+
+
+def lock(fd: int) -> bool | None:
+    """Takes the lock that says "a living process writes this file".
+
+    Record locks end with their process and are not inherited by forked children, such as loader
+    workers that outlive a killed parent for some seconds.
+
+    Returns:
+        Whether the lock was free; ``None`` on a file system without locks.
+    """
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _kind(record: Trajectory) -> tuple[object, ...]:
+    """What all records of one block must share."""
+    features = record.features
+    layout = None
+    if features is not None:
+        layout = (features.layout, features.scheme, features.groups, features.projector_digest)
+    return record.mask_id, record.vocab_size, tuple(sorted(record.signals)), layout

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datamodules.epoch_plan import EpochPlan
+from lit_dlm.trajectories.store import (
+    SizeLimitError,
+    TrajectoryShardReader,
+    completed_uids,
+    merge_manifest,
+    recover,
+)
+from lit_dlm.trajectories.store import writer as writer_module
+from lit_dlm.trajectories.store.background import BackgroundWriter, record_bytes
+from tests.trajectories.samples import assert_same, records_of, shard_writer
+
+
+def background(folder: Path, **options) -> BackgroundWriter:
+    own = {name: options.pop(name) for name in ("max_queue_bytes",) if name in options}
+    return BackgroundWriter(shard_writer(folder, **options), **own)
+
+
+class Gate:
+    """Holds the writer's thread at its next block until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        plain = writer_module.encode_block
+
+        def encode_block(records, **options):
+            self.reached.set()
+            assert self.opened.wait(120)
+            return plain(records, **options)
+
+        monkeypatch.setattr(writer_module, "encode_block", encode_block)
+
+
+def test_what_is_put_is_read_after_close(tmp_path):
+    records = records_of(30, features=True, remask=0.1)
+    with background(tmp_path, max_shard_records=8) as shards:
+        for record in records:
+            shards.put(record)
+    assert not shards.is_alive
+    for before, after in zip(records, TrajectoryShardReader(tmp_path), strict=True):
+        assert_same(before, after)
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_records_can_be_read_after_a_flush(tmp_path):
+    """No block is full: the flush finishes the open shard with what was put before."""
+    records = records_of(3)
+    with background(tmp_path, block_size=64) as shards:
+        for record in records[:2]:
+            shards.put(record)
+        shards.flush()
+        assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records[:2]]
+        shards.put(records[2])
+        shards.flush()
+        assert len(list(TrajectoryShardReader(tmp_path))) == 3
+        shards.flush()  # nothing new
+    assert len(list(tmp_path.glob("*.tar"))) == 2
+
+
+def test_the_thread_makes_the_records_of_a_batch(tmp_path):
+    records, threads = records_of(5), []
+
+    def make():
+        threads.append(threading.current_thread().name)
+        return records
+
+    with background(tmp_path) as shards:
+        shards.put_batch(make, nbytes=100)
+        shards.flush()
+        assert completed_uids(tmp_path) == {r.uid for r in records}
+    assert threads == ["trajectory-writer"]
+
+
+def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch, caplog):
+    """Room for three records: at no time do more wait, and all arrive."""
+    records = records_of(40)
+    limit = 3 * max(record_bytes(record) for record in records)
+    gate = Gate(monkeypatch)
+
+    def open_late():
+        assert gate.reached.wait(120)
+        while sum(put) < limit - max(put):  # until the queue is full
+            time.sleep(0.002)
+        time.sleep(1.0)
+        gate.opened.set()
+
+    put = [0]
+    threading.Thread(target=open_late, daemon=True).start()
+    with background(tmp_path, max_queue_bytes=limit, block_size=1) as shards:
+        for record in records:
+            shards.put(record)
+            put.append(record_bytes(record))
+    assert shards.blocked_seconds > 0.6
+    assert shards.peak_queue_bytes <= limit
+    assert "decoding waited" in caplog.text
+    assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
+
+
+def test_one_record_larger_than_the_queue_is_accepted_alone(tmp_path):
+    records = records_of(3)
+    with background(tmp_path, max_queue_bytes=1) as shards:
+        for record in records:
+            shards.put(record)
+    assert len(list(TrajectoryShardReader(tmp_path))) == 3
+
+
+def _wait_for_end(shards: BackgroundWriter) -> None:
+    deadline = time.monotonic() + 120
+    while shards.is_alive and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not shards.is_alive
+
+
+def test_a_broken_record_surfaces_at_put_and_close_and_costs_nobody_else(tmp_path, monkeypatch):
+    good = records_of(7)
+    bad = replace(good[3], uid="bad", meta={"x": {1, 2}})  # a set is not JSON
+    broken = replace(good[4], uid="broken")
+    broken.commit_step[0] = 99
+    gate = Gate(monkeypatch)  # until all are put, or a late one would meet the error already
+    shards = background(tmp_path)
+    for record in (*good[:2], bad, good[3], broken):
+        shards.put(record)
+    gate.opened.set()
+    with pytest.raises(ValueError, match="'bad': meta is not JSON"):
+        shards.flush()
+    _wait_for_end(shards)
+    with pytest.raises(ValueError, match="'bad': meta"):
+        shards.put(good[5])
+    with pytest.raises(ValueError, match="'bad': meta"):
+        shards.close()
+    shards.close()  # once is enough
+    assert completed_uids(tmp_path) == {r.uid for r in (*good[:2], good[3])}
+
+
+def test_a_repeated_uid_and_any_other_error_of_the_thread_surface(tmp_path):
+    (record,) = records_of(1)
+    shards = background(tmp_path / "a")
+    shards.put(record)
+    shards.put(record)
+    with pytest.raises(ValueError, match="this uid is already in"):
+        shards.flush()
+    with pytest.raises(ValueError, match="this uid is already in"):
+        shards.close()
+    assert len(list(TrajectoryShardReader(tmp_path / "a"))) == 1
+
+    def make():
+        raise ZeroDivisionError("no OSError, no ValueError")
+
+    shards = background(tmp_path / "b")
+    shards.put(record)
+    shards.put_batch(make, nbytes=1)
+    with pytest.raises(ZeroDivisionError):
+        shards.flush()
+    with pytest.raises(ZeroDivisionError):
+        shards.close()
+    assert completed_uids(tmp_path / "b") == {record.uid}
+
+
+def test_a_full_disk_surfaces_and_leaves_no_torn_final_name(tmp_path):
+    """A file size limit stands in for the full disk. What was flushed before is recovered."""
+    records = records_of(24)
+
+    def action() -> None:
+        shards = background(tmp_path)
+        for record in records[:8]:
+            shards.put(record)
+        while not (found := list(tmp_path.glob("*.tmp-*"))) or b"b00001" not in (
+            found[0].read_bytes()
+        ):  # until both blocks are written
+            time.sleep(0.002)
+        (path,) = found
+        limit = path.stat().st_size + 700
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        shards.put_batch(lambda: records[8:], nbytes=1)
+        with pytest.raises(OSError, match="File too large") as error:
+            shards.flush()
+        assert error.value.filename == str(path)
+        assert error.value.errno == errno.EFBIG
+        with pytest.raises(OSError, match="File too large"):
+            shards.close()
+        assert not list(tmp_path.glob("*.tar"))
+
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    recover(tmp_path)
+    assert completed_uids(tmp_path) == {r.uid for r in records[:8]}
+    with background(tmp_path) as shards:
+        for record in records[8:]:
+            shards.put(record)
+    assert sorted(r.uid for r in TrajectoryShardReader(tmp_path)) == [r.uid for r in records]
+
+
+def test_a_failed_wait_for_the_disk_gives_the_shard_up_to_recovery(tmp_path, monkeypatch):
+    """After a failed fsync a second one may succeed although pages are lost, so the file must be
+    read again before anybody trusts it."""
+    records, plain, calls = records_of(8), os.fsync, []
+
+    def fsync(handle):
+        calls.append(handle)
+        if len(calls) > 1:  # the first is that of the run record in the shard
+            raise OSError(errno.EIO, "Input/output error")
+        plain(handle)
+
+    shards = background(tmp_path, block_size=8)
+    monkeypatch.setattr(os, "fsync", fsync)
+    for record in records:
+        shards.put(record)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        shards.close()
+    assert ".tar.tmp-" in error.value.filename
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.tar"))
+    (report,) = recover(tmp_path)
+    assert report.num_records == 8
+
+
+def test_the_size_limit_is_an_error_and_keeps_what_is_written(tmp_path):
+    shards = background(tmp_path, max_total_bytes=100, block_size=2)
+    for record in records_of(2):
+        shards.put(record)
+    with pytest.raises(SizeLimitError, match="limit of 100 bytes"):
+        shards.close()
+    assert len(completed_uids(tmp_path)) == 2
+
+
+def test_records_do_not_wait_longer_than_asked(tmp_path):
+    """The block is never full; its age alone writes it, without another put."""
+    with background(tmp_path, flush_seconds=0.05) as shards:
+        shards.put(records_of(1)[0])
+        deadline = time.monotonic() + 120
+        while not shards.bytes_written and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert shards.bytes_written > 0
+
+
+@pytest.mark.slow
+def test_a_program_that_forgets_to_close_keeps_its_records(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from lit_dlm.trajectories.store import BackgroundWriter\n"
+        "from tests.trajectories.samples import records_of, shard_writer\n"
+        "shards = BackgroundWriter(shard_writer(Path(sys.argv[1])))\n"
+        "for record in records_of(3): shards.put(record)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "was never closed" in done.stderr
+    assert len(list(TrajectoryShardReader(tmp_path))) == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_write_unequal_shares_of_one_set(tmp_path, world_size):
+    """Rank r writes 7 + 9 r records at the same time as the others. A reader sees each record
+    once, and three training processes get equally many batches of them."""
+    counts = [7 + 9 * rank for rank in range(world_size)]
+    starts = np.cumsum([0, *counts]).tolist()
+    children = []
+    for rank, count in enumerate(counts):
+        child = os.fork()
+        if child == 0:
+            with background(tmp_path, rank=rank, max_shard_records=8) as shards:
+                for record in records_of(count, start=starts[rank]):
+                    shards.put(record)
+            os._exit(0)
+        children.append(child)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    total = sum(counts)
+    assert merge_manifest(tmp_path)["num_records"] == total
+    reader = TrajectoryShardReader(tmp_path)
+    assert sorted(record.uid for record in reader) == [f"task/split/{i:04d}" for i in range(total)]
+    sides = [reader.side_file(shard) for shard in reader.shards]
+    sizes = [entry.num_records for side in sides for entry in side.blocks]
+    blocks = np.repeat(np.arange(len(sizes)), sizes)
+    plans = [EpochPlan(blocks, batch_size=2, seed=0, rank=r, world_size=3) for r in range(3)]
+    assert len({len(plan) for plan in plans}) == 1
+    assert len(plans[0]) == total // 6
+
+
+def test_settings_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_queue_bytes: expected at least 1, got 0"):
+        background(tmp_path, max_queue_bytes=0)
+    shards = background(tmp_path)
+    shards.close()
+    with pytest.raises(ValueError, match="the writer is closed"):
+        shards.put(records_of(1)[0])

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from lit_dlm.trajectories.store.provenance import RunRecord, canonical_json
+from tests.trajectories.samples import run_record
+
+
+def test_canonical_json_sorts_keys_and_writes_no_exponent():
+    value = {"b": [1, 2.5, None, True], "a": 1e-7, "ü": 1e22, "c": 0.1}
+    assert (
+        canonical_json(value)
+        == '{"a":0.0000001,"b":[1,2.5,null,true],"c":0.1,"ü":10000000000000000000000}'
+    )
+    assert json.loads(canonical_json(value)) == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1: 2}, {"a": object()}, [b"x"]])
+def test_canonical_json_refuses_what_is_not_json(value):
+    with pytest.raises(ValueError, match="canonical JSON"):
+        canonical_json(value)
+
+
+def test_the_digest_is_the_hash_of_the_file(tmp_path):
+    run = run_record()
+    path = run.save(tmp_path)
+    assert path.name == "run.json"
+    assert hashlib.sha256(path.read_bytes()).digest()[:16] == run.digest()
+    assert RunRecord.load(path).digest() == run.digest()
+
+
+def test_software_and_hardware_are_filled_in():
+    run = run_record()
+    assert {"python", "torch", "commit", "lit_dlm", "variables"} <= run.software.keys()
+    assert {"machine", "devices"} <= run.hardware.keys()
+
+
+def test_a_folder_refuses_other_settings_and_names_the_keys(tmp_path):
+    run_record().save(tmp_path)
+    other = run_record(decode={"temperature": 0.5, "policy": {"name": "entropy"}, "top_p": 1.0})
+    with pytest.raises(ValueError, match=r"decode\.temperature: 0\.0 in the folder, 0\.5 now") as e:
+        other.save(tmp_path)
+    assert "decode.top_p: absent in the folder, 1.0 now" in str(e.value)
+    assert "decode.policy" not in str(e.value)
+
+
+def test_methods_may_be_added_and_left_out_but_not_changed(tmp_path):
+    """Three runs of one folder: method a; methods a and b-0.9; b-0.9 with another setting."""
+
+    def run(**methods):
+        return run_record(decode={"methods": methods}, data={"tasks": {"t": {"split": "test"}}})
+
+    first, second = run(a={"k": 1}), run(**{"a": {"k": 1}, "b-0.9": {"k": 2}})
+    assert first.save(tmp_path).name == "run.json"
+    assert second.save(tmp_path).name == f"run-{second.digest().hex()[:16]}.json"
+    run(**{"b-0.9": {"k": 2}}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"decode\.methods\.b-0\.9\.k: 2 in the folder, 3 now"):
+        run(**{"b-0.9": {"k": 3}}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"decode\.methods\.a\.j: absent in the folder, 0 now"):
+        run(a={"k": 1, "j": 0}).save(tmp_path)
+
+
+def test_the_text_of_a_record_is_read_back():
+    run = run_record()
+    assert RunRecord.parse(run.text()).digest() == run.digest()
+    with pytest.raises(ValueError, match="run record: not JSON"):
+        RunRecord.parse("{")
+
+
+def test_other_hardware_is_kept_as_a_second_record(tmp_path):
+    first, second = run_record(hardware={"devices": []}), run_record(hardware={"devices": ["x"]})
+    assert first.save(tmp_path).name == "run.json"
+    path = second.save(tmp_path)
+    assert path.name == f"run-{second.digest().hex()[:16]}.json"
+    assert second.save(tmp_path) == path
+    assert first.save(tmp_path).name == "run.json"
+
+
+def test_a_damaged_run_file_is_one_clear_error(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json: not JSON"):
+        run_record().save(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="lacks"):
+        run_record().save(tmp_path)

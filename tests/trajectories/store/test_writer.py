@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import tarfile
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lit_dlm.trajectories.errors import ShardError
+from lit_dlm.trajectories.store import (
+    TrajectoryShardReader,
+    completed_uids,
+    merge_manifest,
+)
+from tests.trajectories.samples import (
+    assert_same,
+    random_record,
+    records_of,
+    shard_writer,
+    write_shards,
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    records = records_of(11, features=True, signals=True, remask=0.1)
+    write_shards(tmp_path, records, max_shard_records=8)
+    names = sorted(path.name for path in tmp_path.glob("*.tar"))
+    assert names == [f"demo-train-r00000-w000-{i:06d}.tar" for i in range(2)]
+    reader = TrajectoryShardReader(tmp_path)
+    assert reader.num_records == 11
+    for before, after in zip(records, reader, strict=True):
+        assert_same(before, after)
+    plain = list(TrajectoryShardReader(tmp_path, features=False))
+    assert all(record.features is None for record in plain)
+    assert completed_uids(tmp_path) == {record.uid for record in records}
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_member_names_have_no_dots_and_equal_content_gives_equal_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_shards(tmp_path / name, records_of(6, features=True))
+    shard = "demo-train-r00000-w000-000000.tar"
+    assert (tmp_path / "a" / shard).read_bytes() == (tmp_path / "b" / shard).read_bytes()
+    with tarfile.open(tmp_path / "a" / shard) as tar:
+        members = tar.getmembers()
+    assert [member.name for member in members] == [
+        "__run__/run.json",
+        "r0w0s0b00000.trajb",
+        "r0w0s0b00000.featb",
+        "r0w0s0b00001.trajb",
+        "r0w0s0b00001.featb",
+    ]
+    assert all(re.fullmatch(r"[a-z0-9_-]+", m.name.split(".")[0]) for m in members[1:])
+    assert {(m.mtime, m.uid, m.mode) for m in members} == {(0, 0, 0o644)}
+
+
+@pytest.mark.parametrize("name", ["a.b", "A", "a/b", ""])
+def test_names_with_dots_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="no dots"):
+        shard_writer(tmp_path, name=name)
+
+
+def test_uids_may_hold_anything(tmp_path):
+    records = [random_record(np.random.default_rng(0), uid) for uid in ("a/b.c", "../x", "ü 1")]
+    write_shards(tmp_path, records)
+    assert [record.uid for record in TrajectoryShardReader(tmp_path)] == ["a/b.c", "../x", "ü 1"]
+
+
+def test_a_repeated_uid_is_refused_by_name(tmp_path):
+    (record,) = records_of(1)
+    with shard_writer(tmp_path) as shards:
+        shards.put(record)
+        with pytest.raises(ValueError, match=r"'task/split/0000': this uid is already in"):
+            shards.put(record)
+    with (
+        shard_writer(tmp_path, rank=1) as shards,
+        pytest.raises(ValueError, match="'task/split/0000'"),
+    ):
+        shards.put(record)
+
+
+def test_a_broken_record_is_refused_and_the_rest_is_kept(tmp_path):
+    good, bad = records_of(2)
+    bad.commit_step[0] = 99
+    with shard_writer(tmp_path) as shards:
+        with pytest.raises(ValueError, match=r"'task/split/0001': commit_step"):
+            shards.put(bad)
+        shards.put(good)
+    assert [record.uid for record in TrajectoryShardReader(tmp_path)] == [good.uid]
+
+
+def test_records_of_different_kinds_go_to_different_blocks(tmp_path):
+    records = [*records_of(2), *records_of(2, start=2, signals=True)]
+    write_shards(tmp_path, records)
+    reader = TrajectoryShardReader(tmp_path)
+    assert [len(reader.read_block(reader.shards[0], i)) for i in range(2)] == [2, 2]
+
+
+def test_an_empty_writer_leaves_no_shard(tmp_path):
+    write_shards(tmp_path, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    with pytest.raises(ShardError, match="there are no trajectory shards"):
+        TrajectoryShardReader(tmp_path)
+    with pytest.raises(ShardError, match="no such folder"):
+        TrajectoryShardReader(tmp_path / "missing")
+
+
+def test_blocks_flush_by_age(tmp_path):
+    with shard_writer(tmp_path, flush_seconds=0.0) as shards:
+        for record in records_of(3):
+            shards.put(record)
+    side = TrajectoryShardReader(tmp_path).side_file(next(tmp_path.glob("*.tar")))
+    assert [entry.num_records for entry in side.blocks] == [1, 1, 1]
+
+
+def test_two_ranks_write_one_set(tmp_path):
+    write_shards(tmp_path, records_of(13), rank=0, max_shard_records=4)
+    write_shards(tmp_path, records_of(5, start=13), rank=1, max_shard_records=4)
+    union = [record.uid for record in TrajectoryShardReader(tmp_path)]
+    assert sorted(union) == [f"task/split/{i:04d}" for i in range(18)]
+    manifest = merge_manifest(tmp_path)
+    assert (manifest["num_records"], len(manifest["shards"])) == (18, 6)
+    assert json.loads((tmp_path / "manifest.json").read_text()) == manifest
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder nobody may write")
+def test_a_read_only_folder_is_an_os_error_with_the_path():
+    """Permissions do not stop a superuser, a kernel file system does."""
+    with pytest.raises(OSError, match="/proc/self/trajectories") as error:
+        shard_writer(Path("/proc/self/trajectories"))
+    assert error.value.filename == "/proc/self/trajectories"
+
+
+def test_a_full_disk_is_an_os_error_and_nothing_is_lost(tmp_path):
+    """A file size limit stands in for the full disk: the third block does not fit, twice. When
+    there is room again, the writer goes on, and all twelve records are there."""
+    records = records_of(12)
+
+    def action() -> None:
+        shards = shard_writer(tmp_path)
+        for record in records[:8]:
+            shards.put(record)
+        (path,) = tmp_path.glob("*.tmp-*")
+        size = path.stat().st_size
+        unlimited = resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, unlimited))
+        for attempt in (lambda: [shards.put(r) for r in records[8:]], shards.flush):
+            with pytest.raises(OSError, match="File too large") as error:
+                attempt()
+            assert error.value.filename == str(path)
+            assert path.stat().st_size == size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        shards.close()
+
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [record.uid for record in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
+
+
+def test_settings_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="block_size: expected 1 to 65535, got 0"):
+        shard_writer(tmp_path, block_size=0)
