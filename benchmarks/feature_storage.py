@@ -26,8 +26,8 @@ import torch
 
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.features import only_masked
-from lit_dlm.trajectories.kept_steps import KeptSteps
 from lit_dlm.trajectories.record import StepFeatures, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 

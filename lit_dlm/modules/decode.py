@@ -32,8 +32,7 @@ from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
-from lit_dlm.trajectories.capture import Level, TrajectoryCapture
-from lit_dlm.trajectories.captured import CapturedDecode
+from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 
 

@@ -1,10 +1,11 @@
 """Capture: an observer that turns a decode into trajectories.
 
 Every step's response canvas goes into a buffer on the device, and nothing else at level ``tokens``:
-no host copy, no synchronisation. When the decode has ended, one copy brings the buffer
-to the host; commit steps and overwritten writes are derived there (see
-:mod:`lit_dlm.trajectories.captured`), so every policy is covered without its help, re-masking and
-edits included.
+no host copy, no synchronisation. When the decode has ended, one copy brings the buffer to the host.
+Commit steps and overwritten writes are derived there from the canvases of all steps (a change
+between two of them is a write), so every policy is covered without its help, re-masking and edits
+included. That takes longer than the copying during the decode, so it is left to whoever asks for
+the records, such as the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability and selection margin of every write), ``features``
@@ -13,19 +14,28 @@ masked position of every step, and probability and selection margin of every wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
-from lit_dlm.trajectories.captured import CapturedDecode, FeatureForm, KeptStep
-from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.record import FeatureLayout, FeatureScheme, Trajectory
-from lit_dlm.trajectories.step_buffer import HostCopies, StepBuffer
+from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.trajectories.features import only_masked
+from lit_dlm.trajectories.record import (
+    FeatureLayout,
+    FeatureScheme,
+    StepFeatures,
+    Trajectory,
+    derive,
+)
 
 Level = Literal["tokens", "signals", "features"]
 
@@ -136,7 +146,7 @@ class TrajectoryCapture:
 
     def on_end(self, result: DecodeResult) -> None:
         """Sends the buffers to the host, the canvases and all small facts as one piece."""
-        start, settings = self._start, self.features
+        start = self._start
         assert start is not None, "on_end without on_start"
         (B, L), P = start.ids.shape, start.start
         prompt = start.ids[:, :P]
@@ -160,14 +170,7 @@ class TrajectoryCapture:
             vocab_size=self.vocab_size,
             signals=self._sent_signals(),
             kept=self._kept,
-            form=None
-            if settings is None
-            else FeatureForm(
-                groups=settings.groups,
-                projector_digest=settings.projector_digest,
-                scheme=settings.scheme,
-                layout=settings.layout,
-            ),
+            features=self.features,
         )
         self._start, self._signals, self._kept = None, None, []
 
@@ -267,3 +270,398 @@ class TrajectoryCapture:
         proposals = torch.where(looked_at, proposal.ids, state.ids)[slots, columns]
         add = self._copies.add
         return KeptStep(state.step, rows, add(features.float()), add(proposals.int()))
+
+
+# -- a decode on the host --------------------------------------------------------------------------
+
+
+@dataclass
+class KeptStep:
+    """Features of one step, for the rows that keep it."""
+
+    step: int
+    rows: list[int]
+    features: Tensor  # (n, R, F) float32
+    proposals: Tensor  # (n, R) int32
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CapturedDecode:
+    """A finished decode: buffers that are on the host or on their way there, and its records."""
+
+    copies: HostCopies
+    """Tells when the tensors below have arrived."""
+    canvases: list[Tensor]
+    """Parts ``(t, B, G)`` int32 of the response canvas after every step. Rows count only below
+    their number of steps."""
+    facts: Tensor
+    """One int32 row: the response before step 0 ``(B, G)``, prompt columns ``(B, P)``, which of
+    them are real ``(B, P)``, numbers of steps ``(B,)``, seeds as pairs ``(B, 2)``, and whether a
+    prompt column was editable ``(1,)``."""
+    shape: tuple[int, int, int]
+    """B, P (columns) and G."""
+    status: Sequence[str]
+    """How each row ended."""
+    mask_id: int
+    vocab_size: int
+    signals: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    """``commit_*`` as one part ``(B, G)``, ``step_*`` in parts ``(t, B, G)``."""
+    kept: Sequence[KeptStep] = ()
+    features: FeatureCapture | None = None
+    """What was kept at level ``features``, and how it is stored."""
+
+    @property
+    def num_rows(self) -> int:
+        """B, the number of records."""
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that waits until the records are made, in bytes."""
+        tensors = [*self.canvases, self.facts]
+        tensors += [part for parts in self.signals.values() for part in parts]
+        tensors += [tensor for kept in self.kept for tensor in (kept.features, kept.proposals)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def trajectories(
+        self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Trajectory]:
+        """Derives the records; may be called from any thread.
+
+        Args:
+            uids: one name per row of the starting canvas, in its order.
+            metas: small JSON values per row.
+
+        Returns:
+            One record per row.
+
+        Raises:
+            ValueError: If the number of names differs from that of rows, or columns before the
+                response were editable.
+        """
+        B, P, G = self.shape
+        if len(uids) != B or (metas is not None and len(metas) != B):
+            raise ValueError(
+                f"capture: expected {B} uids (and metas), got {len(uids)} and "
+                f"{'none' if metas is None else len(metas)}"
+            )
+        self.copies.wait()
+        sizes = np.cumsum([B * G, B * P, B * P, B, 2 * B])
+        first, ids, real, num_steps, seeds, editable = np.split(self.facts.numpy(), sizes)
+        if editable.any():
+            raise ValueError(
+                f"capture: editable columns must not lie before column {P}, where the response "
+                "begins"
+            )
+        first, ids, real = first.reshape(B, G), ids.reshape(B, P), real.reshape(B, P) != 0
+        tokens, commit_step, events = derive(first, _joined(self.canvases), num_steps)
+        given = first != self.mask_id
+        unsigned = np.ascontiguousarray(seeds).view(np.uint64).tolist()
+        signals = {name: _joined(parts) for name, parts in self.signals.items()}
+        records = [
+            Trajectory(
+                uid=uid,
+                prompt_ids=ids[row][real[row]],
+                tokens=tokens[row],
+                commit_step=commit_step[row],
+                num_steps=int(num_steps[row]),
+                mask_id=self.mask_id,
+                vocab_size=self.vocab_size,
+                seed=unsigned[row],
+                status=self.status[row],  # type: ignore[arg-type]  # the loop's are ours
+                given=given[row],
+                superseded=events[row],
+                meta=dict(metas[row]) if metas is not None else {},
+            )
+            for row, uid in enumerate(uids)
+        ]
+        for row, record in enumerate(records):
+            record.signals.update(_signals_of(record, signals, row))
+        return records if self.features is None else self._with_features(records, self.features)
+
+    def _with_features(self, records: list[Trajectory], form: FeatureCapture) -> list[Trajectory]:
+        B, _, G = self.shape
+        steps: list[list[int]] = [[] for _ in range(B)]
+        features: list[list[Tensor]] = [[] for _ in range(B)]
+        proposals: list[list[Tensor]] = [[] for _ in range(B)]
+        for kept in self.kept:
+            for i, row in enumerate(kept.rows):
+                if kept.step < records[row].num_steps:
+                    # Left padding goes; the response has the same columns in every row.
+                    length = G + (records[row].num_prompt if form.layout == "all" else 0)
+                    steps[row].append(kept.step)
+                    features[row].append(kept.features[i, -length:])
+                    proposals[row].append(kept.proposals[i, -length:])
+        with_features = []
+        for row, record in enumerate(records):
+            if steps[row]:
+                stored = StepFeatures.quantize(
+                    torch.stack(features[row]).numpy(),
+                    kept_steps=np.array(steps[row]),
+                    proposals=torch.stack(proposals[row]).numpy(),
+                    groups=form.groups,
+                    scheme=form.scheme,
+                    layout="all" if form.layout == "all" else "generation",
+                    projector_digest=form.projector_digest,
+                )
+                if form.layout == "masked":
+                    stored = only_masked(record, stored)
+                record = replace(record, features=stored)
+            with_features.append(record)
+        return with_features
+
+
+def _joined(parts: Sequence[Tensor]) -> NDArray[Any]:
+    """Parts as one array, without copying a single one."""
+    array: NDArray[Any] = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).numpy()
+    return array
+
+
+def _signals_of(
+    record: Trajectory, signals: Mapping[str, NDArray[Any]], row: int
+) -> dict[str, NDArray[Any]]:
+    """The signals of one record, the per-step ones in the row order of ``masked_rows``."""
+    if not signals:
+        return {}
+    step, position = record.masked_rows().T
+    return {
+        name: values[row].copy() if name.startswith("commit_") else values[step, row, position]
+        for name, values in signals.items()
+    }
+
+
+# -- which steps keep features ---------------------------------------------------------------------
+
+_STREAM = 17  # apart from the draws of samplers and policies
+_STRATA = 256  # planned at a time
+
+
+class KeptSteps:
+    """Which steps of a decode keep their features: one at random in every stratum of steps.
+
+    The number of steps is not known beforehand (a threshold policy ends when it ends), so steps
+    cannot be drawn from the whole decode. Stratum ``j`` covers the steps from ``ceil(j / ratio)``
+    up to the start of the next one, and a hash of (sample seed, ``j``) picks one of them. So every
+    step is kept with probability about ``ratio``, time is covered evenly, and the choice depends on
+    nothing but the sample's seed: neither on its batch nor on how long it decodes.
+    """
+
+    def __init__(self, seeds: Sequence[int], *, ratio: float) -> None:
+        """Starts a plan.
+
+        Args:
+            seeds: one seed per row, as int64.
+            ratio: fraction of steps to keep, in (0, 1].
+        """
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(f"step_ratio: expected a number in (0, 1], got {ratio}")
+        self.ratio = ratio
+        self._seeds = torch.tensor(list(seeds), dtype=torch.int64)
+        self._planned = 0
+        self._rows: dict[int, list[int]] = {}
+
+    def rows(self, step: int) -> list[int]:
+        """The rows that keep ``step``, ascending."""
+        while step >= self._start(self._planned):
+            self._plan()
+        return self._rows.get(step, [])
+
+    def steps(self, row: int, num_steps: int) -> list[int]:
+        """The steps below ``num_steps`` that ``row`` keeps, ascending."""
+        return [step for step in range(num_steps) if row in self.rows(step)]
+
+    def _start(self, stratum: int) -> int:
+        return math.ceil(stratum / self.ratio)
+
+    def _plan(self) -> None:
+        strata = torch.arange(self._planned, self._planned + _STRATA)
+        starts = [self._start(j) for j in range(self._planned, self._planned + _STRATA + 1)]
+        draws = uniform_noise(self._seeds, 0, strata.expand(len(self._seeds), -1), stream=_STREAM)
+        first = torch.tensor(starts[:-1])
+        width = torch.tensor(starts[1:]) - first
+        chosen = first + (draws * width).long()
+        for row, steps in enumerate(chosen.tolist()):
+            for step in steps:
+                self._rows.setdefault(step, []).append(row)
+        self._planned += _STRATA
+
+
+# -- buffers of steps ------------------------------------------------------------------------------
+
+MAX_CHUNK_BYTES = 64 * 2**20
+"""Device memory of one buffer; longer decodes spill to the host in parts of this size."""
+_STEPS_AT_ONCE = 16
+
+
+class HostCopies:
+    """Tensors on their way from one device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepares copies.
+
+        Args:
+            device: where the tensors are. On the CPU nothing is copied.
+        """
+        self.device = device
+        self._arrival: torch.cuda.Event | None = None
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Starts to copy a tensor.
+
+        Args:
+            tensor: on the device; must not be written any more.
+
+        Returns:
+            The same values on the host, valid after :meth:`wait`.
+        """
+        if self.device.type == "cpu":
+            return tensor
+        if self.device.type != "cuda":
+            return tensor.cpu()
+        side, now = _side_stream(self.device), torch.cuda.current_stream(self.device)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        side.wait_event(now.record_event())
+        with torch.cuda.stream(side):
+            host.copy_(tensor, non_blocking=True)
+        # The allocator must not give this memory to the decode before the copy has read it.
+        tensor.record_stream(side)
+        self._arrival = side.record_event()
+        return host
+
+    def wait(self) -> None:
+        """Waits until every tensor has arrived; may be called from another thread."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all copies from a device."""
+    return torch.cuda.Stream(device)
+
+
+class StepBuffer:
+    """Values ``(T, B, G)`` of a decode whose number of steps is not known beforehand.
+
+    Rows that have left the batch hold no values: what stands there is arbitrary. A step costs its
+    caller one append to a list. The tensors of some steps are then copied into the buffer by one
+    operation: launching an operation right after a forward, with cold caches, takes far longer than
+    the copy itself. So a tensor that was handed in must not be written afterwards, which holds for
+    whatever the decode loop shows its observers.
+
+    Nothing here waits for the device while a decode runs. On CUDA a full buffer travels to pinned
+    memory on a stream of its own, beside the decode; on the CPU the buffer itself is handed over.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        copies: HostCopies,
+        *,
+        expected_steps: int,
+        first_column: int = 0,
+        tail: int = 0,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ) -> None:
+        """Sets up a buffer; memory is taken at the first step.
+
+        Args:
+            num_rows: B, rows of the starting batch.
+            num_columns: G.
+            dtype: values are converted to it.
+            copies: brings full parts to the host.
+            expected_steps: most likely T; more steps take more parts.
+            first_column: values of earlier columns are left out.
+            tail: values that :meth:`finish` will append.
+            max_chunk_bytes: largest part, unless a single step is larger.
+        """
+        self.num_rows, self.num_columns, self.dtype = num_rows, num_columns, dtype
+        self.length = 0
+        """Steps so far."""
+        self._copies = copies
+        self._first_column = first_column
+        self._tail = tail
+        step_bytes = max(num_rows * num_columns * dtype.itemsize, 1)
+        self._chunk_steps = max(1, min(expected_steps, max_chunk_bytes // step_bytes))
+        self._flat: Tensor | None = None
+        self._steps: Tensor | None = None
+        self._at = 0
+        self._parts: list[Tensor] = []
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._room = min(_STEPS_AT_ONCE, self._chunk_steps)
+
+    def append(self, rows: Tensor, values: Tensor) -> None:
+        """Stores one step.
+
+        Args:
+            rows: ``(b,)`` int64, ascending: rows of the starting batch that are still there. Equal
+                rows should be the same tensor.
+            values: ``(b, first_column + G)``; must not be written any more.
+        """
+        self._waiting.append((rows, values))
+        self.length += 1
+        if len(self._waiting) == self._room:
+            self._settle()
+
+    def finish(self, *tail: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Ends the buffer and sends its rest to the host, as one piece with the tail.
+
+        Args:
+            tail: tensors to send along, as many values as announced.
+
+        Returns:
+            Parts ``(t, B, G)`` whose lengths sum to T, and the tail's values in one row; on the
+            host, valid once the copies have arrived.
+        """
+        self._settle()
+        if self._flat is None:
+            self._begin(self._copies.device)
+        assert self._flat is not None
+        used = self._at * self.num_rows * self.num_columns
+        end = used
+        for tensor in tail:
+            first, end = end, end + tensor.numel()
+            self._flat[first:end].view(tensor.shape).copy_(tensor)
+        assert end - used == self._tail, "the tail is not as long as announced"
+        host = self._copies.add(self._flat[:end])
+        self._parts.append(self._part(host[:used]))
+        self._flat = self._steps = None
+        return self._parts, host[used:]
+
+    def _settle(self) -> None:
+        """Copies the waiting steps into the buffer, which has room for them."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        if self._steps is None or self._at == self._chunk_steps:
+            self._begin(waiting[0][1].device)
+        assert self._steps is not None
+        for _, group in groupby(waiting, key=lambda step: id(step[0])):
+            same_rows = list(group)
+            rows, values = same_rows[0][0], [value for _, value in same_rows]
+            target = self._steps[self._at : self._at + len(values)]
+            stacked = torch.stack(values)[:, :, self._first_column :]
+            if stacked.shape[1] == self.num_rows:  # rows only ever leave: all are here, in order
+                target.copy_(stacked)
+            else:
+                target.index_copy_(1, rows, stacked.to(self.dtype))
+            self._at += len(values)
+        self._room = min(_STEPS_AT_ONCE, self._chunk_steps - self._at) or min(
+            _STEPS_AT_ONCE, self._chunk_steps
+        )
+
+    def _begin(self, device: torch.device) -> None:
+        size = self.num_rows * self.num_columns
+        if self._flat is not None:
+            self._parts.append(self._part(self._copies.add(self._flat[: self._at * size])))
+        length = self._chunk_steps * size
+        self._flat = torch.empty(length + self._tail, dtype=self.dtype, device=device)
+        self._steps = self._part(self._flat[:length])
+        self._at = 0
+
+    def _part(self, flat: Tensor) -> Tensor:
+        if self.num_rows * self.num_columns == 0:
+            return flat.view(0, self.num_rows, self.num_columns)
+        return flat.view(-1, self.num_rows, self.num_columns)

@@ -302,37 +302,67 @@ def from_history(
             f"trajectory {uid!r}: history must have shape (T + 1, G), got {rows.shape}"
         )
     num_steps = len(rows) - 1
+    tokens, commit_step, superseded = derive(rows[:1], rows[1:, None], np.array([num_steps]))
     given = rows[0] != mask_id
-    # Written once per position and never changed is the common case: 2-D work only on what differs.
-    step, position = np.nonzero(rows[1:] != rows[:-1])
-    commit_step = np.full(rows.shape[1], -1, dtype=np.int32)
-    commit_step[position] = step  # ascending steps: the last write wins
-    if (commit_step[given] >= 0).any():
-        at = int(np.flatnonzero(given & (commit_step >= 0))[0])
-        raise ValueError(f"trajectory {uid!r}: given position {at} changed during decoding")
-    early = step < commit_step[position]
-    superseded = None
-    if early.any():
-        step, position = step[early], position[early]
-        superseded = np.stack([step, position, rows[step + 1, position]], axis=1)
+    changed = np.flatnonzero(given & (commit_step[0] >= 0))
+    if len(changed):
+        raise ValueError(f"trajectory {uid!r}: given position {changed[0]} changed during decoding")
     record = Trajectory(
         uid=uid,
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        tokens=rows[-1].copy(),
-        commit_step=commit_step,
+        tokens=tokens[0],
+        commit_step=commit_step[0],
         num_steps=num_steps,
         mask_id=mask_id,
         vocab_size=vocab_size,
         seed=seed,
         status=status,
         given=given,
-        superseded=superseded,
+        superseded=superseded[0],
         signals=dict(signals or {}),
         features=features,
         meta=dict(meta or {}),
     )
     record.validate()
     return record
+
+
+def derive(
+    first: Int32, after: Int32, num_steps: NDArray[np.integer[Any]]
+) -> tuple[Int32, Int32, list[Int32 | None]]:
+    """Final tokens, commit steps and overwritten writes of a batch of histories.
+
+    Args:
+        first: ``(B, G)`` int32 response canvas before step 0.
+        after: ``(T, B, G)`` int32 canvas after every step; rows count only below their number of
+            steps.
+        num_steps: ``(B,)`` integer.
+
+    Returns:
+        ``(B, G)`` int32 tokens, ``(B, G)`` int32 commit steps (-1: none), and for every row
+        ``(K, 3)`` int32 (step, position, token) sorted by (step, position), or ``None``.
+    """
+    B, G = first.shape
+    commit_step = np.full((B, G), -1, dtype=np.int32)
+    if len(after) == 0:
+        return first.copy(), commit_step, [None] * B
+    changed = np.empty(after.shape, dtype=bool)
+    np.not_equal(after[0], first, out=changed[0])
+    np.not_equal(after[1:], after[:-1], out=changed[1:])
+    changed &= (np.arange(len(after))[:, None] < num_steps)[..., None]
+    step, cell = np.divmod(np.flatnonzero(changed), B * G)
+    commit_step.reshape(-1)[cell] = step  # ascending steps: the last write wins
+    tokens = after[np.maximum(num_steps - 1, 0), np.arange(B)]
+    tokens[num_steps == 0] = first[num_steps == 0]
+    events: list[Int32 | None] = [None] * B
+    if len(cell) > np.count_nonzero(commit_step >= 0):  # some position was written twice
+        early = step < commit_step.reshape(-1)[cell]
+        step, cell = step[early], cell[early]
+        row, position = np.divmod(cell, G)
+        writes = np.stack([step, position, after.reshape(-1, B * G)[step, cell]], axis=1)
+        for number in np.unique(row).tolist():
+            events[number] = writes[row == number].astype(np.int32)
+    return tokens, commit_step, events
 
 
 def flatten(records: Sequence[Trajectory]) -> Columns:

@@ -29,9 +29,9 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.container import read_header
 from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
-from lit_dlm.trajectories.kept_steps import KeptSteps
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.reexecution import (
     TOLERANCE,

@@ -26,10 +26,13 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.engine import initial_state
 from lit_dlm.trajectories import from_history
-from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from lit_dlm.trajectories.capture import (
+    FeatureCapture,
+    HostCopies,
+    KeptSteps,
+    TrajectoryCapture,
+)
 from lit_dlm.trajectories.format import decode_block, encode_block
-from lit_dlm.trajectories.kept_steps import KeptSteps
-from lit_dlm.trajectories.step_buffer import HostCopies
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
 from tests.trajectories.samples import assert_same, random_history
 

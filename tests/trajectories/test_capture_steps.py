@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.kept_steps import KeptSteps
+from lit_dlm.trajectories.capture import KeptSteps
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 0.1, 1 / 7])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.trajectories.step_buffer import HostCopies, StepBuffer
+from lit_dlm.trajectories.capture import HostCopies, StepBuffer
 
 CPU = torch.device("cpu")
 
