@@ -154,10 +154,16 @@ class Decoder:
 
 
 def _describe(plug: object) -> dict[str, Any]:
-    """A plug's class name and settings: its own ``describe`` or its public plain attributes."""
+    """A plug's class and settings: its own ``describe`` or its public plain attributes.
+
+    Our classes go by their bare name, all others by their import path.
+    """
     own = getattr(plug, "describe", None)
     if callable(own):
         settings = own()
     else:
         settings = {k: v for k, v in vars(plug).items() if not k.startswith("_")}
-    return {"name": type(plug).__name__, **settings}
+    cls = type(plug)
+    is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
+    name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
+    return {"name": name, **settings}

@@ -1,11 +1,13 @@
 """Rebuilds a decoder from its description: the inverse of ``Decoder.describe``.
 
 A description comes out of a file that somebody else may have written, so a class is looked up by
-name among the plugs listed here, and nothing is ever imported by name.
+name among the plugs listed here. A plug from outside of the package is described by its import path
+and is imported only from modules that the caller names.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -72,7 +74,10 @@ _OPTIONAL = {"cache", "layout"}
 
 
 def decoder_from_description(
-    description: Mapping[str, Any], *, policy_folders: Sequence[str | Path] = ()
+    description: Mapping[str, Any],
+    *,
+    policy_folders: Sequence[str | Path] = (),
+    plug_modules: Sequence[str] = (),
 ) -> Decoder:
     """Builds the decoder that a run record or result file describes.
 
@@ -80,13 +85,15 @@ def decoder_from_description(
         description: what ``Decoder.describe`` returned; run records keep one per method.
         policy_folders: exported learned policies; the one whose weights have the recorded digest
             is taken. Policies that ship with the package are found without this.
+        plug_modules: modules that plugs of other people may be imported from, such as
+            ``my_package.policies``.
 
     Returns:
         A decoder whose ``describe`` returns the same description.
 
     Raises:
-        ValueError: a part is missing, a name is unknown, a setting is not one of the class, or no
-            policy folder has the recorded weights.
+        ValueError: a part is missing, a name is unknown or its module was not named, a setting is
+            not one of the class, or no policy folder has the recorded weights.
     """
     parts = {*PLUGS, "settings"}
     if not parts - _OPTIONAL <= set(description) <= parts:
@@ -95,7 +102,7 @@ def decoder_from_description(
             f"{sorted(_OPTIONAL)}, got {sorted(description)}"
         )
     plugs = {
-        part: _plug(part, description[part], policy_folders)
+        part: _plug(part, description[part], policy_folders, plug_modules)
         for part in PLUGS
         if part in description
     }
@@ -126,23 +133,45 @@ def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
     """
     if "layout" not in description:
         return None
-    layout: Layout = _plug("layout", description["layout"], ())
+    layout: Layout = _plug("layout", description["layout"], (), ())
     return layout
 
 
-def _plug(part: str, entry: Mapping[str, Any], policy_folders: Sequence[str | Path]) -> Any:
+def _plug(
+    part: str,
+    entry: Mapping[str, Any],
+    policy_folders: Sequence[str | Path],
+    plug_modules: Sequence[str],
+) -> Any:
     settings = dict(entry)
-    name = settings.pop("name", None)
+    name = str(settings.pop("name", None))
     classes = {cls.__name__: cls for cls in PLUGS[part]}
-    if name not in classes:
+    if name not in classes and "." not in name:
         raise ValueError(
             f"decoder description: {part} {name!r} is unknown; known: {', '.join(sorted(classes))}"
         )
-    cls: Callable[..., Any] = classes[name]
+    cls: Callable[..., Any] = classes.get(name) or _imported(part, name, plug_modules)
     if cls is TraceLockPolicy:
         settings["scorer"] = _find_scorer(str(settings.pop("weights", "")), policy_folders)
     _check_names(f"{part} {name}", settings, set(inspect.signature(cls).parameters))
     return cls(**settings)
+
+
+def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
+    """A class from outside of the package; the caller must have named its module, which runs."""
+    module, _, name = path.rpartition(".")
+    if module not in plug_modules:
+        raise ValueError(
+            f"decoder description: {part} {path!r} comes from outside of the package; if you trust "
+            f"it, name its module with --plugs {module} (plug_modules)"
+        )
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"decoder description: {part} {path!r}: {error}") from error
+    if not isinstance(cls, type):
+        raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {cls!r}")
+    return cls
 
 
 def _check_names(where: str, settings: Mapping[str, Any], known: set[str]) -> None:

@@ -414,6 +414,13 @@ def _add_verify(commands: Any) -> None:
         help="exported policy of a TraceLock method; found by its digest, may be repeated",
     )
     parser.add_argument(
+        "--plugs",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module with plugs of your own that the run names; importing it runs its code",
+    )
+    parser.add_argument(
         "--tolerance",
         type=float,
         help="margin below which a differing decision is a near tie (default: 0.01)",
@@ -477,6 +484,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         seed=options.seed,
         temperature=options.temperature,
         policy_folders=[*options.policy, *_policies_beside(shards)],
+        plug_modules=options.plugs,
         batch_size=options.batch_size,
         num_steps=options.steps,
         device=options.device,

@@ -84,6 +84,8 @@ class Execution:
     """Sampling temperature instead of the recorded one."""
     policy_folders: Sequence[str | Path] = ()
     """Where exported policies lie; they are found by the digest of their weights."""
+    plug_modules: Sequence[str] = ()
+    """Modules that plugs from outside of the package may be imported from."""
     batch_size: int | None = None
     """Records in a batch; that of the run by default, so that batches are the same."""
     num_steps: int | None = None
@@ -191,7 +193,7 @@ def verify(
         for run, method in {
             (b.run.digest(), b.method): (b.run, b.method) for b in batches
         }.values():
-            rebuilt_decoder(run, method, policy_folders=execution.policy_folders)
+            rebuilt_decoder(run, method, execution)
         if progress is not None:
             total = sum(_num_forwards(batch, level, execution.num_steps) for batch in batches)
             progress.start("Re-execution", total)
@@ -278,12 +280,7 @@ def _execute(
     lines = backbone_differences(run, execution.backbone)
     if execution.tokenizer is not None:
         lines += tokenizer_differences(run, execution.tokenizer)
-    decoder, changes = rebuilt_decoder(
-        run,
-        batch.method,
-        temperature=execution.temperature,
-        policy_folders=execution.policy_folders,
-    )
+    decoder, changes = rebuilt_decoder(run, batch.method, execution)
     records, seeds = seeds_of(batch.records, run, execution.seed)
     lines += changes + seeds
     options: dict[str, Any] = {
@@ -528,38 +525,25 @@ def method_of(record: Trajectory, run: RunRecord) -> str:
     return str(name)
 
 
-def rebuilt_decoder(
-    run: RunRecord,
-    method: str,
-    *,
-    temperature: float | None = None,
-    policy_folders: Sequence[str | Path] = (),
-) -> tuple[Decoder, list[str]]:
-    """The decoder of one method of a run.
-
-    Args:
-        run: the run.
-        method: name of the method.
-        temperature: use this one instead of the recorded one.
-        policy_folders: where learned policies may lie; they are found by digest.
-
-    Returns:
-        The decoder, and how it differs from the recorded one.
+def rebuilt_decoder(run: RunRecord, method: str, execution: Execution) -> tuple[Decoder, list[str]]:
+    """The decoder of one method of a run, and how it differs from the recorded one.
 
     Raises:
         ValueError: the description cannot be rebuilt.
     """
     recorded = run.decode["methods"][method]
+    plugs: dict[str, Any] = {
+        "policy_folders": execution.policy_folders,
+        "plug_modules": execution.plug_modules,
+    }
     try:
-        decoder = decoder_from_description(recorded, policy_folders=policy_folders)
+        decoder = decoder_from_description(recorded, **plugs)
     except ValueError as error:
         raise ValueError(f"method {method!r}: {error}") from error
-    if temperature is None:
+    if execution.temperature is None:
         return decoder, []
-    decoder = decoder_from_description(
-        {**recorded, "sampler": {**recorded["sampler"], "temperature": float(temperature)}},
-        policy_folders=policy_folders,
-    )
+    sampler = {**recorded["sampler"], "temperature": float(execution.temperature)}
+    decoder = decoder_from_description({**recorded, "sampler": sampler}, **plugs)
     return decoder, named_differences(recorded, decoder.describe(), f"decode.{method}")
 
 

@@ -42,6 +42,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
+from tests.plugs import AlternatePolicy
 
 DECODERS = [
     Decoder(policy=ConfidencePolicy()),
@@ -108,8 +109,29 @@ def test_only_listed_names_are_looked_up() -> None:
     description = Decoder(policy=ConfidencePolicy()).describe()
     for name in ("os.system", "Decoder", "ConfidencePolicy.__init__", None):
         changed = {**description, "policy": {"name": name}}
-        with pytest.raises(ValueError, match=r"policy .* is unknown; known: BonusPolicy, "):
+        refused = r"policy .* (is unknown; known: BonusPolicy, |comes from outside of the package)"
+        with pytest.raises(ValueError, match=refused):
             decoder_from_description(changed)
+
+
+def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> None:
+    decoder = Decoder(policy=AlternatePolicy(first=1))
+    stored = json.loads(json.dumps(decoder.describe()))
+    assert stored["policy"] == {"name": "tests.plugs.AlternatePolicy", "first": 1}
+    rebuilt = decoder_from_description(stored, plug_modules=["tests.plugs"])
+    assert isinstance(rebuilt.policy, AlternatePolicy)
+    assert rebuilt.describe() == decoder.describe()
+    with pytest.raises(ValueError, match=r"trust it, name its module with --plugs tests\.plugs"):
+        decoder_from_description(stored, plug_modules=["tests"])
+    for name, reason in (
+        ("subprocess.Popen", "comes from outside"),
+        ("tests.plugs.Missing", "has no attribute 'Missing'"),
+        ("tests.plugs.torch", "expected a class, got <module"),
+        ("nowhere.Policy", "No module named 'nowhere'"),
+    ):
+        other = {**stored, "policy": {"name": name}}
+        with pytest.raises(ValueError, match=reason):
+            decoder_from_description(other, plug_modules=["tests.plugs", "nowhere"])
 
 
 def test_unknown_settings_and_parts_are_named() -> None:

@@ -35,6 +35,7 @@ from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 from lit_dlm.trajectories.verify import Execution, Verification, verify
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
+from tests.plugs import AlternatePolicy
 from tests.trajectories.decoded_sets import (
     DECODERS,
     NUM_TEXTS,
@@ -449,4 +450,18 @@ def test_a_learned_policy_is_loaded_by_its_digest_and_decides_again(
         assert result.counts == {"exact": NUM_TEXTS, "explained": 0, "failed": 0}
         assert not result.failed
     with pytest.raises(ValueError, match=r"method 'learned': .* no policy has the weights digest"):
+        check(folder, backbone, level=3)
+
+
+def test_a_policy_from_outside_of_the_package_decides_again(
+    backbone: HFBackbone, tmp_path: Path
+) -> None:
+    decoder = Decoder(policy=AlternatePolicy(), window=FullWindow())
+    run = run_record(backbone, {"alternate": decoder})
+    folder = write_set(tmp_path / "set", decoded(backbone, decoder, "alternate"), run)
+    for level in (3, 4):
+        result = check(folder, backbone, level=level, plug_modules=["tests.plugs"])
+        assert result.counts == {"exact": NUM_TEXTS, "explained": 0, "failed": 0}
+        assert not result.failed
+    with pytest.raises(ValueError, match=r"method 'alternate': .* --plugs tests\.plugs"):
         check(folder, backbone, level=3)
