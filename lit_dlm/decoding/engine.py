@@ -247,6 +247,7 @@ def decide(
         commit=commit,
         scores=selection.scores,
         new_ids=new_ids,
+        denoised=denoised if "logits" in requires else None,
     )
     return Decision(record, stalled, ended, policy_span)
 

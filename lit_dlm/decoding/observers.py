@@ -14,7 +14,7 @@ class Observer(Protocol):
     requires: frozenset[str]
     """What the loop must provide, see :class:`~lit_dlm.decoding.policies.base.CommitPolicy`. Read
     before every step, so it may say what the next one needs; ``hidden`` has to be there from the
-    beginning."""
+    beginning. ``logits`` keeps the forward of a step in its record."""
 
     def on_start(self, state: DecodeState) -> None:
         """Called once, with the state before the first step."""

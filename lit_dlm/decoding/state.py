@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import BackboneSpec
+from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
 
 Status = Literal["complete", "eos", "step_limit"]
@@ -214,6 +214,8 @@ class StepRecord:
     """``(b, L)`` the policy's scores."""
     new_ids: Tensor
     """``(b, L)`` int64 canvas after the step (an end-of-text fill included)."""
+    denoised: Denoised | None = None
+    """The forward of the step, when somebody asked for ``logits``."""
 
 
 @dataclass(frozen=True)

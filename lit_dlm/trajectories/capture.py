@@ -9,12 +9,14 @@ the records, such as the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability and selection margin of every write), ``features``
-(the record, and features and proposals at kept steps).
+(the record, and features and proposals at kept steps). At any level the most probable tokens of
+every masked position and the duration of every step can be kept as well.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -30,6 +32,7 @@ from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.ops.noise import uniform_noise
 from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.record import (
+    TOP_SIGNALS,
     FeatureLayout,
     FeatureScheme,
     StepFeatures,
@@ -80,7 +83,13 @@ class TrajectoryCapture:
     """Observer of one decode at a time; use :meth:`trajectories` after it."""
 
     def __init__(
-        self, *, vocab_size: int, level: Level = "tokens", features: FeatureCapture | None = None
+        self,
+        *,
+        vocab_size: int,
+        level: Level = "tokens",
+        features: FeatureCapture | None = None,
+        top_k: int = 0,
+        step_times: bool = False,
     ) -> None:
         """Sets what is captured.
 
@@ -88,9 +97,12 @@ class TrajectoryCapture:
             vocab_size: bound of the token ids, stored with every record.
             level: how much to keep.
             features: needed at level ``features``, and only there.
+            top_k: most probable tokens to keep of every masked position of every step.
+            step_times: keep the duration of every step of the batch.
 
         Raises:
-            ValueError: If the level is unknown or does not fit ``features``.
+            ValueError: If the level is unknown or does not fit ``features``, or ``top_k`` is out of
+                range.
         """
         if level not in ("tokens", "signals", "features"):
             raise ValueError(
@@ -98,12 +110,17 @@ class TrajectoryCapture:
             )
         if (level == "features") != (features is not None):
             raise ValueError(f"capture level {level!r} and features={features} do not fit")
+        if not 0 <= top_k <= vocab_size:
+            raise ValueError(f"top_k: expected 0 to {vocab_size}, got {top_k}")
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
+        self.top_k = top_k
+        self.step_times = step_times
         self.hidden_layers: tuple[int, ...] = features.hidden_layers if features else ()
         needs = {"signals": {"region", "entropy"}, "features": {"hidden"}}
-        self.requires: frozenset[str] = frozenset(needs.get(level, ()))
+        self._always = frozenset({"region", "logits"} if top_k else ())
+        self.requires: frozenset[str] = self._always.union(needs.get(level, ()))
         self._start: DecodeState | None = None
         self._captured: CapturedDecode | None = None
 
@@ -113,9 +130,9 @@ class TrajectoryCapture:
         device = state.ids.device
         B, (P, G) = len(state.rows), (state.start, state.ids.shape[1] - state.start)
         self._copies = HostCopies(device)
-        # Most policies commit a token or more per step, so that G steps are enough.
+        self._canvas = canvas_buffer(B, P, G, self._copies)
+        self._top = TopTokens(B, G, self.top_k, self._copies) if self.top_k else None
         buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G, first_column=P)
-        self._canvas = buffer(torch.int32, tail=B * (G + 2 * P + 3) + 1)
         self._signals: _Signals | None = None
         if self.level == "signals":
             unknown = torch.full((B, G), torch.nan, dtype=torch.float16, device=device)
@@ -131,11 +148,19 @@ class TrajectoryCapture:
         if self.features is not None:
             self._plan = KeptSteps(state.seeds.tolist(), ratio=self.features.step_ratio)
             self.requires = self._required(self.features, state.step)
+        self._step_seconds: list[float] = []
+        self._clock = time.perf_counter()
 
     def on_step(self, record: StepRecord) -> None:
         """Copies what the level keeps; never waits for the device."""
         state = record.state
+        if self.step_times:
+            self._step_seconds.append(time.perf_counter() - self._clock)
         self._canvas.append(state.rows, record.new_ids)
+        if self._top is not None:
+            assert record.denoised is not None
+            columns = record.denoised.columns - state.start
+            self._top.append(state.rows, record.denoised.logits, columns)
         if self._signals is not None:
             self._add_signals(self._signals, record)
         if self.features is not None:
@@ -143,22 +168,22 @@ class TrajectoryCapture:
             if rows:
                 self._kept.append(self._features_of(self.features, record, rows))
             self.requires = self._required(self.features, state.step + 1)
+        if self.step_times:
+            self._clock = time.perf_counter()
 
     def on_end(self, result: DecodeResult) -> None:
         """Sends the buffers to the host, the canvases and all small facts as one piece."""
         start = self._start
         assert start is not None, "on_end without on_start"
         (B, L), P = start.ids.shape, start.start
-        prompt = start.ids[:, :P]
-        real = torch.ones_like(prompt) if start.pad_mask is None else start.pad_mask[:, :P]
-        device = start.ids.device
-        canvases, facts = self._canvas.finish(
-            start.ids[:, P:],
-            prompt,
-            real,
-            result.num_steps.to(device),
-            result.seeds.to(device).view(torch.int32),
-            start.editable[:, :P].any()[None],
+        canvases, facts = finished_canvases(
+            self._canvas,
+            start.ids,
+            P,
+            pad_mask=start.pad_mask,
+            num_steps=result.num_steps,
+            seeds=result.seeds,
+            prompt_editable=start.editable[:, :P].any()[None],
         )
         self._captured = CapturedDecode(
             copies=self._copies,
@@ -168,7 +193,8 @@ class TrajectoryCapture:
             status=tuple(result.status),
             mask_id=start.mask_id,
             vocab_size=self.vocab_size,
-            signals=self._sent_signals(),
+            signals=self._sent_signals() | (self._top.finish() if self._top is not None else {}),
+            step_seconds=self._step_seconds,
             kept=self._kept,
             features=self.features,
         )
@@ -243,8 +269,9 @@ class TrajectoryCapture:
     def _required(self, settings: FeatureCapture, step: int) -> frozenset[str]:
         """What a step must compute: the scores of the whole response only where they are kept."""
         if not self._plan.rows(step):
-            return frozenset({"hidden"})
-        return frozenset({"hidden", "region", "raw_prob", *(f"raw_{s}" for s in settings.scores)})
+            return self._always | {"hidden"}
+        scores = {f"raw_{name}" for name in settings.scores}
+        return self._always | {"hidden", "region", "raw_prob"} | scores
 
     def _features_of(
         self, settings: FeatureCapture, record: StepRecord, rows: list[int]
@@ -305,7 +332,10 @@ class CapturedDecode:
     mask_id: int
     vocab_size: int
     signals: Mapping[str, list[Tensor]] = field(default_factory=dict)
-    """``commit_*`` as one part ``(B, G)``, ``step_*`` in parts ``(t, B, G)``."""
+    """``commit_*`` as one part ``(B, G)``, ``step_*`` in parts ``(t, B, G)``, the most probable
+    tokens in parts ``(t, B, G k)``."""
+    step_seconds: Sequence[float] = ()
+    """Duration of every step; empty when it was not captured."""
     kept: Sequence[KeptStep] = ()
     features: FeatureCapture | None = None
     """What was kept at level ``features``, and how it is stored."""
@@ -377,6 +407,9 @@ class CapturedDecode:
         ]
         for row, record in enumerate(records):
             record.signals.update(_signals_of(record, signals, row))
+            if self.step_seconds:
+                times = np.rint(1e6 * np.array(self.step_seconds[: record.num_steps]))
+                record.signals["step_time_us"] = times.clip(0, 2**32 - 1).astype(np.uint32)
         return records if self.features is None else self._with_features(records, self.features)
 
     def _with_features(self, records: list[Trajectory], form: FeatureCapture) -> list[Trajectory]:
@@ -424,10 +457,16 @@ def _signals_of(
     if not signals:
         return {}
     step, position = record.masked_rows().T
-    return {
-        name: values[row].copy() if name.startswith("commit_") else values[step, row, position]
-        for name, values in signals.items()
-    }
+    own = {}
+    for name, values in signals.items():
+        if name.startswith("commit_"):
+            own[name] = values[row].copy()
+        elif name in TOP_SIGNALS:
+            per_position = values[:, row].reshape(len(values), record.num_generated, -1)
+            own[name] = per_position[step, position]
+        else:
+            own[name] = values[step, row, position]
+    return own
 
 
 # -- which steps keep features ---------------------------------------------------------------------
@@ -491,6 +530,91 @@ class KeptSteps:
 MAX_CHUNK_BYTES = 64 * 2**20
 """Device memory of one buffer; longer decodes spill to the host in parts of this size."""
 _STEPS_AT_ONCE = 16
+
+
+def canvas_buffer(
+    num_rows: int, num_prompt: int, num_response: int, copies: HostCopies
+) -> StepBuffer:
+    """The buffer for the response canvas after every step, see :func:`finished_canvases`.
+
+    Most policies commit a token or more per step, so that as many steps as cells are expected.
+    """
+    return StepBuffer(
+        num_rows,
+        num_response,
+        torch.int32,
+        copies,
+        expected_steps=num_response,
+        first_column=num_prompt,
+        tail=num_rows * (num_response + 2 * num_prompt + 3) + 1,
+    )
+
+
+def finished_canvases(
+    buffer: StepBuffer,
+    ids: Tensor,
+    start: int,
+    *,
+    pad_mask: Tensor | None,
+    num_steps: Tensor,
+    seeds: Tensor,
+    prompt_editable: Tensor,
+) -> tuple[list[Tensor], Tensor]:
+    """Sends canvases and all small facts to the host, see :class:`CapturedDecode`.
+
+    Args:
+        buffer: a :func:`canvas_buffer` with all steps.
+        ids: ``(B, L)`` canvas before step 0.
+        start: first response column.
+        pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded.
+        num_steps: ``(B,)`` integer.
+        seeds: ``(B,)`` int64.
+        prompt_editable: ``(1,)`` bool.
+    """
+    prompt = ids[:, :start]
+    real = torch.ones_like(prompt) if pad_mask is None else pad_mask[:, :start]
+    return buffer.finish(
+        ids[:, start:],
+        prompt,
+        real,
+        num_steps.to(ids.device),
+        seeds.to(ids.device).view(torch.int32),
+        prompt_editable,
+    )
+
+
+class TopTokens:
+    """The most probable tokens of every response position of every step."""
+
+    def __init__(self, num_rows: int, num_response: int, k: int, copies: HostCopies) -> None:
+        """Sets up buffers of ``(T, B, G k)``."""
+        self.num_response, self.k = num_response, k
+        buffer = partial(
+            StepBuffer, num_rows, num_response * k, copies=copies, expected_steps=num_response
+        )
+        self._ids, self._log_probs = buffer(torch.int32), buffer(torch.float16)
+
+    def append(self, rows: Tensor, logits: Tensor, columns: Tensor) -> None:
+        """Stores one step.
+
+        Args:
+            rows: ``(b,)`` int64 rows of the starting batch.
+            logits: ``(b, K, V)`` aligned.
+            columns: ``(b, K)`` int64 response position of each; the others keep zeros.
+        """
+        values, ids = logits.topk(self.k, dim=-1)
+        # Row by row: a float32 copy of all logits would be larger than they are.
+        total = torch.stack([row.float().logsumexp(-1) for row in logits])
+        log_probs = (values.float() - total[..., None]).half()
+        place = columns[..., None].expand_as(ids)
+        for buffer, found in ((self._ids, ids.int()), (self._log_probs, log_probs)):
+            spread = found.new_zeros(len(rows), self.num_response, self.k).scatter_(1, place, found)
+            buffer.append(rows, spread.flatten(1))
+
+    def finish(self) -> dict[str, list[Tensor]]:
+        """The signals, on their way to the host."""
+        parts = (self._ids.finish()[0], self._log_probs.finish()[0])
+        return dict(zip(TOP_SIGNALS, parts, strict=True))
 
 
 class HostCopies:

@@ -76,6 +76,8 @@ _TAGS = {
     "RCNF": "probability per step",
     "RENT": "entropy per step",
     "RPRP": "proposal per step",
+    "RTKI": "most probable tokens per step",
+    "RTKL": "their log-probabilities",
     "ROLD": "log-probability of writes",
     "CVAL": "value before writes",
     "CADV": "advantage of writes",
@@ -222,8 +224,10 @@ def _run_rows(run: dict[str, Any]) -> list[tuple[str, Any]]:
         ("capture", _short(dict(record.decode.get("capture") or {}))),
     ]
     for name, method in (record.decode.get("methods") or {}).items():
-        plugs = [_plug(name, value) for name, value in method.items() if name != "settings"]
-        rows.append((f"method {name}", ", ".join(plugs)))
+        text = method.get("undescribed") or ", ".join(
+            _plug(part, settings) for part, settings in method.items() if part != "settings"
+        )
+        rows.append((f"method {name}", text))
     rows.append(("software", _short(software, "lit_dlm", "commit", "torch", "transformers")))
     rows.append(("hardware", _short(record.hardware)))
     return [(name, value) for name, value in rows if value not in (None, "")]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.record import SIGNAL_DTYPES, RecordStatus, Trajectory
+from lit_dlm.trajectories.record import SIGNAL_DTYPES, TOP_SIGNALS, RecordStatus, Trajectory
 
 _ROWS_PER_GROUP = 1024
 _RELEASE_METHODS = {"confidence": "default"}
@@ -188,7 +188,10 @@ def _schema() -> Any:
     ints = pa.list_(pa.int32())
     write = pa.struct([("step", pa.int32()), ("position", pa.int32()), ("token", pa.int32())])
     signals = [
-        (name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in SIGNAL_DTYPES.items()
+        (name, pa.list_(pa.from_numpy_dtype(dtype)))
+        if name not in TOP_SIGNALS
+        else (name, pa.list_(pa.list_(pa.from_numpy_dtype(dtype))))
+        for name, dtype in SIGNAL_DTYPES.items()
     ]
     return pa.schema(
         [
@@ -229,7 +232,10 @@ def _parquet_row(record: Trajectory) -> dict[str, Any]:
         "superseded": writes,
         "meta": json.dumps(record.meta, ensure_ascii=False, sort_keys=True),
         "digest": record.digest(),
-        **record.signals,
+        **{
+            name: list(values) if name in TOP_SIGNALS else values
+            for name, values in record.signals.items()
+        },
     }
 
 
@@ -456,7 +462,9 @@ def _from_parquet(path: Path, row: Mapping[str, Any]) -> Trajectory:
         if writes is None
         else np.array([[w["step"], w["position"], w["token"]] for w in writes], dtype=np.int32),
         signals={
-            name: np.array(row[name], dtype=dtype)
+            name: np.array(row[name], dtype=dtype).reshape(
+                (len(row[name]), -1 if row[name] else 0) if name in TOP_SIGNALS else -1
+            )
             for name, dtype in SIGNAL_DTYPES.items()
             if row.get(name) is not None
         },

@@ -42,6 +42,7 @@ from lit_dlm.trajectories.record import (
     MAX_LENGTH,
     SIGNAL_DTYPES,
     STATUSES,
+    TOP_SIGNALS,
     Columns,
     Int64,
     Trajectory,
@@ -60,6 +61,8 @@ SIGNAL_TAGS: dict[str, tuple[str, Dtype]] = {
     "step_prob": ("RCNF", Dtype.F16),
     "step_entropy": ("RENT", Dtype.F16),
     "step_proposal": ("RPRP", Dtype.U24),
+    "step_top_ids": ("RTKI", Dtype.U24),
+    "step_top_log_probs": ("RTKL", Dtype.F16),
 }
 """Signal name to column."""
 FLAG_PARTIAL = 0x0001
@@ -425,7 +428,7 @@ def _signal_lengths(name: str, flat: Columns, masked_rows: Int64 | None) -> Int6
     return masked_rows
 
 
-_PER_ROW = ("step_prob", "step_entropy", "step_proposal")
+_PER_ROW = ("step_prob", "step_entropy", "step_proposal", *TOP_SIGNALS)
 
 
 def signal_columns(records: Sequence[Trajectory], flat: Columns) -> list[Column]:
@@ -446,15 +449,16 @@ def signal_columns(records: Sequence[Trajectory], flat: Columns) -> list[Column]
         tag, dtype = SIGNAL_TAGS[name]
         arrays = [np.asarray(record.signals[name]) for record in records]
         lengths = _signal_lengths(name, flat, rows).tolist()
+        width = arrays[0].shape[1:2] if name in TOP_SIGNALS else ()
         for record, array, length in zip(records, arrays, lengths, strict=True):
-            if array.shape != (length,):
+            if array.shape != (length, *width):
                 raise InvariantError(
-                    f"trajectory {record.uid!r}: signal {name!r} must have shape ({length},), "
-                    f"got {array.shape}",
+                    f"trajectory {record.uid!r}: signal {name!r} must have shape "
+                    f"{(length, *width)}, got {array.shape}",
                     record=record.uid,
                 )
             _check_range(record.uid, name, array, dtype)
-        columns.append(make_column(tag, dtype, np.concatenate(arrays)))
+        columns.append(make_column(tag, dtype, np.concatenate(arrays).reshape(-1)))
     return columns
 
 
@@ -481,8 +485,14 @@ def read_signals(read: ColumnReader, flat: Columns) -> list[dict[str, NDArray[An
         tag, dtype = SIGNAL_TAGS[name]
         lengths = _signal_lengths(name, flat, rows)
         total = int(lengths.sum())
-        values = read.tokens(tag, total) if dtype is Dtype.U24 else read.array(tag, total)
+        width = 1
+        if name in TOP_SIGNALS:
+            width = len(read.columns[tag].data) // max(total * (3 if dtype is Dtype.U24 else 2), 1)
+        count = total * width
+        values = read.tokens(tag, count) if dtype is Dtype.U24 else read.array(tag, count)
         values = values.astype(SIGNAL_DTYPES[name], copy=False)
+        if name in TOP_SIGNALS:
+            values = values.reshape(total, width)
         ends = np.cumsum(lengths).tolist()
         for i, length in enumerate(lengths.tolist()):
             signals[i][name] = values[ends[i] - length : ends[i]]

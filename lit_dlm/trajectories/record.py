@@ -52,10 +52,15 @@ SIGNAL_DTYPES: dict[str, np.dtype] = {
     "step_prob": np.dtype(np.float16),
     "step_entropy": np.dtype(np.float16),
     "step_proposal": np.dtype(np.int32),
+    "step_top_ids": np.dtype(np.int32),
+    "step_top_log_probs": np.dtype(np.float16),
 }
 """Optional columns. ``commit_*`` have one value per response position, ``step_time_us`` one per
 step, ``step_*`` one per (step, position that is masked before that step), ordered by step, then
-position (see :meth:`Trajectory.masked_rows`)."""
+position (see :meth:`Trajectory.masked_rows`); the two of :data:`TOP_SIGNALS` have ``k`` of them,
+``(R, k)``, the most probable first."""
+TOP_SIGNALS = ("step_top_ids", "step_top_log_probs")
+"""The ``k`` largest logits of a row, normalised to log-probabilities over the vocabulary."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -255,8 +260,9 @@ class Trajectory:
             else:
                 rows = self.num_masked_rows() if rows is None else rows
                 expected = rows
-            if array.shape != (expected,):
-                self._fail(f"signal {name!r} must have shape ({expected},), got {array.shape}")
+            shape = (expected, *array.shape[1:2]) if name in TOP_SIGNALS else (expected,)
+            if array.shape != shape:
+                self._fail(f"signal {name!r} must have shape {shape}, got {array.shape}")
 
 
 def from_history(

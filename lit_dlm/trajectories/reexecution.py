@@ -15,7 +15,6 @@ which the executed step's own numbers would have to move to give the recorded de
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,18 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone, Denoised
+from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import Decision, decide, enter_block, initial_state, needs
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import (
     Canvas,
     DecodeResult,
     DecodeState,
-    Proposal,
     StepRecord,
     prompt_canvas,
 )
@@ -173,7 +170,6 @@ def teacher_forced(
             "all have to be executed; leave the selection of steps out"
         )
     window = decoder.window or default_window(backbone.spec)
-    sampler = _WatchedSampler(decoder.sampler)
     requires, hidden_layers = needs(decoder.policy)
     margins = _stored_margins(records, device)
     tallies = [RecordTally(record) for record in records]
@@ -202,16 +198,16 @@ def teacher_forced(
                     state,
                     window=window,
                     quota=decoder.quota,
-                    sampler=sampler,
+                    sampler=decoder.sampler,
                     policy=decoder.policy,
                     settings=decoder.settings,
-                    requires=requires | captured(state.step),
+                    requires=requires | captured(state.step) | {"logits"},
                     hidden_layers=hidden_layers,
                     session=session,
                 )
                 state = decision.record.state
                 stored = None if margins is None else margins[state.rows]
-                compared = compare_step(decision, after, sampler.last, decoder, stored)
+                compared = compare_step(decision, after, decoder, stored)
                 tally_step(tallies, decision, after, compared.margin, decoder)
                 if on_step is not None:
                     on_step(len(state.rows))
@@ -239,11 +235,9 @@ def free_running(
     Returns:
         One verdict per record.
     """
-    watched = copy.copy(decoder)
-    watched.sampler = _WatchedSampler(decoder.sampler)
     canvas = canvas_of(records, backbone, device=device)
-    observer = _FirstDifference(records, watched, captured, device=device, on_step=on_step)
-    result = watched(backbone, canvas, [observer])
+    observer = _FirstDifference(records, decoder, captured, device=device, on_step=on_step)
+    result = decoder(backbone, canvas, [observer])
     response = result.ids[:, result.start :].cpu().numpy()
     for row, tally in enumerate(observer.tallies):
         record = tally.record
@@ -302,20 +296,6 @@ def canvas_of(
     return replace(canvas, ids=ids, editable=editable)
 
 
-class _WatchedSampler(Sampler):
-    """A sampler that keeps the forward that it was shown, for the margins."""
-
-    last: Denoised
-
-    def __init__(self, inner: Sampler) -> None:
-        self.__dict__.update(vars(inner))
-
-    def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Proposes as the inner sampler does."""
-        self.last = denoised
-        return super().propose(state, denoised, requires)
-
-
 class _FirstDifference:
     """Observer that compares a decode with records until each first differs."""
 
@@ -328,7 +308,7 @@ class _FirstDifference:
         device: torch.device | str,
         on_step: Callable[[int], None] | None,
     ) -> None:
-        self.requires = captured(0)
+        self.requires = captured(0) | {"logits"}
         self._captured = captured
         self.tallies = [RecordTally(record) for record in records]
         self._records = records
@@ -342,14 +322,12 @@ class _FirstDifference:
     def on_step(self, record: StepRecord) -> None:
         """Compares the canvases; margins only for rows that never differed before."""
         state = record.state
-        self.requires = self._captured(state.step + 1)
+        self.requires = self._captured(state.step + 1) | {"logits"}
         after = _recorded_after(self._records, state)
         stalled = torch.zeros_like(state.rows, dtype=torch.bool)
         stored = None if self._margins is None else self._margins[state.rows]
-        sampler = self._decoder.sampler
-        assert isinstance(sampler, _WatchedSampler)
         decision = Decision(record, stalled, stalled)
-        compared = compare_step(decision, after, sampler.last, self._decoder, stored)
+        compared = compare_step(decision, after, self._decoder, stored)
         differs, margins = compared.differs.tolist(), compared.margin.tolist()
         for i, row in enumerate(state.rows.tolist()):
             tally = self.tallies[row]
@@ -491,16 +469,14 @@ class StepComparison:
 def compare_step(
     decision: Decision,
     recorded: Tensor,
-    denoised: Denoised,
     decoder: Decoder,
     recorded_margin: Tensor | None = None,
 ) -> StepComparison:
     """Compares a step with the recorded canvas after it.
 
     Args:
-        decision: the executed step.
+        decision: the executed step, with its forward.
         recorded: ``(b, L)`` int64 canvas that the record has after this step.
-        denoised: the forward of the executed step.
         decoder: the plugs that decided.
         recorded_margin: ``(b, L)`` stored selection margins of the writes, not a number where
             there is none.
@@ -515,7 +491,7 @@ def compare_step(
     if not bool(differs.any()):
         return StepComparison(differs, margin)
     wrote = recorded != ids
-    token_gap = _token_gaps(decision, recorded, denoised, decoder)
+    token_gap = _token_gaps(decision, recorded, decoder)
     position_gap = _position_gaps(decision, decoder)
     # Both questions can differ at once: which token, and whether it is written now.
     other_token = differing & wrote & (step.proposal.ids != recorded)
@@ -543,11 +519,11 @@ def compare_step(
     return StepComparison(differs, torch.where(differs, margin, 0.0))
 
 
-def _token_gaps(
-    decision: Decision, recorded: Tensor, denoised: Denoised, decoder: Decoder
-) -> Tensor:
+def _token_gaps(decision: Decision, recorded: Tensor, decoder: Decoder) -> Tensor:
     """``(b, L)`` how much more probable the proposed token was than the recorded one."""
-    state, columns = decision.record.state, denoised.columns
+    state, denoised = decision.record.state, decision.record.denoised
+    assert denoised is not None
+    columns = denoised.columns
     gaps = torch.full(recorded.shape, torch.inf, dtype=torch.float64, device=recorded.device)
     values = decoder.sampler.perturbed(state, denoised).double().softmax(-1)
     best = values.amax(-1)

@@ -304,6 +304,8 @@ def _captured(run: RunRecord, records: Sequence[Trajectory]) -> Callable[[int], 
     capture = run.decode.get("capture")
     facts = capture if isinstance(capture, dict) else {}
     nothing, region = frozenset[str](), frozenset({"region"})
+    if facts.get("top_k"):
+        return lambda _step: region
     if facts.get("level") == "features":
         seeds = [signed_seed(record.seed) for record in records]
         plan = KeptSteps(seeds, ratio=facts["step_ratio"])
@@ -532,6 +534,11 @@ def rebuilt_decoder(run: RunRecord, method: str, execution: Execution) -> tuple[
         ValueError: the description cannot be rebuilt.
     """
     recorded = run.decode["methods"][method]
+    if "undescribed" in recorded:
+        raise ValueError(
+            f"method {method!r}: its loop cannot be executed again: {recorded['undescribed']}; "
+            "levels 0 to 2 verify its files"
+        )
     plugs: dict[str, Any] = {
         "policy_folders": execution.policy_folders,
         "plug_modules": execution.plug_modules,

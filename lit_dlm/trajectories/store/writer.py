@@ -457,4 +457,5 @@ def _kind(record: Trajectory) -> tuple[object, ...]:
     layout = None
     if features is not None:
         layout = (features.layout, features.scheme, features.groups, features.projector_digest)
-    return record.mask_id, record.vocab_size, tuple(sorted(record.signals)), layout
+    signals = sorted((name, values.shape[1:]) for name, values in record.signals.items())
+    return record.mask_id, record.vocab_size, tuple(signals), layout
