@@ -301,7 +301,7 @@ def record_generate(
             handle.remove()
     if num_forwards == 0:
         raise ValueError(f"generate: it never called the forward of {type(model).__name__}")
-    final = result[0] if isinstance(result, tuple) else result
+    final: Any = result[0] if isinstance(result, tuple) else result
     final = getattr(final, "sequences", final)
     recorder.step(final, logits=logits)
     return result, recorder.end(uids, metas)
