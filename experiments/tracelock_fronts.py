@@ -1,6 +1,6 @@
 r"""Accuracy-steps fronts over several seeds: does the learned policy dominate the threshold?
 
-    python benchmarks/tracelock_fronts.py runs/seed1/sweep runs/seed2/sweep runs/seed3/sweep \
+    python experiments/tracelock_fronts.py runs/seed1/sweep runs/seed2/sweep runs/seed3/sweep \
         --picture fronts.png
 
 Every folder is the sweep of one seed: other traces, another policy, other problems, the same

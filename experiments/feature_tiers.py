@@ -1,6 +1,6 @@
 """What smaller features cost the policy: rollout-proxy F0.5 by storage tier, on the embedded model.
 
-    python benchmarks/feature_tiers.py [--json] [--problems 400] [--steps 400] [--seeds 3]
+    python experiments/feature_tiers.py [--json] [--problems 400] [--steps 400] [--seeds 3]
 
 Training problems are decoded once, one token per step, and every step's features are kept in fp16
 for prompt and response. Each tier stores a part of them through the real writer (layout, scheme,
