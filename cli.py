@@ -25,7 +25,8 @@ import lit_dlm.backbones.hf
 import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
 import lit_dlm.rewards
-import lit_dlm.tasks  # noqa: F401
+import lit_dlm.tasks
+import lit_dlm.toy  # noqa: F401
 from lit_dlm import download as downloading
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.profile import command as profiling

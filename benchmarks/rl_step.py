@@ -65,7 +65,7 @@ from lit_dlm.modules.rollout_updates import Slot, fill_advantages, fill_old_scor
 from lit_dlm.modules.rollouts import RolloutEngine, rollout_prompts, with_score
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import Graded, Rewarder, Rollout
-from lit_dlm.tasks import PythonFunctions
+from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.record import Trajectory
 
 _WRONG = "def f(*arguments):\n    return None"

@@ -32,7 +32,8 @@ from lit_dlm.decoding.state import Canvas, DecodeResult
 from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead
 from lit_dlm.heads.features import FeatureSettings, num_features
 from lit_dlm.heads.projection import ProjectorConfig
-from lit_dlm.tasks import PromptExample, WordProblems
+from lit_dlm.tasks import PromptExample
+from lit_dlm.toy import WordProblems
 
 DREAM = {
     "width": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "inner": 18944, "vocab": 152064

@@ -49,7 +49,7 @@ import torch
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.backbones.tokenizer import load_tokenizer
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.schedules import hidden_cells
-from lit_dlm.tasks.generated import DrillSource, TrainingSource
+from lit_dlm.toy.generated import DrillSource, TrainingSource
 
 POOL_STEPS = 8
 """Steps whose problems are drawn together and sorted by prompt length, to save padding."""

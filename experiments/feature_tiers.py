@@ -36,7 +36,7 @@ from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.projector import fit_projector, trace_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
-from lit_dlm.tasks import WordProblems
+from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
 from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.record import StepFeatures, Trajectory

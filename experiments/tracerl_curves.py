@@ -39,7 +39,7 @@ from lit_dlm.modules.objective import ValueObjective
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.reports.reward_curve import plot_runs, read_points, write_points
 from lit_dlm.rewards import Graded, MeanCorrectnessFilter
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 
 METHODS = {
     "trace": "TraceRL",

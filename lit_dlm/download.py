@@ -107,7 +107,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
     module = getattr(found, "__module__", "")
     path = options.get("path")
     option = f"{at}.init_args.path"
-    if module.startswith("lit_dlm.tasks."):
+    if module.startswith(("lit_dlm.tasks.", "lit_dlm.toy.")):
         hub_id = getattr(sys.modules[module], "HUB_ID", None)
         if "path" in inspect.signature(found).parameters and (path or hub_id):
             yield Source("data", str(path or hub_id), option, class_path, options.get("split"))

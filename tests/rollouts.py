@@ -29,7 +29,7 @@ from lit_dlm.decoding import (
 from lit_dlm.modules.rollouts import SAMPLED, SampledLogProb
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 

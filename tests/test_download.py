@@ -151,7 +151,7 @@ def test_offline_is_content_with_embedded_models_and_local_files(
 
 def test_a_task_without_a_path_names_its_own_data_set():
     config = {
-        "tasks": [{"class_path": "lit_dlm.tasks.Alpaca"}, {"class_path": "lit_dlm.tasks.Sudoku"}]
+        "tasks": [{"class_path": "lit_dlm.tasks.Alpaca"}, {"class_path": "lit_dlm.toy.Sudoku"}]
     }
     (found,) = sources(config)
     assert (found.kind, found.name) == ("data", "yahma/alpaca-cleaned")

@@ -17,7 +17,7 @@ class PromptExample:
     """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit. Of
     several responses to a prompt the second is ``gsm8k/test/00012#1``, and so on."""
     task: str
-    """Name of the task, as in the task table."""
+    """Name of the task."""
     text: str
     """The user turn, before any chat template."""
     answer_start: str = ""
@@ -74,3 +74,26 @@ class Task(Protocol):
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Grades one completion (text after the prompt, cut at the first end of text)."""
         ...
+
+
+def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
+    """The tasks of a run by their names, which graders look them up by.
+
+    Args:
+        tasks: the tasks.
+        option: what to call them in errors.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found: dict[str, Task] = {}
+    for task in tasks:
+        if task.name in found:
+            other = found[task.name]
+            raise ValueError(
+                f"{option}: expected tasks of different names, got {task.name!r} twice "
+                f"({type(other).__name__} of split {other.split!r} and {type(task).__name__} of "
+                f"split {task.split!r}); give one another name"
+            )
+        found[task.name] = task
+    return found

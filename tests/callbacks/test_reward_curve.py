@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from callbacks import RewardCurve
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from tests.rollouts import DigitReward, decoder, fit, learner, policy, rollout_data
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "configs" / "exp").glob("tracerl_*.yaml"))

@@ -9,8 +9,8 @@ import lit_dlm
 from datamodules.pretraining import POOL_STEPS, PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.modules.pretrain import PretrainBatch
-from lit_dlm.tasks.sudoku import Sudoku
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.sudoku import Sudoku
+from lit_dlm.toy.word_problems import WordProblems
 
 TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import Reward, RewardScore, Rollout
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from tests.rollouts import G, fit, learner, rollout_data
 
 

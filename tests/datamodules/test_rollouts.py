@@ -21,7 +21,7 @@ from lit_dlm.modules.objective import PolicyObjective, ValueObjective
 from lit_dlm.modules.rollout_batch import RolloutBatch
 from lit_dlm.rewards import SpreadFilter
 from lit_dlm.tasks import PromptExample
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import trained

@@ -25,7 +25,7 @@ from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
-from lit_dlm.tasks import WordProblems
+from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
 from tests.finetuning import EOS, MASK, PAD, Data, G, examples, small

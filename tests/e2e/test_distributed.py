@@ -60,7 +60,7 @@ data:
   init_args:
     tokenizer: tiny
     sources:
-    - class_path: lit_dlm.tasks.word_problems.WordProblems
+    - class_path: lit_dlm.toy.word_problems.WordProblems
       init_args: {{split: train}}
     batch_size: 4
 """

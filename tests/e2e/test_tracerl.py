@@ -16,7 +16,7 @@ from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.reports.viewer_columns import position_signals
 from lit_dlm.rewards import RewardModel
-from lit_dlm.tasks import WordProblems
+from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, run, start
 from tests.rewards.classifiers import save_classifier

@@ -21,7 +21,7 @@ from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.modules.objective import ValueObjective
 from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.processes import in_two_processes
 from tests.rollouts import (

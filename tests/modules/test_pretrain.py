@@ -12,7 +12,7 @@ import lit_dlm
 from datamodules.pretraining import PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
 from lit_dlm.modules.pretrain import PretrainModule
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 
 TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.grading.math_equality import shared_math_equality
-from lit_dlm.tasks.base import Task
+from lit_dlm.tasks.base import Task, tasks_by_name
 from lit_dlm.tasks.math import MATH
-from lit_dlm.tasks.table import tasks_by_name
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
 

@@ -10,8 +10,9 @@ import pytest
 from datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.modules import DecodeModule
-from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, WordProblems
+from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
+from lit_dlm.toy import WordProblems
 
 QUESTION = {"question": " 1+1? ", "answer": "#### 2"}
 FUNCTION = {

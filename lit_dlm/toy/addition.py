@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from functools import partial
 
 from lit_dlm.grading import Verdict
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy.generated import GeneratedTask, Problem
 
 _ANSWER = re.compile(r"\d+")
 
@@ -66,11 +63,10 @@ def longest_carry(first: str, second: str) -> int:
     return longest
 
 
-class Addition(Task):
+class Addition(GeneratedTask):
     """Generated sums, see the module."""
 
     name = "addition"
-    runs_code = False
 
     def __init__(
         self,
@@ -85,13 +81,12 @@ class Addition(Task):
         """Sets up one split.
 
         Args:
-            split: ``train`` or ``test``; a hash of the numbers decides, the seed does not.
-            num_examples: how many distinct problems :meth:`examples` lists.
+            split: see :class:`~lit_dlm.toy.generated.GeneratedTask`, as for the next two.
+            num_examples: problems of the list.
             seed: seed of that list.
             num_digits: width of both numbers; the sum has one digit more.
             nine_share: chance of a column to add up to nine, which makes long carries.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
+            template: how a problem becomes a prompt.
 
         Raises:
             ValueError: an unknown split or a number out of range.
@@ -100,29 +95,17 @@ class Addition(Task):
             raise ValueError(f"addition.num_digits: expected at least 1, got {num_digits}")
         if not 0.0 <= nine_share <= 1.0:
             raise ValueError(f"addition.nine_share: expected 0..1, got {nine_share}")
-        self.split: str = check_split(self.name, split)
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
-        self.num_examples = num_examples
-        self.seed = seed
+        super().__init__(split, num_examples, seed, template=template)
         self.num_digits = num_digits
         self.nine_share = nine_share
-        self._draw = partial(draw_addition, num_digits=num_digits, nine_share=nine_share)
 
-    def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems, all distinct."""
-        return generated_examples(
-            self._draw,
-            task=self.name,
-            split=check_split(self.name, self.split),
-            num_examples=self.num_examples,
-            seed=self.seed,
-            template=self._template,
-        )
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of either split."""
+        return draw_addition(rng, num_digits=self.num_digits, nine_share=self.nine_share)
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training problem and its sum."""
-        problem = draw_of_split(self._draw, rng, split="train")
+        problem = self.draw_training(rng)
         return problem.text, str(problem.reference["answer"])
 
     def reference_completion(self, example: PromptExample) -> str:

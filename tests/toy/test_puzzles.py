@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.tasks.countdown import Countdown, canonical, read_problems
-from lit_dlm.tasks.digests import digest_lines, shipped_digests, short_digest
-from lit_dlm.tasks.sudoku import Sudoku, read_puzzles
+from lit_dlm.toy.countdown import Countdown, canonical, read_problems
+from lit_dlm.toy.puzzles import digest_lines, shipped_digests, short_digest
+from lit_dlm.toy.sudoku import Sudoku, read_puzzles
 
 PLANNING = Path(__file__).parents[2].parent / "shared" / "data" / "planning"
 needs_files = pytest.mark.skipif(

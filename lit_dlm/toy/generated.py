@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.templates import PromptTemplate
 
 Split = Literal["train", "test"]
@@ -189,3 +190,63 @@ def generated_examples(
             )
         )
     return examples
+
+
+class GeneratedTask(Task):
+    """Base of generated tasks; a subclass says how a problem is drawn, solved and graded."""
+
+    runs_code = False
+
+    def __init__(
+        self,
+        split: str = "test",
+        num_examples: int = 500,
+        seed: int = 0,
+        *,
+        template: str | None = None,
+    ) -> None:
+        """Sets up one split.
+
+        Args:
+            split: ``train`` or ``test``; a hash of the problem decides, the seed does not.
+            num_examples: how many distinct problems :meth:`examples` lists.
+            seed: seed of that list.
+            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
+                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
+
+        Raises:
+            ValueError: the split is unknown.
+        """
+        self.split: Split = check_split(self.name, split)
+        self.num_examples = num_examples
+        self.seed = seed
+        self._template = PromptTemplate(template)
+        self.template = self._template.given
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of either split.
+
+        Args:
+            rng: the generator that decides everything.
+        """
+
+    def is_excluded(self, problem: Problem) -> bool:
+        """Whether a problem must not be drawn whatever its split."""
+        return False
+
+    def draw_training(self, rng: random.Random) -> Problem:
+        """Draws a problem of the training split."""
+        return draw_of_split(self.draw, rng, split="train", excluded=self.is_excluded)
+
+    def examples(self) -> Sequence[PromptExample]:
+        """Lists the problems, no two with the same key."""
+        return generated_examples(
+            self.draw,
+            task=self.name,
+            split=self.split,
+            num_examples=self.num_examples,
+            seed=self.seed,
+            excluded=self.is_excluded,
+            template=self._template,
+        )

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.word_problems import (
+from lit_dlm.toy.word_problems import (
     MAX_COMPLETION_TOKENS,
     SEPARATORS,
     WordProblems,

@@ -3,12 +3,15 @@
 import random
 
 import pytest
+from jsonargparse import ArgumentParser
 
-from lit_dlm.tasks.countdown import Countdown, canonical
-from lit_dlm.tasks.generated import Problem, draw_of_split, generated_examples, is_held_out
-from lit_dlm.tasks.python_functions import PythonFunctions, draw_function
-from lit_dlm.tasks.sudoku import Sudoku
-from lit_dlm.tasks.word_problems import WordProblems, draw_word_problem
+from lit_dlm import tasks, toy
+from lit_dlm.tasks import Task
+from lit_dlm.toy.countdown import Countdown, canonical
+from lit_dlm.toy.generated import Problem, draw_of_split, generated_examples, is_held_out
+from lit_dlm.toy.python_functions import PythonFunctions, draw_function
+from lit_dlm.toy.sudoku import Sudoku
+from lit_dlm.toy.word_problems import WordProblems, draw_word_problem
 
 TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown]
 
@@ -86,3 +89,19 @@ def test_an_unknown_split_is_named(task: type) -> None:
 
 def test_canonical_ignores_the_order_of_the_numbers() -> None:
     assert canonical([44, 15, 79], 50) == canonical([79, 44, 15], 50) == "15,44,79=50"
+
+
+def test_names_of_tasks_are_distinct():
+    classes = [getattr(tasks, name) for name in tasks.__all__] + [
+        getattr(toy, name) for name in toy.__all__
+    ]
+    names = [each.name for each in classes if hasattr(each, "name")]
+    assert len(names) == len(set(names)) == 14
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_configurations_of_version_0_1_find_the_generated_tasks(task):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Task, "task")
+    old = parser.parse_object({"task": {"class_path": f"lit_dlm.tasks.{task.__name__}"}})
+    assert isinstance(parser.instantiate_classes(old).task, task)

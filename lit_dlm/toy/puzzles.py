@@ -1,37 +1,77 @@
 """What the puzzle tasks share: a list that comes from a file or a generator, and the exclusions.
 
 A file holds public test problems, so it can only be tested on; training problems are generated and
-never meet one of them: the digests of all public ones are shipped next to the tasks.
+never meet one of them. One text file a task in ``lit_dlm/assets/test_digests`` has the digests of
+all public ones, sorted, one a line, so that the exclusion works where the files are absent.
 """
 
 from __future__ import annotations
 
-import random
+import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.digests import shipped_digests, short_digest
-from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy.generated import GeneratedTask, Problem
+
+DIGEST_BYTES = 6
+"""Among 4,000 problems, a random other one is excluded with a chance of about 1e-11."""
 
 
-class PuzzleTask(Task):
+def short_digest(canonical: str) -> str:
+    """Digests a problem.
+
+    Args:
+        canonical: the problem in its one canonical form.
+
+    Returns:
+        12 hexadecimal digits.
+    """
+    return hashlib.blake2b(canonical.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+@lru_cache(maxsize=8)
+def shipped_digests(task: str) -> frozenset[str]:
+    """Reads the shipped digests of a task.
+
+    Args:
+        task: name of the task.
+
+    Returns:
+        The digests of all public test problems.
+    """
+    path = files("lit_dlm") / "assets" / "test_digests" / f"{task}.txt"
+    return frozenset(path.read_text(encoding="ascii").split())
+
+
+def digest_lines(problems: Iterable[str]) -> str:
+    """Writes the content of a digest file.
+
+    Args:
+        problems: canonical problems, repeats allowed.
+
+    Returns:
+        Sorted distinct digests, one a line.
+    """
+    return "".join(f"{digest}\n" for digest in sorted({short_digest(p) for p in problems}))
+
+
+class PuzzleTask(GeneratedTask):
     """Base of the puzzles; a subclass says how one is drawn, read and graded."""
-
-    runs_code = False
 
     def __init__(
         self,
-        split: str,
-        path: str | None,
+        split: str = "test",
+        path: str | None = None,
         *,
-        limit: int | None,
-        num_examples: int,
-        seed: int,
-        exclude_paths: Sequence[str],
-        template: str | None,
+        limit: int | None = None,
+        num_examples: int = 500,
+        seed: int = 0,
+        exclude_paths: Sequence[str] = (),
+        template: str | None = None,
     ) -> None:
         """Sets up one split.
 
@@ -42,34 +82,21 @@ class PuzzleTask(Task):
             num_examples: how many problems to generate without a file.
             seed: seed of the generated list.
             exclude_paths: further files whose problems training must never see.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
+            template: how a problem becomes a prompt.
 
         Raises:
             ValueError: the split is unknown, or training is asked for on a file.
         """
-        self.split: str = check_split(self.name, split)
+        super().__init__(split, num_examples, seed, template=template)
         if path is not None and split == "train":
             raise ValueError(
                 f"{self.name}.path: files hold test problems; training ones are generated"
             )
         self.path = path
         self.limit = limit
-        self.num_examples = num_examples
-        self.seed = seed
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
         self._excluded = shipped_digests(self.name) | {
             short_digest(problem.key) for other in exclude_paths for problem in self.read(other)
         }
-
-    @abstractmethod
-    def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of either split.
-
-        Args:
-            rng: the generator that decides everything.
-        """
 
     @abstractmethod
     def read(self, path: str | Path) -> Iterable[Problem]:
@@ -83,22 +110,10 @@ class PuzzleTask(Task):
         """Whether a problem is one of the public test problems or of ``exclude_paths``."""
         return short_digest(problem.key) in self._excluded
 
-    def draw_training(self, rng: random.Random) -> Problem:
-        """Draws a problem of the training split that is not excluded."""
-        return draw_of_split(self.draw, rng, split="train", excluded=self.is_excluded)
-
     def examples(self) -> Sequence[PromptExample]:
         """Lists the problems."""
         if self.path is None:
-            return generated_examples(
-                self.draw,
-                task=self.name,
-                split=check_split(self.name, self.split),
-                num_examples=self.num_examples,
-                seed=self.seed,
-                excluded=self.is_excluded,
-                template=self._template,
-            )
+            return super().examples()
         stem = Path(self.path).stem
         return [
             PromptExample(

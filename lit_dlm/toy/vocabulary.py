@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lit_dlm.tasks.generated import TrainingSource
+from lit_dlm.toy.generated import TrainingSource
 
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"

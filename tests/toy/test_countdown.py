@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.countdown import (
+from lit_dlm.toy.countdown import (
     MAX_COMPLETION_TOKENS,
     Countdown,
     canonical,
     draw_countdown,
     read_problems,
 )
-from lit_dlm.tasks.countdown_arithmetic import (
+from lit_dlm.toy.countdown_arithmetic import (
     check_expression,
     check_steps,
     parse_steps,

@@ -13,14 +13,13 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.tasks.generated import Problem
-from lit_dlm.tasks.puzzles import PuzzleTask
+from lit_dlm.toy.generated import Problem
+from lit_dlm.toy.puzzles import PuzzleTask
 
 CELLS = 16
 MIN_BLANKS, MAX_BLANKS = 4, 12
@@ -150,42 +149,6 @@ class Sudoku(PuzzleTask):
     """4x4 Sudoku puzzles from a file or generated, see the module."""
 
     name = "sudoku"
-
-    def __init__(
-        self,
-        split: str = "test",
-        path: str | None = None,
-        *,
-        limit: int | None = None,
-        num_examples: int = 500,
-        seed: int = 0,
-        exclude_paths: Sequence[str] = (),
-        template: str | None = None,
-    ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: ``train`` or ``test``.
-            path: a file of puzzles (see :func:`read_puzzles`); ``None`` generates them.
-            limit: use only the first so many problems of the file.
-            num_examples: how many puzzles to generate without a file.
-            seed: seed of the generated list.
-            exclude_paths: further files whose puzzles training must never see.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
-
-        Raises:
-            ValueError: if the split is unknown, or training is asked for on a file.
-        """
-        super().__init__(
-            split,
-            path,
-            limit=limit,
-            num_examples=num_examples,
-            seed=seed,
-            exclude_paths=exclude_paths,
-            template=template,
-        )
 
     def draw(self, rng: random.Random) -> Problem:
         """Draws a puzzle of either split."""

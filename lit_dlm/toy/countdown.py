@@ -17,7 +17,7 @@ from typing import Literal
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.tasks.countdown_arithmetic import (
+from lit_dlm.toy.countdown_arithmetic import (
     COMPUTE,
     Step,
     check_expression,
@@ -28,8 +28,8 @@ from lit_dlm.tasks.countdown_arithmetic import (
     write_expression,
     write_steps,
 )
-from lit_dlm.tasks.generated import Problem
-from lit_dlm.tasks.puzzles import PuzzleTask
+from lit_dlm.toy.generated import Problem
+from lit_dlm.toy.puzzles import PuzzleTask
 
 MAX_COMPLETION_TOKENS = 31
 """Longest generated completion: every character is a token, and the end of text needs one."""

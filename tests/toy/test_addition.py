@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from lit_dlm.tasks.addition import Addition, longest_carry
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.generated import is_held_out
+from lit_dlm.toy.addition import Addition, longest_carry
+from lit_dlm.toy.generated import is_held_out
 
 EXAMPLE = PromptExample(
     uid="addition/test/00000",

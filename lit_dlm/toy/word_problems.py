@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 
 from lit_dlm.grading import Verdict
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy.generated import GeneratedTask, Problem
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 ITEMS = ("pens", "cups", "eggs", "keys", "figs", "nuts", "hats", "toys")
@@ -109,52 +108,18 @@ def _num_pieces(start: int, moves: Sequence[int]) -> int:
     return len(re.findall(r"\n#### |\d|[-+=]| so | then |\n", text))
 
 
-class WordProblems(Task):
+class WordProblems(GeneratedTask):
     """Generated word problems, see the module."""
 
     name = "word_problems"
-    runs_code = False
 
-    def __init__(
-        self,
-        split: str = "test",
-        num_examples: int = 500,
-        seed: int = 0,
-        *,
-        template: str | None = None,
-    ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: ``train`` or ``test``; a hash of the numbers decides, the seed does not.
-            num_examples: how many distinct problems :meth:`examples` lists.
-            seed: seed of that list.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
-
-        Raises:
-            ValueError: if the split is unknown.
-        """
-        self.split: str = check_split(self.name, split)
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
-        self.num_examples = num_examples
-        self.seed = seed
-
-    def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems, distinct by their numbers."""
-        return generated_examples(
-            draw_word_problem,
-            task=self.name,
-            split=check_split(self.name, self.split),
-            num_examples=self.num_examples,
-            seed=self.seed,
-            template=self._template,
-        )
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of either split."""
+        return draw_word_problem(rng)
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training problem and a solution in a random style."""
-        problem = draw_of_split(draw_word_problem, rng, split="train")
+        problem = self.draw_training(rng)
         reference = problem.reference
         return problem.text, write_solution(reference["start"], reference["moves"], rng)
 

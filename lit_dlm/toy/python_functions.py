@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict, run_python_check
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.generated import Problem, check_split, draw_of_split, generated_examples
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy.generated import GeneratedTask, Problem
 
 LOOP_VARIABLES = ("x", "v", "n")
 TEMPORARIES = ("t", "r", "z")
@@ -240,7 +239,7 @@ def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
     return text
 
 
-class PythonFunctions(Task):
+class PythonFunctions(GeneratedTask):
     """Generated Python functions, see the module."""
 
     name = "python_functions"
@@ -259,39 +258,24 @@ class PythonFunctions(Task):
         """Sets up one split.
 
         Args:
-            split: ``train`` or ``test``; a hash of the description decides, the seed does not.
-            num_examples: how many distinct problems :meth:`examples` lists.
+            split: see :class:`~lit_dlm.toy.generated.GeneratedTask`, as for the next two.
+            num_examples: problems of the list.
             seed: seed of that list.
             allow_code_execution: permission to run model-written code, needed by :meth:`grade`.
             limits: what one completion may use; ``None`` takes the sandbox's defaults.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
-
-        Raises:
-            ValueError: if the split is unknown.
+            template: how a problem becomes a prompt.
         """
+        super().__init__(split, num_examples, seed, template=template)
         self.allow_code_execution = allow_code_execution
         self.limits = limits
-        self.split: str = check_split(self.name, split)
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
-        self.num_examples = num_examples
-        self.seed = seed
 
-    def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems, distinct by their descriptions."""
-        return generated_examples(
-            draw_function,
-            task=self.name,
-            split=check_split(self.name, self.split),
-            num_examples=self.num_examples,
-            seed=self.seed,
-            template=self._template,
-        )
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of either split."""
+        return draw_function(rng)
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
         """Draws a training problem and a function in a random style."""
-        problem = draw_of_split(draw_function, rng, split="train")
+        problem = self.draw_training(rng)
         return problem.text, write_function(problem.reference["spec"], rng)
 
     def reference_completion(self, example: PromptExample) -> str:

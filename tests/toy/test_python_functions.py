@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.python_functions import (
+from lit_dlm.toy.python_functions import (
     PythonFunctions,
     describe,
     draw_function,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.digests import short_digest
-from lit_dlm.tasks.sudoku import (
+from lit_dlm.toy.puzzles import short_digest
+from lit_dlm.toy.sudoku import (
     Sudoku,
     agrees,
     as_rows,

@@ -7,10 +7,10 @@ import pytest
 
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.tasks.countdown import Countdown
-from lit_dlm.tasks.python_functions import PythonFunctions
-from lit_dlm.tasks.sudoku import Sudoku
-from lit_dlm.tasks.vocabulary import (
+from lit_dlm.toy.countdown import Countdown
+from lit_dlm.toy.python_functions import PythonFunctions
+from lit_dlm.toy.sudoku import Sudoku
+from lit_dlm.toy.vocabulary import (
     ASSISTANT,
     END,
     MASK,
@@ -19,7 +19,7 @@ from lit_dlm.tasks.vocabulary import (
     build_tokenizer,
     save_tokenizer,
 )
-from lit_dlm.tasks.word_problems import WordProblems
+from lit_dlm.toy.word_problems import WordProblems
 
 ASSETS = Path(lit_dlm.__file__).parent / "assets"
 MAX_PROMPT, MAX_RESPONSE = 28, 32
