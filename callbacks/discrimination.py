@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.decoding import prompt_canvas
+from lit_dlm.decoding import decode_prompts
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.sharding import whole_weights
@@ -119,17 +119,15 @@ class DiscriminationScore(Callback):
         with whole_weights(module.backbone):
             for first in range(0, len(prompts), self.batch_size):
                 chosen = prompts[first : first + self.batch_size]
-                canvas = prompt_canvas(
+                numbers = range(first, first + len(chosen))
+                decode_prompts(
+                    module.backbone,
+                    module.decoders[self.method],
                     chosen,
                     response_length=datamodule.response_length,
-                    spec=module.backbone.spec,
-                    seeds=[
-                        sample_seed(module.seed, f"probe:{first + row}")
-                        for row in range(len(chosen))
-                    ],
-                    device=module.device,
+                    seeds=[sample_seed(module.seed, f"probe:{number}") for number in numbers],
+                    observers=[observer],
                 )
-                module.decoders[self.method](module.backbone, canvas, [observer])
         module.train(training)
         sums, counts = self._totals(trainer, module, observer, datamodule.response_length)
         score, curve = score_curve(sums, counts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
-from lit_dlm.decoding import ConfidencePolicy, Decoder, prompt_canvas
+from lit_dlm.decoding import ConfidencePolicy, Decoder, decode_prompts
 from lit_dlm.decoding.buckets import length_buckets
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.ops.noise import sample_seed
@@ -15,7 +15,6 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -91,15 +90,15 @@ def generate(
     )
     records: dict[int, Trajectory] = {}
     for rows in length_buckets([len(ids) for ids in prompt_ids], batch_size=batch_size):
-        canvas = prompt_canvas(
+        captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
+        result = decode_prompts(
+            backbone,
+            decoder,
             [prompt_ids[row] for row in rows],
             response_length=response_length,
-            spec=backbone.spec,
             seeds=[sample_seed(seed, str(row)) for row in rows],
-            device=_device(backbone),
+            observers=captures,
         )
-        captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
-        result = decoder(backbone, canvas, captures)
         response = result.ids[:, result.start :]
         given = None if result.given is None else result.given[:, result.start :]
         kept = text_cells(response, backbone.spec.eos_ids, given)
@@ -133,7 +132,3 @@ def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase |
         messages, add_generation_prompt=True, return_dict=False
     )
     return list(encoded)
-
-
-def _device(backbone: Backbone) -> torch.device | str:
-    return getattr(backbone, "device", "cpu")

@@ -1,7 +1,7 @@
 """The one decode loop, its plugs, caches and observers."""
 
 from lit_dlm.decoding.caches import BlockCache, CacheScheme, DualCache, NoCache, PrefixCache
-from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.decoder import Decoder, decode_prompts
 from lit_dlm.decoding.engine import DecodeSettings, decode
 from lit_dlm.decoding.layout import (
     FixedLayout,
@@ -98,6 +98,7 @@ __all__ = [
     "ThresholdPolicy",
     "Window",
     "decode",
+    "decode_prompts",
     "lockstep_score",
     "prompt_canvas",
 ]

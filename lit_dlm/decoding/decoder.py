@@ -18,7 +18,7 @@ from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.topk import RandomPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.state import Canvas, DecodeResult
+from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
 
 
@@ -151,6 +151,41 @@ class Decoder:
         """First 16 hexadecimal digits of SHA-256 over :meth:`describe`."""
         text = json.dumps(self.describe(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def decode_prompts(
+    backbone: Backbone,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    response_length: int,
+    seeds: Sequence[int],
+    observers: Sequence[Observer] = (),
+) -> DecodeResult:
+    """Decodes token ids of prompts on the backbone's device: canvas, then the loop.
+
+    Args:
+        backbone: the denoiser.
+        decoder: the method.
+        prompts: token ids of each prompt, chat template included; one batch.
+        response_length: cells to fill behind each.
+        seeds: one per prompt, usually :func:`~lit_dlm.ops.noise.sample_seed` of the sample's uid.
+        observers: read-only callbacks.
+
+    Returns:
+        The final canvas and the counts of every row.
+
+    Raises:
+        ValueError: see :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
+    """
+    canvas = prompt_canvas(
+        prompts,
+        response_length=response_length,
+        spec=backbone.spec,
+        seeds=seeds,
+        device=getattr(backbone, "device", "cpu"),
+    )
+    return decoder(backbone, canvas, observers)
 
 
 def _describe(plug: object) -> dict[str, Any]:

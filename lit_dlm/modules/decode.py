@@ -22,7 +22,7 @@ from lit_dlm.decoding import (
     FillCurves,
     Observer,
     RegionFill,
-    prompt_canvas,
+    decode_prompts,
 )
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
@@ -190,7 +190,7 @@ class DecodeModule(LightningModule):
 
         Args:
             batch: the prompts and the name of the method.
-            observers: lookers-on.
+            observers: read-only callbacks.
 
         Returns:
             The final canvas and the counts of every row.
@@ -202,14 +202,14 @@ class DecodeModule(LightningModule):
             raise ValueError(
                 f"decoders: no method '{batch.method}', known: {', '.join(self.decoders) or 'none'}"
             )
-        canvas = prompt_canvas(
+        return decode_prompts(
+            self.backbone,
+            self.decoders[batch.method],
             batch.prompt_ids,
             response_length=batch.response_length,
-            spec=self.backbone.spec,
             seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
-            device=self.device,
+            observers=observers,
         )
-        return self.decoders[batch.method](self.backbone, canvas, observers)
 
     def predict_step(
         self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0

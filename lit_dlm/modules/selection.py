@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Window, prompt_canvas
+from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Window, decode_prompts
 from lit_dlm.decoding.engine import end_of_text_gate, initial_state
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
 from lit_dlm.decoding.state import Canvas
@@ -145,20 +145,13 @@ class RolloutOutcome:
     """How many prompts."""
 
 
-def roll_out(
-    prompts: RolloutPrompts,
-    backbone: Backbone,
-    decoder: Decoder,
-    *,
-    device: torch.device | str = "cpu",
-) -> RolloutOutcome:
+def roll_out(prompts: RolloutPrompts, backbone: Backbone, decoder: Decoder) -> RolloutOutcome:
     """Decodes the prompts and compares with the reference responses, up to their first end of text.
 
     Args:
         prompts: what to decode, each response as long as its reference.
         backbone: the frozen denoiser.
         decoder: the method.
-        device: where to decode.
 
     Returns:
         The sums.
@@ -168,14 +161,13 @@ def roll_out(
     for prompt, response in prompts.found.items():
         by_length.setdefault(len(response), []).append((prompt, response))
     for length, group in sorted(by_length.items()):
-        canvas = prompt_canvas(
+        result = decode_prompts(
+            backbone,
+            decoder,
             [prompt for prompt, _ in group],
             response_length=length,
-            spec=backbone.spec,
             seeds=range(len(group)),
-            device=device,
         )
-        result = decoder(backbone, canvas)
         got = result.ids[:, result.start :].cpu()
         wanted = torch.tensor([response for _, response in group])
         is_end = torch.isin(wanted, torch.tensor(backbone.spec.eos_ids))

@@ -403,7 +403,7 @@ class TraceLockModule(DecodeModule):
         """Decodes the prompts that this validation met; the sums of all processes are divided."""
         prompts = self._rollout_prompts or RolloutPrompts(0)
         decoder = selection.decoder(self.scorer)
-        outcome = roll_out(prompts, self.backbone, decoder, device=self.device)
+        outcome = roll_out(prompts, self.backbone, decoder)
         sums = []
         for value in (outcome.agreeing, outcome.steps, outcome.cells, float(outcome.prompts)):
             metric = SumMetric().to(self.device)
