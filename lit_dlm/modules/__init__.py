@@ -2,9 +2,9 @@
 
 from lit_dlm.modules.autoencoder import AutoencoderModule
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.generate import TraceModule
 from lit_dlm.modules.pretrain import PretrainModule
-from lit_dlm.modules.sft import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.modules.tracerl import TraceRLModule

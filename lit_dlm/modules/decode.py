@@ -25,10 +25,10 @@ from lit_dlm.decoding import (
     decode_prompts,
 )
 from lit_dlm.decoding.endings import text_cells
+from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
-from lit_dlm.modules.sweep import Sweep, expanded
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text

@@ -1,26 +1,31 @@
-"""What all fine-tuning on finished responses shares: states, scores, normalisation, files."""
+"""Fine-tuning on finished responses: states, scores, normalisation, files; SFT itself.
+
+A run whose loss or gradients are not finite stops before they reach the weights.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
+from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import Corruption, NoisyStates
 from lit_dlm.losses.terms import LossTerms
+from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.export import export_trained
-from lit_dlm.modules.finite import finite_gradients, require_finite
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.schedules import warmup_cosine
@@ -29,6 +34,9 @@ LossNorm = Literal["local", "global"]
 
 _VALIDATION_SEED = 1_000_003
 """Added to the seed for the fixed noise of validation."""
+
+_MOST_NAMED = 16
+"""Samples that a message about numbers that are not finite lists."""
 
 logger = logging.getLogger(__name__)
 
@@ -354,3 +362,111 @@ def _non_finite_samples(
     row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
     samples = states.sample[row[bad]].unique().tolist()
     return [batch.uids[sample] for sample in samples] or batch.uids
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient is infinite or not a number; raised by all processes at the same step."""
+
+
+def require_finite(
+    is_finite: Tensor, trainer: Trainer | None, *, what: str, blamed: Callable[[], list[str]]
+) -> None:
+    """Raises in every process when one of them has met a number that is not finite.
+
+    One process alone must not stop, or the others would wait for it forever. Costs one reduction of
+    a number, and a look at the result from the host.
+
+    Args:
+        is_finite: scalar bool of this process.
+        trainer: the run; ``None`` outside of one.
+        what: what was checked, for the message.
+        blamed: uids of this process's samples that the message shall name, possibly none; called
+            on failure only.
+
+    Raises:
+        NonFiniteError: naming the samples of all processes.
+    """
+    world_size = 1 if trainer is None else trainer.world_size
+    bad = (~is_finite).float()
+    if world_size > 1:
+        assert trainer is not None
+        bad = trainer.strategy.reduce(bad, reduce_op="sum")
+    if not bool(bad):
+        return
+    named = blamed()
+    if world_size > 1:
+        gathered: list[list[str]] = [[] for _ in range(world_size)]
+        torch.distributed.all_gather_object(gathered, named)
+        named = [uid for part in gathered for uid in part]
+    step = 0 if trainer is None else trainer.global_step
+    listed = ", ".join(named[:_MOST_NAMED])
+    if len(named) > _MOST_NAMED:
+        listed += f" and {len(named) - _MOST_NAMED} more"
+    raise NonFiniteError(
+        f"{what} is not finite at optimiser step {step}, samples {listed}; weights are those from "
+        "before it. Look at these samples, or lower the learning rate"
+    )
+
+
+def finite_gradients(gradients: Sequence[Tensor]) -> Tensor:
+    """Scalar bool: whether all gradients are finite, of sharded ones this process's part.
+
+    Args:
+        gradients: at least one, of any shapes.
+    """
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
+    sums = torch.stack([value.float().abs().sum() for value in local])
+    return torch.isfinite(sums).all()
+
+
+class SFTModule(FinetuneModule):
+    """Cross-entropy of hidden response tokens.
+
+    Model families need no setting here: a backbone with block attention is trained on all blocks
+    of a state in one row, one with full attention on the state itself. Autoregressive checkpoints
+    are adapted by giving the backbone ``from_ar``.
+
+    Args:
+        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        corruption: which states are trained on; random masking by default.
+        decoders: decoding methods by name.
+        seed: base seed of noise and decoding.
+        num_padding: supervised cells behind the answer, ``null`` for all (``post_num`` in dLLM-RL).
+        loss_norm: ``local`` or ``global``, see :class:`~lit_dlm.modules.finetune.FinetuneModule`.
+        optimizer: constructor of the optimiser.
+        warmup_steps: optimiser steps of the warm-up.
+        lr_floor: factor on the learning rate at the end.
+        export_dir: where the last weights are written.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        tokenizer: str,
+        corruption: Corruption | None = None,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        num_padding: int | None = 0,
+        loss_norm: LossNorm = "local",
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=1e-5, weight_decay=0.01
+        ),
+        warmup_steps: int = 50,
+        lr_floor: float = 0.0,
+        export_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            backbone,
+            corruption=corruption or RandomMasking(),
+            tokenizer=tokenizer,
+            decoders=decoders,
+            seed=seed,
+            num_padding=num_padding,
+            loss_norm=loss_norm,
+            optimizer=optimizer,
+            warmup_steps=warmup_steps,
+            lr_floor=lr_floor,
+            export_dir=export_dir,
+        )

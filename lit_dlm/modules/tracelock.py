@@ -35,9 +35,9 @@ from lit_dlm.losses.acceptance import (
     prefix_crop,
 )
 from lit_dlm.metrics.replay import f_beta
-from lit_dlm.modules.acceptance_scores import AcceptanceScores
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.selection import (
+    AcceptanceScores,
     RolloutPrompts,
     SelectionSettings,
     roll_out,

@@ -28,8 +28,7 @@ from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.value import value_loss
 from lit_dlm.losses.views import CoupledViews
-from lit_dlm.modules.finetune import FinetuneModule
-from lit_dlm.modules.finite import require_finite
+from lit_dlm.modules.finetune import FinetuneModule, require_finite
 from lit_dlm.modules.objective import PolicyObjective, ValueObjective
 from lit_dlm.modules.rollout_batch import RolloutBatch, training_rows
 from lit_dlm.modules.rollout_items import RowBuilder

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
 from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
-from lit_dlm.modules.export import export_trained
+from lit_dlm.modules.checkpoint import export_trained
 from tests.backbones.conftest import SHARED
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
 from tests.backbones.test_variants import IDS, write

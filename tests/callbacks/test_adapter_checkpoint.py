@@ -14,7 +14,7 @@ from callbacks.adapter_checkpoint import AdapterCheckpoint
 from callbacks.discrimination import DiscriminationScore
 from lit_dlm.decoding import Decoder, EntropyPolicy
 from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import SFTModule
 from tests.finetuning import Data, Watch, examples, run, small
 
 WEIGHTS = "adapter_model.safetensors"

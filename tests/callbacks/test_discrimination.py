@@ -15,7 +15,7 @@ from callbacks.discrimination import DiscriminationScore
 from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, SequentialPolicy, prompt_canvas
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.ops.discrimination import entropy_variance
 from lit_dlm.trajectories.capture import TrajectoryCapture

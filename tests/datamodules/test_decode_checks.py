@@ -9,7 +9,7 @@ import pytest
 
 from datamodules.decode_checks import check_decodes
 from lit_dlm.losses.corruption import TimeDelay, TraceMasking
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.modules.tabom import TABOMModule
 from tests.finetuning import G, examples, small

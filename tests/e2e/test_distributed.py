@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.modules.export import copy_tokenizer
+from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.reward_curve import read_points
 from tests.e2e.runs import ROOT, results, run, write_config, write_jsonl
 from tests.processes import in_two_processes

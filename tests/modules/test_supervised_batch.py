@@ -10,7 +10,7 @@ import torch
 
 from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
 from lit_dlm.losses.states import Corruption
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.ops.cuts import non_ltr_positions
 from tests.finetuning import EOS, MASK, G, examples, small

@@ -17,8 +17,7 @@ from lit_dlm.backbones import HFBackbone
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.modules.finetune import FinetuneModule
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import FinetuneModule, SFTModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lit_dlm.decoding import Decoder
+from lit_dlm.decoding.decoder import Decoder
 
 _PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
 

@@ -21,7 +21,7 @@ from lit_dlm.losses.corruption import (
     TraceMasking,
 )
 from lit_dlm.losses.states import Corruption
-from lit_dlm.modules.sft import SFTModule
+from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,

@@ -11,10 +11,10 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
+from lit_dlm.decoding.sweep import Sweep, expanded, with_option
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.sweep import Sweep, expanded, with_option
 from lit_dlm.reports.plots import family
 from tests.traces import small_backbone
 
