@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from lit_dlm.backbones.assembly import DType, torch_dtype
+from lit_dlm.backbones.decoder import DType, torch_dtype
 from lit_dlm.backbones.families import PLAIN_DECODERS
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.backbones.weights import save_checkpoint

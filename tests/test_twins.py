@@ -12,9 +12,8 @@ import torch
 
 from lit_dlm.backbones import FromAR, HFBackbone
 from lit_dlm.backbones.families import FAMILIES
-from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.special_tokens import read_added_tokens
-from lit_dlm.backbones.tokenizer import load_tokenizer
+from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.backbones.resolution import read_added_tokens, resolve
 from lit_dlm.twins import RELEASES, write_twin
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

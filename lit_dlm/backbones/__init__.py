@@ -13,12 +13,10 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 
 if TYPE_CHECKING:
     from lit_dlm.backbones.architecture import Architecture
-    from lit_dlm.backbones.autoregressive import FromAR
-    from lit_dlm.backbones.hf import HFBackbone
-    from lit_dlm.backbones.loading import build, load_backbone
+    from lit_dlm.backbones.hf import HFBackbone, build, load_backbone
+    from lit_dlm.backbones.location import load_tokenizer
     from lit_dlm.backbones.lora import LoRASettings
-    from lit_dlm.backbones.resolution import Resolved, resolve
-    from lit_dlm.backbones.tokenizer import load_tokenizer
+    from lit_dlm.backbones.resolution import FromAR, Resolved, resolve
 
 __all__ = [
     "Architecture",
@@ -37,13 +35,13 @@ __all__ = [
 
 _ON_FIRST_USE = {
     "Architecture": "architecture",
-    "FromAR": "autoregressive",
+    "FromAR": "resolution",
     "HFBackbone": "hf",
     "LoRASettings": "lora",
     "Resolved": "resolution",
-    "build": "loading",
-    "load_backbone": "loading",
-    "load_tokenizer": "tokenizer",
+    "build": "hf",
+    "load_backbone": "hf",
+    "load_tokenizer": "location",
     "resolve": "resolution",
 }
 

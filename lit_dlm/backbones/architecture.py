@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Decoder = Literal["qwen2", "llama", "qwen3"]
 
@@ -199,15 +202,19 @@ class Architecture:
         config.is_causal = False
         return config
 
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """Transformers' class of the decoder with its head."""
+        return getattr(transformers, _CAUSAL_LM_NAMES[self.decoder])
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Keys and shapes of all weights, without allocating any.
 
         Returns:
             Key under transformers' names to shape; a tied head is not listed.
         """
-        model_class = getattr(transformers, _CAUSAL_LM_NAMES[self.decoder])
         with torch.device("meta"):
-            named = model_class(self.hf_config()).named_parameters()
+            named = self.model_class(self.hf_config()).named_parameters()
         return {key: tuple(parameter.shape) for key, parameter in named}
 
     def spec_fields(self) -> dict[str, Any]:

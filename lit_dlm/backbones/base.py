@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 UNKNOWN_ID = -1
 """Stands for a special token that the files do not name; no token has this id."""
 
+
+BlockOrigin = Literal["sequence", "response"]
+"""Where blocks are counted from: the first real token of a row (the generators of SDAR and dLLM-RL;
+the tail of a prompt then shares the first block that is generated), or the first column of the
+response."""
 
 _CHOICES: dict[str, tuple[object, object]] = {
     "shift": (0, 1),
@@ -43,10 +48,9 @@ class BackboneSpec:
     """Attention layout the model was trained with."""
     block_size: int | None = None
     """Block length of a block-attention model."""
-    block_origin: Literal["sequence", "response"] = "sequence"
-    """Where blocks are counted from: the first real token of a row (released samplers, so the tail
-    of a prompt may share the first generated block), or the first response cell (the reference's
-    training on traces, arXiv:2509.06949). One model, two partitions."""
+    block_origin: BlockOrigin = "sequence"
+    """Released samplers count from the sequence, the reference's training on traces from the
+    response (arXiv:2509.06949). One model, two partitions."""
     logit_scale: float = 1.0
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
@@ -115,3 +119,11 @@ class Backbone(Protocol):
             The aligned logits at ``columns`` and, when asked, aligned hidden snapshots.
         """
         ...
+
+
+class Span(NamedTuple):
+    """The window of one row: columns ``[begin, end)`` run and see the columns ``[0, kv_end)``."""
+
+    begin: int
+    end: int
+    kv_end: int

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from lit_dlm.backbones.base import BackboneSpec, Denoised
-from lit_dlm.backbones.block import Span
+from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
 

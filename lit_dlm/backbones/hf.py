@@ -1,22 +1,25 @@
 """Masked diffusion denoiser on transformers' Qwen2, Llama and Qwen3 decoders, made bidirectional.
 
 The decoders run unchanged: only the causal flag is off and the masks are ours. This file holds the
-forward; construction, adapters and files are in :mod:`~lit_dlm.backbones.stored`, checkpoints are
-translated in :mod:`~lit_dlm.backbones.resolution`, and caches build on :meth:`encode_window`.
+forward and the ways to it from Python; construction, adapters and files are in
+:mod:`~lit_dlm.backbones.decoder`, checkpoints are translated in
+:mod:`~lit_dlm.backbones.resolution`, and caches build on :meth:`HFBackbone.encode_window`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from lit_dlm.backbones.assembly import AttentionRoute, DType
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
-from lit_dlm.backbones.stored import StoredDecoder
+from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.visibility import (
     attention_visibility,
     key_visibility,
@@ -33,7 +36,7 @@ __all__ = ["AttentionRoute", "DType", "HFBackbone"]
 class HFBackbone(StoredDecoder, Backbone):
     """A bidirectional decoder with aligned outputs (the :class:`~lit_dlm.backbones.base.Backbone`).
 
-    Constructor options are those of :class:`~lit_dlm.backbones.stored.StoredDecoder`.
+    Constructor options are those of :class:`~lit_dlm.backbones.decoder.StoredDecoder`.
     """
 
     forward_methods: ClassVar = ("_encode",)
@@ -49,25 +52,11 @@ class HFBackbone(StoredDecoder, Backbone):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        """Runs one forward; only the rows at ``columns`` pass through the head.
+        """Runs one forward, see :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`.
 
         A block model (``spec.attention`` is ``block``) gets its block-causal mask, any other one
-        sees every real token.
-
-        Args:
-            ids: ``(B, L)`` int64 canvas.
-            pad_mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding (the
-                fast route: no mask is built and the flash kernel stays available).
-            columns: ``(B, K)`` int64 canvas columns to predict; ``None`` means all.
-            hidden_layers: indices among ``num_layers + 1`` hidden states: 0 is the embedding, the
-                last one follows the final norm; negative ones count from the end.
-            response_start: canvas column of the first response cell; read only where blocks count
-                from there (``spec.block_origin`` is ``response``).
-
-        Returns:
-            ``logits`` ``(B, K, V)`` in the model's dtype, scaled, ``-inf`` at forbidden ids; and
-            ``hidden`` ``(B, L, H, D)`` in the order asked, or ``None``. Both are aligned: row
-            ``i`` speaks of token ``i``. Differentiable.
+        sees every real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
+        that the flash kernel stays available. Differentiable.
 
         Raises:
             ValueError: a hidden layer does not exist, the mask id is not known, or blocks count
@@ -387,3 +376,87 @@ def _given_visibility(mask: Tensor) -> Tensor:
             f"got {mask.dtype} {tuple(mask.shape)}"
         )
     return with_own_key(mask)
+
+
+def load_backbone(
+    path_or_id: str | Path,
+    *,
+    dtype: DType | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    attn_implementation: AttentionRoute = "sdpa",
+    adapter: str | Path | None = None,
+) -> HFBackbone:
+    """Loads a frozen backbone for decoding.
+
+    Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
+    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`.
+
+    Args:
+        path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
+        dtype: of weights and activations.
+        device: where the weights go; they are read straight to it.
+        attn_implementation: ``sdpa``, or ``eager`` as a reference.
+        adapter: folder or hub id of a low-rank adapter in PEFT layout.
+
+    Returns:
+        The backbone in evaluation mode, without gradients.
+
+    Raises:
+        ValueError: nothing of that name exists, or its configuration is not supported.
+    """
+    with torch.device(device):
+        backbone = HFBackbone(
+            str(path_or_id),
+            dtype=_name(dtype),
+            attn_implementation=attn_implementation,
+            adapter=None if adapter is None else str(adapter),
+        )
+    return backbone.to(device).eval()
+
+
+def build(
+    resolved: Resolved,
+    *,
+    weights: str | Path | None = None,
+    dtype: DType | torch.dtype = "float32",
+    attn_implementation: AttentionRoute = "sdpa",
+    lora: LoRASettings | None = None,
+) -> HFBackbone:
+    """Builds a backbone from a resolved description.
+
+    Args:
+        resolved: see :func:`~lit_dlm.backbones.resolution.resolve`. Change its architecture for
+            variants that no checkpoint has.
+        weights: folder or hub id with the weights; ``None`` gives random ones (seed torch before).
+        dtype: of weights and activations.
+        attn_implementation: ``sdpa``, or ``eager`` as a reference.
+        lora: puts a new trainable adapter on the frozen weights.
+
+    Returns:
+        The backbone, frozen but for the adapter.
+
+    Raises:
+        ValueError: the weights are not those of the description.
+    """
+    if weights is None:
+        return HFBackbone(
+            architecture=resolved.architecture,
+            dtype=_name(dtype),
+            attn_implementation=attn_implementation,
+            lora=lora,
+        )
+    backbone = HFBackbone(
+        str(weights),
+        dtype=_name(dtype),
+        attn_implementation=attn_implementation,
+        spec_overrides=resolved.architecture.spec_fields(),
+        lora=lora,
+    )
+    if backbone.architecture.digest() != resolved.architecture.digest():
+        raise ValueError(f"weights: {weights} holds a model of another architecture")
+    return backbone
+
+
+def _name(dtype: DType | torch.dtype) -> DType:
+    name: DType = str(torch_dtype(dtype)).removeprefix("torch.")  # type: ignore[assignment]
+    return name

@@ -1,11 +1,11 @@
-"""Where a model lies: embedded in the package, in a local folder, or on the Hugging Face hub."""
+"""Finds a model and its tokenizer: bundled, local folder, or hub id."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import DryRunFileInfo, snapshot_download
 from huggingface_hub.errors import (
@@ -13,6 +13,9 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 """Folder of the embedded models."""
@@ -135,3 +138,30 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer that lies beside a model.
+
+    Custom tokenizer classes named in a checkpoint (Dream, LLaDA) are not needed: a
+    ``tokenizer.json`` says everything, and ``vocab.json`` with ``merges.txt`` is the Qwen2 kind.
+
+    Args:
+        path_or_id: an embedded name, a local folder, or a hub id.
+
+    Returns:
+        A fast tokenizer.
+
+    Raises:
+        ValueError: nothing of that name exists, or the folder has no tokenizer files.
+    """
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # costs seconds
+
+    folder = locate(path_or_id, weights=False)
+    if (folder / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    raise ValueError(
+        f"{path_or_id}: expected tokenizer.json, or vocab.json with merges.txt, in {folder}"
+    )

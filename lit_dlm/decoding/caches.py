@@ -33,8 +33,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone, Denoised
-from lit_dlm.backbones.block import Span
+from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import BackboneSpec
-from lit_dlm.backbones.block import BlockOrigin
+from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.decoding.state import DecodeState
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.merging import fold, restored
+from lit_dlm.backbones.lora import fold, restored
 
 
 class ShardedStrategy(ModelParallelStrategy):

@@ -12,9 +12,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lit_dlm.backbones.assembly import DType
-from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.tokenizer import load_tokenizer
+from lit_dlm.backbones.decoder import DType
+from lit_dlm.backbones.location import load_tokenizer, locate
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 

@@ -738,7 +738,7 @@ def _read_all(options: argparse.Namespace, kind: str) -> tuple[Iterator[Trajecto
         return (record for records, _ in parts for record in records), run_text
     tokenizer = None
     if options.tokenizer is not None:
-        from lit_dlm.backbones.tokenizer import load_tokenizer
+        from lit_dlm.backbones.location import load_tokenizer
 
         tokenizer = load_tokenizer(options.tokenizer)
     settings = exchange.ImportSettings(
@@ -900,8 +900,7 @@ def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
     Raises:
         ValueError: there is no such tokenizer, or the run names none that is here.
     """
-    from lit_dlm.backbones.location import embedded_names
-    from lit_dlm.backbones.tokenizer import load_tokenizer
+    from lit_dlm.backbones.location import embedded_names, load_tokenizer
 
     if name is not None:
         return load_tokenizer(name)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from lit_dlm.backbones import FromAR, HFBackbone, LoRASettings, load_backbone, resolve
-from lit_dlm.backbones.autoregressive import tokenizer_size
+from lit_dlm.backbones.resolution import tokenizer_size
 from tests.backbones.conftest import SHARED
 
 SIZES: dict[str, Any] = {

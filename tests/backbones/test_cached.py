@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lit_dlm.backbones.block import Span
+from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.families import FAMILIES
-from lit_dlm.backbones.keys import KeyMap
-from lit_dlm.backbones.resolution import read_config, resolve
-from lit_dlm.backbones.special_tokens import read_added_tokens
+from lit_dlm.backbones.families import FAMILIES, KeyMap
+from lit_dlm.backbones.resolution import read_added_tokens, read_config, resolve
 from tests.backbones.conftest import SHARED
 
 DREAM: dict[str, Any] = {

@@ -195,7 +195,7 @@ def test_save_then_load_is_the_identity(
         forbidden_ids=(0,),
         positions="arange",
     )
-    backbone.save(tmp_path / "model")
+    backbone.export(tmp_path / "model")
     again = load_backbone(str(tmp_path / "model"))
     assert again.spec == backbone.spec
     assert again.architecture.digest() == backbone.architecture.digest()
@@ -206,7 +206,7 @@ def test_save_then_load_is_the_identity(
 
 def test_equal_weights_are_saved_as_equal_bytes(make_backbone: Maker, tmp_path: Path):
     for name in ("a", "b"):
-        make_backbone().save(tmp_path / name, dtype="float16")
+        make_backbone().export(tmp_path / name, dtype="float16")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
@@ -217,7 +217,7 @@ def test_equal_weights_are_saved_as_equal_bytes(make_backbone: Maker, tmp_path: 
 
 def test_half_precision_files_load_into_float32(make_backbone: Maker, tmp_path: Path):
     backbone = make_backbone()
-    backbone.save(tmp_path, dtype="bfloat16")
+    backbone.export(tmp_path, dtype="bfloat16")
     again = HFBackbone(str(tmp_path))
     assert again.dtype == torch.float32
     rounded = backbone.model.lm_head.weight.bfloat16().float()
@@ -229,7 +229,7 @@ def test_rotary_frequencies_stay_in_float32(make_backbone: Maker, tmp_path: Path
     backbone = make_backbone()
     expected = backbone.model.model.rotary_emb.inv_freq.clone()
     assert expected.dtype == torch.float32
-    backbone.save(tmp_path)
+    backbone.export(tmp_path)
     nn.ModuleList([backbone]).to(torch.bfloat16)
     loaded = HFBackbone(str(tmp_path), dtype="bfloat16")
     for cast in (backbone, loaded):
@@ -244,7 +244,7 @@ def test_description_tells_models_apart(make_backbone: Maker, tmp_path: Path):
     # Per layer: attention 4 * 16 * 16 + 3 * 16 biases, gated MLP 3 * 16 * 24, two norms of 16.
     assert facts["num_parameters"] == 32 * 16 + 3 * (1024 + 48 + 1152 + 32) + 16
     assert facts["weights_sha256"] is None
-    backbone.save(tmp_path)
+    backbone.export(tmp_path)
     loaded = HFBackbone(str(tmp_path)).describe()
     assert loaded["config_sha256"] == facts["config_sha256"]
     assert len(loaded["weights_sha256"]) == 64

@@ -364,7 +364,7 @@ def test_an_adapter_of_another_model_is_named(tmp_path: Path, caplog: pytest.Log
     """The embedded models have equal shapes. A folder of the same name is taken for the same."""
     backbone = HFBackbone("tiny", lora=LoRASettings(rank=2))
     backbone.save_adapter(tmp_path / "adapter")
-    backbone.save(tmp_path / "tiny")
+    backbone.export(tmp_path / "tiny")
     for base in ("tiny", str(tmp_path / "tiny")):
         HFBackbone(base, adapter=str(tmp_path / "adapter"))
     assert not caplog.records

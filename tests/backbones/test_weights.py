@@ -104,7 +104,7 @@ def test_a_tied_llada_may_store_its_head_or_not(tmp_path: Path, stored_head: boo
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path):
-    HFBackbone(architecture=tiny_architecture(num_layers=2)).save(tmp_path)
+    HFBackbone(architecture=tiny_architecture(num_layers=2)).export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(ValueError, match="unexpected keys"):

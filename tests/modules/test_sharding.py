@@ -345,7 +345,7 @@ def train_in_bfloat16(rank: int, folder: Path) -> tuple[list[float], dict[str, s
     torch.set_num_threads(1)
     module = Watched(backbone(**VARIANTS["full"]))
     trainer(folder, strategy("fsdp"), 2, precision="bf16-mixed").fit(module)
-    module.backbone.save(folder / "model")
+    module.backbone.export(folder / "model")
     return module.losses, module.dtypes
 
 

@@ -111,7 +111,7 @@ def test_a_changed_weight_is_named_and_the_records_that_it_changes_fail(
     other = tiny()
     with torch.no_grad():
         other.model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)
-    other.save(tmp_path / "other")
+    other.export(tmp_path / "other")
     loaded = HFBackbone(str(tmp_path / "other"))
     for level in (3, 4):
         result = check(small, loaded, level=level)
@@ -128,7 +128,7 @@ def test_one_weight_that_changes_no_decision_is_named_all_the_same(
     other = tiny()
     with torch.no_grad():
         other.model.model.norm.weight[0] += 1e-3
-    other.save(tmp_path / "other", dtype="float32")
+    other.export(tmp_path / "other", dtype="float32")
     result = check(small, HFBackbone(str(tmp_path / "other")), level=3)
     assert [line.partition(":")[0] for line in result.differences] == ["model.weights digest"]
     assert result.failed

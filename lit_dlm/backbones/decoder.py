@@ -8,33 +8,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lit_dlm.backbones import lora as adapters
-from lit_dlm.backbones import merging
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.assembly import (
-    AttentionRoute,
-    DType,
-    loaded_decoder,
-    random_decoder,
-    torch_dtype,
-)
-from lit_dlm.backbones.autoregressive import FromAR
-from lit_dlm.backbones.families import FAMILIES
-from lit_dlm.backbones.keys import HEAD_KEY, KeyMap
+from lit_dlm.backbones.attention import GROUPED_SDPA
+from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyMap, original_config
 from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.original import original_config
-from lit_dlm.backbones.resolution import EXPORT_KEY, resolve
+from lit_dlm.backbones.resolution import EXPORT_KEY, FromAR, Resolved, resolve
 from lit_dlm.backbones.weights import (
     files_digest,
+    load_weights,
     plain_tensor,
     save_checkpoint,
     weight_files,
@@ -42,6 +34,8 @@ from lit_dlm.backbones.weights import (
 
 logger = logging.getLogger(__name__)
 
+DType = Literal["float32", "bfloat16", "float16"]
+AttentionRoute = Literal["sdpa", "eager"]
 ExportLayout = Literal["hf", "original"]
 
 
@@ -122,19 +116,16 @@ class StoredDecoder(nn.Module):
                         f"HFBackbone.{name}: only with path; with architecture set its fields"
                     )
             self.architecture = architecture
-            family = FAMILIES.get(architecture.family)
-            self._keys = KeyMap(layout=family.layout if family else "hf")
+            self._keys = KeyMap.of(architecture.family)
             self.model = random_decoder(
                 architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
         else:
             assert path is not None
-            number_type = torch_dtype(dtype)
             resolved = resolve(path, spec_overrides=spec_overrides, from_ar=from_ar)
             self.architecture, self._keys = resolved.architecture, resolved.keys
             if EXPORT_KEY in resolved.config:
-                family = FAMILIES.get(self.architecture.family)
-                self._keys = KeyMap(layout=family.layout if family else "hf")
+                self._keys = KeyMap.of(self.architecture.family)
             else:
                 self._source_config = dict(resolved.config)
             self._weight_files = weight_files(locate(path))
@@ -142,7 +133,7 @@ class StoredDecoder(nn.Module):
                 resolved,
                 self._weight_files,
                 attn_implementation=attn_implementation,
-                dtype=number_type,
+                dtype=torch_dtype(dtype),
             )
         for layer in self.model.model.layers:
             # The module constant would make a mask-free SDPA call causal.
@@ -269,7 +260,7 @@ class StoredDecoder(nn.Module):
         """
         if self._adapter is None:
             raise ValueError("merge_adapter: this backbone has no adapter")
-        merging.merge(self.model)
+        adapters.merge(self.model)
         self._adapter = None
 
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
@@ -300,15 +291,6 @@ class StoredDecoder(nn.Module):
             base_name=self._base_name,
             write=_is_first_process(),
         )
-
-    def save(self, folder: str | Path, *, dtype: DType | None = None) -> None:
-        """Writes a folder for ``HFBackbone(path=folder)``: :meth:`export` in layout ``hf``.
-
-        Args:
-            folder: see :meth:`export`.
-            dtype: see :meth:`export`.
-        """
-        self.export(folder, dtype=dtype)
 
     def export(
         self,
@@ -346,7 +328,7 @@ class StoredDecoder(nn.Module):
         # One spelling for new and old readers alike.
         config.pop("torch_dtype", None)
         config["dtype"] = str(stored).removeprefix("torch.")
-        weights = merging.base_parameters_adapted(self.model)
+        weights = adapters.base_parameters_adapted(self.model)
         if self.architecture.tie_embeddings:
             del weights[HEAD_KEY]
         translate = self._keys.original if layout == "original" else str
@@ -356,7 +338,7 @@ class StoredDecoder(nn.Module):
             parameter, layer = named[key]
             tensor = plain_tensor(parameter)
             if layer is not None:
-                tensor = merging.merged(tensor, layer)
+                tensor = adapters.merged(tensor, layer)
             return tensor.to(device="cpu", dtype=stored)
 
         write = _is_first_process()
@@ -435,3 +417,107 @@ def _is_first_process() -> bool:
     return not (distributed.is_available() and distributed.is_initialized()) or (
         distributed.get_rank() == 0
     )
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a setting.
+
+    Args:
+        dtype: ``float32``, ``bfloat16`` or ``float16``, or the torch dtype of that name.
+
+    Raises:
+        ValueError: anything else.
+    """
+    name = str(dtype).removeprefix("torch.")
+    known = list(get_args(DType))
+    if name not in known:
+        raise ValueError(f"HFBackbone.dtype: expected one of {known}, got {name!r}")
+    return getattr(torch, name)
+
+
+def random_decoder(
+    architecture: Architecture, *, attn_implementation: AttentionRoute, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A decoder with random weights, on torch's default device."""
+    config = architecture.hf_config()
+    config._attn_implementation = GROUPED_SDPA if attn_implementation == "sdpa" else "eager"
+    model = architecture.model_class(config)
+    nn.Module.to(model, dtype)  # in place
+    return model
+
+
+def loaded_decoder(
+    resolved: Resolved,
+    files: Sequence[Path],
+    *,
+    attn_implementation: AttentionRoute,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """A decoder with the weights of a checkpoint, on torch's default device.
+
+    The memory starts uninitialised (random weights of billions of parameters take minutes) and is
+    filled tensor by tensor, so that the peak is the model plus one shard.
+
+    Args:
+        resolved: the checkpoint's description.
+        files: its safetensors files.
+        attn_implementation: ``sdpa`` or ``eager``.
+        dtype: of the weights.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a file, a key or a shape does not fit the description.
+    """
+    architecture = resolved.architecture
+    with torch.device("meta"):
+        model = random_decoder(architecture, attn_implementation=attn_implementation, dtype=dtype)
+        grows = resolved.file_vocab_size < architecture.vocab_size
+        if grows:
+            model.resize_token_embeddings(resolved.file_vocab_size, mean_resizing=False)
+    model.to_empty(device=torch.get_default_device())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
+        model.lm_head.weight = model.model.embed_tokens.weight
+        del parameters[HEAD_KEY]
+    load_weights(
+        files,
+        parameters,
+        rename=resolved.keys.ours,
+        optional=frozenset([HEAD_KEY] if architecture.tie_embeddings else []),
+    )
+    if resolved.adds_mask:
+        add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
+    return model
+
+
+@torch.no_grad()
+def add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> None:
+    """Gives the mask token its rows in the embedding and the head, in place.
+
+    Both matrices grow where needed. The new rows, and the mask's own row where the checkpoint has
+    an unused one there, start at the mean of the checkpoint's rows: an ordinary size, and no
+    token's meaning.
+
+    Args:
+        model: with its weights loaded.
+        mask_id: id of the mask token.
+        vocab_size: rows wanted, at least ``mask_id + 1``.
+    """
+    embedding, head = model.model.embed_tokens, model.lm_head
+    tied = head.weight is embedding.weight
+    embedding.weight = _grown(embedding.weight, vocab_size, mask_id)
+    head.weight = embedding.weight if tied else _grown(head.weight, vocab_size, mask_id)
+    embedding.num_embeddings = head.out_features = vocab_size
+    for holder in (model.config, model, model.model):
+        holder.vocab_size = vocab_size
+
+
+def _grown(weight: Tensor, num_rows: int, mask_id: int) -> nn.Parameter:
+    mean = weight.float().mean(dim=0).to(weight.dtype)
+    grown = weight
+    if num_rows > len(weight):
+        grown = torch.cat([weight, mean.expand(num_rows - len(weight), -1)])
+    grown[mask_id] = mean
+    return nn.Parameter(grown.detach(), requires_grad=weight.requires_grad)
