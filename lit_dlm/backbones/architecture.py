@@ -20,7 +20,7 @@ from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Decoder = Literal["qwen2", "llama", "qwen3"]
+DecoderType = Literal["qwen2", "llama", "qwen3"]
 
 _CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
@@ -47,7 +47,7 @@ _CAUSAL_LM_NAMES = {
 class Architecture:
     """Sizes of a bidirectional decoder and the facts of its :class:`BackboneSpec`."""
 
-    decoder: Decoder = "qwen2"
+    decoder: DecoderType = "qwen2"
     """Layer type: Qwen2 (bias on q, k, v), Llama (no bias) or Qwen3 (norms on q and k)."""
     vocab_size: int
     """Rows of the embedding, padding rows included; logits have as many columns."""

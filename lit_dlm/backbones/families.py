@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_dlm.backbones.architecture import Architecture, Decoder
+from lit_dlm.backbones.architecture import Architecture, DecoderType
 from lit_dlm.backbones.base import UNKNOWN_ID
 
-Layout = Literal["hf", "llada"]
+KeyLayout = Literal["hf", "llada"]
 PEFTTask = Literal["CAUSAL_LM", "FEATURE_EXTRACTION"]
 
 
@@ -48,10 +48,10 @@ class Family:
 
     model_types: tuple[str, ...]
     """What ``model_type`` of its ``config.json`` may say."""
-    layout: Layout
+    layout: KeyLayout
     """Whose names the options and keys have."""
     ids: SpecialIds
-    decoder: Decoder
+    decoder: DecoderType
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
     ignored_keys: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-PLAIN_DECODERS: dict[str, Decoder] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
+PLAIN_DECODERS: dict[str, DecoderType] = {"qwen2": "qwen2", "llama": "llama", "qwen3": "qwen3"}
 """Model types of autoregressive checkpoints and of our own exports."""
 
 _HINTS = {"diffucoder": "diffucoder", "mmada": "mmada", "trado": "trado"}
@@ -208,7 +208,7 @@ LLADA_MODULES = {name: target.rpartition(".")[2] for name, target in _BLOCK_NAME
 class KeyMap:
     """Translates keys of weight files; a leading ``model.`` may be absent in them."""
 
-    layout: Layout
+    layout: KeyLayout
     """Whose names the files use."""
     ignored: tuple[str, ...] = ()
     """Prefixes of keys that are left in the files."""

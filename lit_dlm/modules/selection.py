@@ -41,7 +41,7 @@ class SelectionSettings:
     window: Window | None = None
     """Where a step may commit; by default the whole response, or a block model's own blocks."""
     settings: DecodeSettings = field(default_factory=DecodeSettings)
-    """Rules of the loop: the end-of-text gate applies to both scores, the rest to the rollout."""
+    """Engine options: the end-of-text gate applies to both scores, the rest to the rollout."""
     rollout_prompts: int = 0
     """Prompts of the true rollout, over all processes; 0 for none. The backbone then runs."""
 
@@ -115,7 +115,7 @@ def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSetting
 
 
 @dataclass
-class RolloutPrompts:
+class ReferencePrompts:
     """Distinct prompts of validation traces and the responses that the traces ended with."""
 
     limit: int
@@ -151,7 +151,7 @@ class RolloutOutcome:
     """How many prompts."""
 
 
-def roll_out(prompts: RolloutPrompts, backbone: Backbone, decoder: Decoder) -> RolloutOutcome:
+def roll_out(prompts: ReferencePrompts, backbone: Backbone, decoder: Decoder) -> RolloutOutcome:
     """Decodes the prompts and compares with the reference responses, up to their first end of text.
 
     Args:

@@ -38,7 +38,7 @@ from lit_dlm.metrics.replay import f_beta
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.selection import (
     AcceptanceScores,
-    RolloutPrompts,
+    ReferencePrompts,
     SelectionSettings,
     roll_out,
     step_candidates,
@@ -173,7 +173,7 @@ class TraceLockModule(DecodeModule):
             with_scan=not self.scorer.head.config.dynamic_threshold,
             with_replay=selection is not None,
         )
-        self._rollout_prompts: RolloutPrompts | None = None
+        self._rollout_prompts: ReferencePrompts | None = None
         self.calibration_curve: dict[str, Tensor] | None = None
 
     def configure_model(self) -> None:
@@ -386,7 +386,7 @@ class TraceLockModule(DecodeModule):
         if self.selection.rollout_prompts:
             if self._rollout_prompts is None:
                 share = -(-self.selection.rollout_prompts // self.trainer.world_size)
-                self._rollout_prompts = RolloutPrompts(share)
+                self._rollout_prompts = ReferencePrompts(share)
             self._rollout_prompts.add(batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -401,7 +401,7 @@ class TraceLockModule(DecodeModule):
 
     def _rollout_scores(self, selection: SelectionSettings) -> dict[str, Tensor]:
         """Decodes the prompts that this validation met; the sums of all processes are divided."""
-        prompts = self._rollout_prompts or RolloutPrompts(0)
+        prompts = self._rollout_prompts or ReferencePrompts(0)
         decoder = selection.decoder(self.scorer)
         outcome = roll_out(prompts, self.backbone, decoder)
         sums = []

@@ -11,7 +11,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.modules.selection import (
-    RolloutPrompts,
+    ReferencePrompts,
     SelectionSettings,
     roll_out,
     step_candidates,
@@ -73,7 +73,7 @@ def test_rollout_of_the_references_own_method_agrees_fully() -> None:
     selection = SelectionSettings(threshold=0.5)
     decoder = selection.decoder(scorer())
     records = recorded(backbone, 6, decoder=decoder)
-    prompts = RolloutPrompts(limit=10)
+    prompts = ReferencePrompts(limit=10)
     prompts.add(collate_states([trace_state(record, 0) for record in records]))
     outcome = roll_out(prompts, backbone, decoder)
     distinct = {tuple(record.prompt_ids.tolist()): record for record in records}
@@ -86,7 +86,7 @@ def test_rollout_of_the_references_own_method_agrees_fully() -> None:
 def test_agreement_counts_the_answer_and_its_first_end_of_text() -> None:
     """Reference 7 8 EOS EOS against a decode of 7 5 EOS 9: two of three."""
     backbone = small_backbone()
-    prompts = RolloutPrompts(limit=1, found={(5,): (7, 8, EOS, EOS)})
+    prompts = ReferencePrompts(limit=1, found={(5,): (7, 8, EOS, EOS)})
 
     class Fixed(Decoder):
         def __call__(self, *arguments: Any) -> Any:
@@ -103,11 +103,11 @@ def test_agreement_counts_the_answer_and_its_first_end_of_text() -> None:
 def test_prompts_are_distinct_real_and_limited() -> None:
     records = recorded(small_backbone(), 8)
     batch = collate_states([trace_state(record, 0) for record in [*records, *records]])
-    prompts = RolloutPrompts(limit=3)
+    prompts = ReferencePrompts(limit=3)
     prompts.add(batch)
     prompts.add(batch)
     assert len(prompts.found) == 3
-    copies = RolloutPrompts(limit=3)
+    copies = ReferencePrompts(limit=3)
     copies.add(replace(batch, is_real=torch.zeros_like(batch.is_real)))
     assert not copies.found
 

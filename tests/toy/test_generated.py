@@ -104,4 +104,4 @@ def test_configurations_of_version_0_1_find_the_generated_tasks(task):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Task, "task")
     old = parser.parse_object({"task": {"class_path": f"lit_dlm.tasks.{task.__name__}"}})
-    assert isinstance(parser.instantiate_classes(old).task, task)
+    assert isinstance(parser.instantiate(old).task, task)
