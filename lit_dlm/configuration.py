@@ -19,6 +19,8 @@ from jsonargparse import ArgumentParser, Namespace, _typehints
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
+from lit_dlm.config_files import is_kind_of, own_modules, with_files
+
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_OPTION = re.compile(
@@ -110,11 +112,10 @@ def _without_option(name: str, classes: list[str]) -> str:
 def _own_classes() -> list[type]:
     """Public classes of this project that are loaded."""
     found: dict[str, type] = {}
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("lit_dlm", "datamodules", "callbacks"):
-            own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
-            own = {k: v for k, v in own.items() if not issubclass(v, BaseException)}
-            found.update((k, v) for k, v in own.items() if v.__module__ == name)
+    for module in own_modules():
+        own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
+        own = {k: v for k, v in own.items() if not issubclass(v, BaseException)}
+        found.update((k, v) for k, v in own.items() if v.__module__ == module.__name__)
     return list(found.values())
 
 
@@ -142,7 +143,7 @@ def _start_anew(
 
     jsonargparse hands every old setting on that the new class happens to accept, so that a filter
     of one source would silently be that of another. A class given by its name alone still takes
-    over what both have.
+    over what both have, and so does a subclass.
 
     Args:
         parser_or_action: of the new class.
@@ -152,7 +153,8 @@ def _start_anew(
     if not prev_val or "init_args" not in prev_val:
         return
     before, now = prev_val["class_path"], value["class_path"]
-    if before == now or locate(before) is locate(now) is not None:
+    if is_kind_of(now, before):
+        _discard_what_does_not_fit(parser_or_action, prev_val, value)
         return
     settings = prev_val["init_args"]
     kept = Namespace()
@@ -185,8 +187,10 @@ class Parser(LightningArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *rest: Any, **options: Any
     ) -> Namespace:
-        """Parses flags; one inside a class arrives as the Python text of its value."""
-        if not self.exit_on_error and args is not None:
+        """Parses flags and the files they name; inside a class they are Python text of values."""
+        if self.exit_on_error:
+            args = with_files(sys.argv[1:] if args is None else args)
+        elif args is not None:
             args = [_as_yaml(argument) for argument in args]
         return super().parse_args(args, *rest, **options)
 

@@ -1,0 +1,203 @@
+"""Configuration files: parts, overlays on parts, and where they are found.
+
+A file is a mapping; what it takes from other files it names in one of two ways::
+
+    defaults: [../method/tracerl.yaml, ../data/rollouts_math.yaml]   # start from these, in order
+    model:
+      init_args:
+        backbone: ../backbone/dream.yaml       # a value: the contents of that file
+
+``defaults`` may stand in any mapping. Names are relative to the file, then to the packaged
+``configs`` folder, with or without ``.yaml``. Files are merged before anything is parsed: mappings
+key by key, lists as wholes (``key+`` appends), and settings of a class are dropped where another
+class takes its place, unless it is a subclass. So ``${run_dir}`` and the like may stand in any part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc import locate
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+FOLDER = Path(__file__).resolve().parents[1] / "configs"
+"""The configurations of this package, in a checkout as in an installation."""
+
+
+def find(name: str, beside: Path | None = None) -> Path:
+    """Finds a configuration file.
+
+    Args:
+        name: a path, or a packaged file such as ``exp/tracelock_tiny``; ``.yaml`` may be left out.
+        beside: folder that relative paths start from; the working directory by default.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        ValueError: there is no such file; names the folders that were searched and the nearest name.
+    """
+    if found := _found(name, beside):
+        return found
+    packaged = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml")]
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    searched = f"{(beside or Path()).resolve()} and {FOLDER}"
+    raise ValueError(f"configuration '{name}': expected a file, got none in {searched}{hint}")
+
+
+def _found(name: str, beside: Path | None) -> Path | None:
+    for folder in (beside or Path(), FOLDER):
+        for path in (folder / name, folder / f"{name}.yaml"):
+            if path.is_file():
+                return path.resolve()
+    return None
+
+
+def load(name: str) -> dict[str, Any]:
+    """Reads a configuration file with all that it names.
+
+    Args:
+        name: of the file, see :func:`find`.
+
+    Returns:
+        Plain containers; ``${...}`` references stay as they are.
+
+    Raises:
+        ValueError: a file is missing, is no mapping, names itself, or is not valid YAML.
+    """
+    return _read(find(name))
+
+
+def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path in within:
+        raise ValueError(f"{path}: names itself, by way of {within[-1]}")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
+    return _included(content, path.parent, (*within, path))
+
+
+def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
+    """The value with the contents of every file that it names."""
+    if isinstance(value, str) and value.endswith(".yaml"):
+        found = _found(value, folder)
+        return _read(found, within) if found else value
+    if isinstance(value, list):
+        return [_included(item, folder, within) for item in value]
+    if not isinstance(value, dict):
+        return value
+    own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
+    bases = value.get("defaults", [])
+    merged: Any = {}
+    for name in [bases] if isinstance(bases, str) else bases:
+        merged = merge(merged, _read(find(name, folder), within))
+    return merge(merged, own)
+
+
+def merge(old: Any, new: Any) -> Any:
+    """Lays one configuration over another.
+
+    Args:
+        old: below.
+        new: above; wins. Mappings are merged, anything else replaces.
+
+    Returns:
+        The result; the arguments stay as they are.
+    """
+    if isinstance(old, str) and isinstance(new, dict) and "init_args" in new:
+        old = {"class_path": old}  # a class that was given by its name alone
+    if not isinstance(old, dict) or not isinstance(new, dict) or _starts_anew(old, new):
+        old = {}
+    if not isinstance(new, dict):
+        return new
+    merged = dict(old)
+    for key, value in new.items():
+        if key.endswith("+"):
+            merged[key[:-1]] = [*(merged.get(key[:-1]) or []), *value]
+        else:
+            merged[key] = merge(merged.get(key), value)
+    return merged
+
+
+def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    before, now = old.get("class_path"), new.get("class_path")
+    return now is not None and not is_kind_of(now, before)
+
+
+def is_kind_of(name: str, other: str | None) -> bool:
+    """Whether one class is another or a subclass of it, both by import path or short name."""
+    if name == other:
+        return True
+    one, two = (_class(each) for each in (name, other))
+    return one is not None and two is not None and issubclass(one, two)
+
+
+def _class(name: str | None) -> type | None:
+    found = locate(name) if name and "." in name else None
+    for module in [] if found or not name else own_modules():
+        found = found or vars(module).get(name)
+    return found if isinstance(found, type) else None
+
+
+def own_modules() -> list[Any]:
+    """The modules of this project that are loaded."""
+    own = ("lit_dlm", "datamodules", "callbacks")
+    return [one for name, one in list(sys.modules.items()) if name.split(".")[0] in own]
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with the contents of the files that they name.
+
+    All ``--config`` files become one document, which stands where the first of them stood: flags
+    behind it win over all files. Any other value may name files too, such as
+    ``--model.init_args.backbone backbone/dream.yaml``.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        The arguments, without names of files.
+
+    Raises:
+        ValueError: as :func:`load`.
+    """
+    merged: Any = {}
+    place: int | None = None
+    rest: list[str] = []
+    given = iter(arguments)
+    for argument in given:
+        option, equals, value = argument.partition("=")
+        if option in ("--config", "-c"):
+            place = len(rest) if place is None else place
+            value = value if equals else next(given, "")
+            is_inline = value.lstrip().startswith("{")
+            merged = merge(merged, yaml.safe_load(value) if is_inline else load(value))
+        elif ".yaml" not in argument:
+            rest.append(argument)
+        elif argument.startswith("-"):
+            rest.append(f"{option}={_with_contents(value)}")
+        else:
+            rest.append(_with_contents(argument))
+    if place is not None:
+        rest.insert(place, f"--config={json.dumps(merged)}")
+    return rest
+
+
+def _with_contents(text: str) -> str:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text  # of another kind, such as a pattern
+    found = _included(value, Path())
+    return text if found == value else json.dumps(found)
