@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 # Read by webdataset when it is imported: refuse pickles and shell commands in shards.
@@ -28,6 +27,8 @@ import lit_dlm.rewards
 import lit_dlm.tasks
 import lit_dlm.toy  # noqa: F401
 from lit_dlm import download as downloading
+from lit_dlm import recipes
+from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.profile import command as profiling
 from lit_dlm.reports.command import main as report
@@ -41,11 +42,12 @@ COMMANDS = {
     "view": view,
     "compare": compare,
     "profile": lambda arguments: profiling.main(arguments, predict=main),
+    "recipes": recipes.main,
     "download": lambda arguments: downloading.main(arguments, parse=main),
 }
 """Commands beside the LightningCLI: each takes its arguments and returns the exit status."""
 
-BASE_CONFIG = Path(__file__).resolve().parent / "configs" / "base.yaml"
+BASE_CONFIG = FOLDER / "base.yaml"
 
 
 class CLI(LightningCLI):
@@ -91,12 +93,14 @@ def main(args: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    defaults = [str(BASE_CONFIG)] if BASE_CONFIG.exists() else []
+    defaults = [str(BASE_CONFIG)]
     subcommands = ("fit", "validate", "test", "predict")
     arguments = sys.argv[1:] if args is None else args
     try:
         if arguments and arguments[0] in COMMANDS:
             raise SystemExit(COMMANDS[arguments[0]](arguments[1:]))
+        if not BASE_CONFIG.is_file():
+            raise FileNotFoundError(f"{BASE_CONFIG}: the defaults of every run are missing")
         sys.argv = [sys.argv[0], *arguments]
         CLI(
             LightningModule,

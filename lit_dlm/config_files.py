@@ -9,8 +9,9 @@ A file is a mapping; what it takes from other files it names in one of two ways:
 
 ``defaults`` may stand in any mapping. Names are relative to the file, then to the packaged
 ``configs`` folder, with or without ``.yaml``. Files are merged before anything is parsed: mappings
-key by key, lists as wholes (``key+`` appends), and settings of a class are dropped where another
-class takes its place, unless it is a subclass. So ``${run_dir}`` and the like may stand in any part.
+key by key, lists as wholes (``key+`` appends), null takes a mapping away, and settings of a class
+are dropped where another class takes its place, unless it is a subclass. So ``${run_dir}`` and the
+like may stand in any part, and a second file can add one decoder to those of the first.
 """
 
 from __future__ import annotations
@@ -42,15 +43,20 @@ def find(name: str, beside: Path | None = None) -> Path:
         The absolute path.
 
     Raises:
-        ValueError: there is no such file; names the folders that were searched and the nearest name.
+        ValueError: there is no such file; names the folders searched and the nearest name.
     """
     if found := _found(name, beside):
         return found
-    packaged = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml")]
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged, n=1)
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged(), n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"
     raise ValueError(f"configuration '{name}': expected a file, got none in {searched}{hint}")
+
+
+def packaged(folder: str = "") -> list[str]:
+    """Names of the packaged files below a folder, such as ``exp/tracelock_tiny``."""
+    paths = sorted((FOLDER / folder).rglob("*.yaml"))
+    return [path.relative_to(FOLDER).with_suffix("").as_posix() for path in paths]
 
 
 def _found(name: str, beside: Path | None) -> Path | None:
@@ -83,6 +89,7 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
     return _included(content, path.parent, (*within, path))
@@ -110,7 +117,8 @@ def merge(old: Any, new: Any) -> Any:
 
     Args:
         old: below.
-        new: above; wins. Mappings are merged, anything else replaces.
+        new: above; wins. Mappings are merged, null takes a mapping away (its default counts),
+            anything else replaces.
 
     Returns:
         The result; the arguments stay as they are.
@@ -123,7 +131,9 @@ def merge(old: Any, new: Any) -> Any:
         return new
     merged = dict(old)
     for key, value in new.items():
-        if key.endswith("+"):
+        if value is None and isinstance(merged.get(key), dict):
+            del merged[key]
+        elif key.endswith("+"):
             merged[key[:-1]] = [*(merged.get(key[:-1]) or []), *value]
         else:
             merged[key] = merge(merged.get(key), value)
@@ -132,7 +142,7 @@ def merge(old: Any, new: Any) -> Any:
 
 def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
     before, now = old.get("class_path"), new.get("class_path")
-    return now is not None and not is_kind_of(now, before)
+    return before is not None and now is not None and not is_kind_of(now, before)
 
 
 def is_kind_of(name: str, other: str | None) -> bool:
@@ -175,26 +185,59 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     merged: Any = {}
     place: int | None = None
     rest: list[str] = []
-    given = iter(arguments)
-    for argument in given:
+    given = list(arguments)
+    while given:
+        argument = given.pop(0)
         option, equals, value = argument.partition("=")
+        if option.startswith("-") and not equals and given and not given[0].startswith("-"):
+            value = given.pop(0)
         if option in ("--config", "-c"):
             place = len(rest) if place is None else place
-            value = value if equals else next(given, "")
             is_inline = value.lstrip().startswith("{")
             merged = merge(merged, yaml.safe_load(value) if is_inline else load(value))
-        elif ".yaml" not in argument:
-            rest.append(argument)
-        elif argument.startswith("-"):
-            rest.append(f"{option}={_with_contents(value)}")
-        else:
-            rest.append(_with_contents(argument))
+        elif not _set(merged, option.removeprefix("--").split("."), value):
+            value = _with_contents(value)
+            rest += [f"{option}={value}"] if equals else [option, value] if value else [option]
     if place is not None:
         rest.insert(place, f"--config={json.dumps(merged)}")
     return rest
 
 
+def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
+    """Sets what a flag says below a decoder of the files, where the parser reaches no mappings.
+
+    Args:
+        document: of all files; changed in place.
+        keys: of the flag; ``init_args`` may be left out, or be given where the file left it out.
+        text: the value.
+
+    Returns:
+        Whether the document names such a decoder; else nothing was changed.
+    """
+    if not {"decoders", "sweep"} & set(keys[:-2]):
+        return False
+    place = document
+    for key in keys[:-1]:
+        if "class_path" in place and key != "init_args":
+            place = place.setdefault("init_args", {})
+        elif key == "init_args" and "class_path" not in place and key not in place:
+            continue  # a decoder in short form
+        if isinstance(place.get(key), str):
+            place[key] = {"class_path": place[key]}
+        inner = place.setdefault(key, {}) if key == "init_args" else place.get(key)
+        if not isinstance(inner, dict):
+            return False
+        place = inner
+    if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
+        place = place.setdefault("init_args", {})
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    place[keys[-1]] = _included(value, Path())
+    return True
+
+
 def _with_contents(text: str) -> str:
+    if ".yaml" not in text:
+        return text
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -54,7 +54,7 @@ def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--trainer.enable_progress_bar=false",
             "--model.init_args.sweep=null",
             f"--model.init_args.decoders={{confidence: {ROOT}/configs/decode/confidence.yaml, "
-            f"threshold-0.95: {ROOT}/configs/decode/threshold_0.95.yaml}}",
+            f"threshold_095: {ROOT}/configs/decode/threshold_095.yaml}}",
             "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: test, "
             "num_examples: 3}}]",
         ]

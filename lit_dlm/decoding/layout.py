@@ -17,7 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding.regions import Block, BlockLayout, Region, RegionMap, as_regions
+from lit_dlm.decoding.regions import (
+    Block,
+    BlockLayout,
+    Region,
+    RegionMap,
+    Regions,
+    as_regions,
+)
 from lit_dlm.decoding.state import Canvas
 
 LAYOUT_WANTED = "needs one (FixedLayout, FractionLayout, TemplateLayout or MarkerLayout), got none"
@@ -60,7 +67,7 @@ class Layout(Protocol):
 class _RegionLayout(Layout):
     """What all layouts share: the regions, and numbering the columns of a canvas."""
 
-    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         self.regions = as_regions(regions)
         rests = as_regions([rest or Region(name="rest")])
         as_regions([*self.regions, *rests])  # one name each
@@ -118,7 +125,7 @@ class _PlacedLayout(_RegionLayout):
 class FixedLayout(_PlacedLayout):
     """Regions of given lengths, one behind the other."""
 
-    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
 
         Args:
@@ -145,7 +152,7 @@ class FixedLayout(_PlacedLayout):
 class FractionLayout(_PlacedLayout):
     """Regions that take a share of the response each."""
 
-    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
 
         Args:
@@ -178,7 +185,7 @@ class TemplateLayout(_PlacedLayout):
     The model reads them like a prompt, which is what gives the regions their meaning.
     """
 
-    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
 
         Args:
@@ -239,7 +246,7 @@ class MarkerLayout(_RegionLayout):
     the prompt, where nothing is decoded, begins no region.
     """
 
-    def __init__(self, regions: list[Region], *, rest: Region | None = None) -> None:
+    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
         """Sets the regions.
 
         Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 class Region:
     """What a layout says about one region: its rules, and how long it is where that is known."""
 
-    name: str
-    """Unique in a layout."""
+    name: str = ""
+    """Unique in a layout; the key, where regions are a mapping."""
     length: int | None = None
     """Cells; ``None`` for a fraction, a marker, or the rest of the response."""
     start: int | None = None
@@ -38,8 +38,6 @@ class Region:
 
     def __post_init__(self) -> None:
         where = f"layout: region {self.name!r}"
-        if not self.name:
-            raise ValueError("layout: expected a name for every region, got an empty one")
         if not 0.0 <= self.tau <= 1.0:
             raise ValueError(f"{where}: tau: expected a probability in 0..1, got {self.tau}")
         if not 0.0 < self.max_fill_frac <= 1.0:
@@ -67,8 +65,17 @@ class Region:
         return rules | {name: value for name, value in places.items() if value is not None}
 
 
-def as_regions(regions: Sequence[Region | Mapping[str, Any]]) -> list[Region]:
+Regions = dict[str, Region] | list[Region]
+"""Regions by name, or with their names, in the order of their places."""
+
+
+def as_regions(
+    regions: Mapping[str, Region | Mapping[str, Any]] | Sequence[Region | Mapping[str, Any]],
+) -> list[Region]:
     """Regions from a configuration or from a description.
+
+    Args:
+        regions: by name, or a list with names; dataclasses or their settings.
 
     Raises:
         ValueError: there is none, a setting is unknown, or two have one name.
@@ -76,6 +83,12 @@ def as_regions(regions: Sequence[Region | Mapping[str, Any]]) -> list[Region]:
     if not regions:
         raise ValueError("layout: expected at least one region, got none")
     known = {each.name for each in fields(Region)}
+    if isinstance(regions, Mapping):
+        settings = {
+            name: region if isinstance(region, Mapping) else asdict(region)
+            for name, region in regions.items()
+        }
+        regions = [{**region, "name": name} for name, region in settings.items()]
     for region in regions:
         unknown = sorted(set(region) - known) if isinstance(region, Mapping) else []
         if unknown:
@@ -83,6 +96,8 @@ def as_regions(regions: Sequence[Region | Mapping[str, Any]]) -> list[Region]:
                 f"layout: a region has no setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
             )
     made = [one if isinstance(one, Region) else Region(**one) for one in regions]
+    if not all(region.name for region in made):
+        raise ValueError("layout: expected a name for every region, got an empty one")
     for name, count in Counter(region.name for region in made).items():
         if count > 1:
             raise ValueError(f"layout: expected unique names, got {count} regions named {name!r}")

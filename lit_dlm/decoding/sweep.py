@@ -9,7 +9,7 @@ configuration::
         option: policy.threshold
         values: [0.5, 0.7, 0.9]
 
-gives the methods ``threshold-0.5``, ``threshold-0.7`` and ``threshold-0.9``, which reports draw as
+gives the methods ``threshold_05``, ``threshold_07`` and ``threshold_09``, which reports draw as
 one curve.
 """
 
@@ -43,13 +43,16 @@ class Sweep:
             raise ValueError("sweep: expected at least one value, got none")
 
     def decoders(self, name: str) -> dict[str, Decoder]:
-        """``{name}-{value}`` of every point; ``none`` stands for null."""
+        """``{name}_{value}`` of every point, without dots; ``none`` stands for null."""
         return {
-            f"{name}-{'none' if value is None else value}": with_option(
-                self.decoder, self.option, value
-            )
+            method_name(name, value): with_option(self.decoder, self.option, value)
             for value in self.values
         }
+
+
+def method_name(name: str, value: int | float | str | None) -> str:
+    """Name of a point of a sweep: ``threshold_095`` for 0.95, as flags do not reach dots."""
+    return f"{name}_{'none' if value is None else value}".replace(".", "")
 
 
 def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")
 
 
 def family(method: str) -> str:
-    """Name of a method without its trailing setting: ``threshold-0.9`` is a ``threshold``."""
+    """Name of a method without its trailing setting: ``threshold_09`` is a ``threshold``."""
     return _NUMBER.sub("", method) or method
 
 

@@ -189,7 +189,7 @@ def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, me
             lambda: MarkerLayout([Region(name="R", marker=[5]), Region(name="A", marker=[5])]),
             "expected different markers",
         ),
-        (lambda: Region(name=""), "expected a name for every region"),
+        (lambda: FixedLayout([Region(name="")]), "expected a name for every region"),
         (lambda: Region(name="R", tau=1.5), "'R': tau: expected a probability in 0..1, got 1.5"),
         (lambda: Region(name="R", max_fill_frac=0.0), "max_fill_frac: expected a number above 0"),
         (lambda: Region(name="R", length=0), "length: expected at least 1 or null, got 0"),

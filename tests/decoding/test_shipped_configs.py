@@ -16,7 +16,7 @@ FILES = sorted((ROOT / "configs" / "decode").glob("*.yaml"))
 
 
 def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFixture[str]):
-    """One start for all files: ``threshold_0.9_dual`` is Fast-dLLM's threshold with its cache."""
+    """One start for all files: ``threshold_09_dual`` is Fast-dLLM's threshold with its cache."""
     decoders = ", ".join(f"{path.stem}: {path}" for path in FILES)
     base = str(ROOT / "configs" / "exp" / "benchmark_tiny.yaml")
     flag = f"--model.init_args.decoders={{{decoders}}}"
@@ -38,8 +38,8 @@ def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFix
         "confidence_dual": "DualCache",
         "confidence_horizon_128": "PrefixCache",
         "confidence_prefix": "PrefixCache",
-        "threshold_0.9_dual": "DualCache",
-        "threshold_0.9_prefix": "PrefixCache",
+        "threshold_09_dual": "DualCache",
+        "threshold_09_prefix": "PrefixCache",
     }
-    assert settings["threshold_0.9_dual"]["policy"]["init_args"]["threshold"] == 0.9
+    assert settings["threshold_09_dual"]["policy"]["init_args"]["threshold"] == 0.9
     assert settings["confidence_horizon_128"]["cache"]["init_args"]["horizon"] == 128

@@ -32,7 +32,7 @@ model:
     level: tokens
     decoders:
       random: {root}/configs/decode/random.yaml
-      threshold-0.9: {root}/configs/decode/threshold_0.9.yaml
+      threshold_09: {root}/configs/decode/threshold_09.yaml
       drawn:
         policy: EntropyPolicy
         sampler: {{temperature: 1.0}}
@@ -74,7 +74,7 @@ def test_a_run_leaves_results_summary_table_plot_and_its_configuration(whole: Pa
     records = json.loads((whole / "summary.json").read_text())
     assert [(r["task"], r["method"], r["n"]) for r in records] == [
         ("word_problems", "random", 12),
-        ("word_problems", "threshold-0.9", 12),
+        ("word_problems", "threshold_09", 12),
         ("word_problems", "drawn", 12),
     ]
     assert records[0]["nfe"] == 32.0
@@ -131,7 +131,7 @@ def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
 
 
 FULL = ("sequential", "entropy_bounded", "confidence_prefix", "confidence_dual",
-        "confidence_horizon_128", "threshold_0.9_prefix", "threshold_0.9_dual")  # fmt: skip
+        "confidence_horizon_128", "threshold_09_prefix", "threshold_09_dual")  # fmt: skip
 BLOCK = ("block_static", "block_dynamic")
 BLOCK_MODEL = """
       class_path: HFBackbone
@@ -233,7 +233,7 @@ def test_a_learned_method_that_is_left_out_needs_no_policy(
         "init_args: {split: test, num_examples: 2}}]}}\n",
     )
     shipped = ("predict", "--config", str(ROOT / "configs/exp/benchmark_tiny.yaml"))
-    told = fails(capsys, *shipped, "--config", file, "--data.methods", "[entropy,tracelock-0.95]")
+    told = fails(capsys, *shipped, "--config", file, "--data.methods", "[entropy,tracelock_095]")
     assert f"acceptance policy folder {tmp_path / 'run' / 'policy'}: config.json is missing" in told
     assert not (tmp_path / "run" / "results").exists()
     run(*shipped, "--config", file, "--data.methods", "[entropy]")

@@ -49,7 +49,7 @@ BENCHMARK = [
     "--trainer.devices=1",
     "--data.init_args.tasks=[{class_path: WordProblems, init_args: {split: test, "
     "num_examples: 6}}]",
-    "--data.init_args.methods=[entropy, tracelock-0.95]",
+    "--data.init_args.methods=[entropy, tracelock_095]",
 ]
 
 
@@ -99,8 +99,8 @@ def test_running_again_redoes_nothing(whole: Path):
 def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
     rows = results(whole)
     assert all(r.nfe == 32 and r.policy_forwards == 0 for r in rows["word_problems", "entropy"])
-    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock-0.95"])
-    assert all(r.status == "complete" for r in rows["word_problems", "tracelock-0.95"])
+    assert all(r.policy_forwards == r.nfe for r in rows["word_problems", "tracelock_095"])
+    assert all(r.status == "complete" for r in rows["word_problems", "tracelock_095"])
 
 
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):

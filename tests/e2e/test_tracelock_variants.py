@@ -94,7 +94,7 @@ def test_second_round_mixes_traces_of_the_policy_itself(first: Path, tmp_path: P
     run(*generate("generate_tiny_round2.yaml", tmp_path))
     traces = list(TrajectoryShardReader(tmp_path / "traces_round2", features=True))
     assert len(traces) == 24
-    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock-0.9", "tracelock-0.99"}
+    assert {trace.uid.partition("@")[2] for trace in traces} == {"tracelock_09", "tracelock_099"}
     run(*fit("tracelock_tiny_round2.yaml", tmp_path, "--data.init_args.only_correct=false"))
     one, two = (
         load_file(tmp_path / name / "model.safetensors") for name in ("policy", "policy_round2")
@@ -109,15 +109,15 @@ def test_one_file_sweeps_the_front(first: Path, tmp_path: Path) -> None:
         f"--config={EXP / 'sweep_tiny.yaml'}",
         f"--run_dir={tmp_path}",
         f"--data.init_args.tasks={TASK.format('test', 4)}",
-        "--data.init_args.methods=[entropy-8, threshold-0.5, threshold-0.9, tracelock-0.9, "
-        "tracelock-cap-2]",
+        "--data.init_args.methods=[entropy_8, threshold_05, threshold_09, tracelock_09, "
+        "tracelock-cap_2]",
         *CPU,
     )
     rows = results(tmp_path / "sweep")
     assert {len(group) for group in rows.values()} == {4}
-    assert all(row.nfe == 4 for row in rows["word_problems", "entropy-8"])
+    assert all(row.nfe == 4 for row in rows["word_problems", "entropy_8"])
     records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
     assert [r["method"] for r in records] == [
-        "entropy-8", "threshold-0.5", "threshold-0.9", "tracelock-0.9", "tracelock-cap-2",
+        "entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2",
     ]  # fmt: skip
     assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

@@ -52,7 +52,7 @@ def test_what_predict_is_asked_to_do(tmp_path: Path):
             *("--run_dir", str(tmp_path), "--trainer.accelerator", "cpu"),
         ]
     ]
-    assert yaml.safe_load(grid.read_text())["data"]["init_args"]["methods"] == ["entropy-5"]
+    assert yaml.safe_load(grid.read_text())["data"]["init_args"]["methods"] == ["entropy_5"]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def test_markdown_has_a_table_per_task_with_errors():
 
 
 def test_methods_of_one_family_share_a_curve():
-    assert family("threshold-0.95") == "threshold"
+    assert family("threshold-0.95") == "threshold"  # as results of 0.1 name it
+    assert family("threshold_095") == family("threshold_1") == "threshold"
     assert family("tracelock_0.9995") == "tracelock"
     assert family("entropy") == "entropy"
 

@@ -1,0 +1,51 @@
+"""``lit-dlm recipes``: what experiments there are, what each needs, and what it gives.
+
+The lines come from the head of each file in ``configs/exp``: its first comment line, and the
+comment lines that begin with ``Needs:`` and ``Expected:``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import yaml
+
+from lit_dlm.config_files import find, load, packaged
+
+_FIELDS = ("Needs", "Expected")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Lists the experiments, or prints one with all that it takes from other files.
+
+    Args:
+        arguments: perhaps a name.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lit-dlm recipes", description="Lists experiments, or shows one as a whole."
+    )
+    parser.add_argument("name", nargs="?", help="such as tracelock_tiny, or any configuration file")
+    name = parser.parse_args(arguments).name
+    if name is None:
+        for recipe in packaged("exp"):
+            print("  ".join(described(recipe)))  # noqa: T201
+        return 0
+    known = f"exp/{name}"
+    content = load(known if known in packaged("exp") else name)
+    print(yaml.safe_dump(content, sort_keys=False, width=100), end="")  # noqa: T201
+    return 0
+
+
+def described(name: str) -> list[str]:
+    """What the head of a packaged experiment says: name, summary, needs and expected result."""
+    lines = find(name).read_text(encoding="utf-8").splitlines()
+    head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    fields = [line for line in head[1:] if line.partition(":")[0] in _FIELDS]
+    return [name.removeprefix("exp/").ljust(28), head[0], *fields]
