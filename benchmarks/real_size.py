@@ -211,7 +211,13 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         done = subprocess.run(
             command,
             cwd=folder,  # a folder with a release's name wins over the hub
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
+            # Threads that wait sleep: seconds of the process are then work.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "HF_HUB_OFFLINE": "1",
+                "OMP_WAIT_POLICY": "passive",
+            },
         )
         if done.returncode:
             raise SystemExit(f"{model}/{run} ended with status {done.returncode}")
@@ -239,7 +245,7 @@ class Clock(Callback):
         self.compare = compare
         self.phases: list[dict[str, Any]] = []
         self._last = _now()
-        self._columns: Counter[tuple[int, int]] = Counter()
+        self._columns: Counter[int] = Counter()
         self._weights = 0
 
     def _note(self, phase: str, **more: Any) -> None:
@@ -272,7 +278,7 @@ class Clock(Callback):
         self._note("load")
 
         def count(_module: object, _args: object, inputs: dict[str, Any]) -> None:
-            self._columns[tuple(inputs["input_ids"].shape)] += 1
+            self._columns[inputs["input_ids"].shape[1]] += 1
 
         backbone.model.model.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -285,18 +291,17 @@ class Clock(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """One method has decoded its prompt."""
-        columns = [[*shape, times] for shape, times in self._columns.items()]
-        self._note(batch.method, forwards=columns, steps=int(outputs.result.num_steps.max()))
+        self._note(batch.method, forwards=list(self._columns.items()))
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Compares with what the same model takes without us."""
         if not self.compare:
             return
         decodes = [phase for phase in self.phases if "forwards" in phase]
-        shapes = {(rows, width) for phase in decodes for rows, width, _ in phase["forwards"]}
-        bare = {shape: bare_seconds(pl_module.backbone, *shape) for shape in shapes}
+        widths = {width for phase in decodes for width, _ in phase["forwards"]}
+        bare = {width: bare_seconds(pl_module.backbone, width) for width in widths}
         for phase in decodes:
-            least = sum(bare[rows, width] * n for rows, width, n in phase["forwards"])
+            least = sum(bare[width] * times for width, times in phase["forwards"])
             phase["ratio"] = _own(phase["seconds"], phase["own_seconds"]) / least
         self._note("bare forwards")
         self._note("two layers", error=two_layer_error(pl_module.backbone))
@@ -316,21 +321,13 @@ class Clock(Callback):
 
 
 @torch.no_grad()
-def bare_seconds(backbone: HFBackbone, rows: int, width: int) -> float:
-    """Median time of transformers' forward, with logits of all columns.
-
-    Args:
-        backbone: gives the weights.
-        rows: of the batch.
-        width: columns.
-    """
-    ids = torch.randint(1000, (rows, width), device=backbone.device)
-    ours, backbone.model.config._attn_implementation = (
-        backbone.model.config._attn_implementation,
-        "sdpa",
-    )
+def bare_seconds(backbone: HFBackbone, width: int) -> float:
+    """Median time of transformers' forward of one row, with the logits of all columns."""
+    ids = torch.randint(1000, (1, width), device=backbone.device)
+    config = backbone.model.config
+    ours, config._attn_implementation = config._attn_implementation, "sdpa"
     seconds = median_seconds(lambda: backbone.model(input_ids=ids, use_cache=False), 3)
-    backbone.model.config._attn_implementation = ours
+    config._attn_implementation = ours
     return seconds
 
 
@@ -394,7 +391,7 @@ def markdown(found: Mapping[str, Any], models: Sequence[str]) -> str:
 
 
 def _row(model: str, run: str, phase: Mapping[str, Any]) -> str:
-    forwards = sum(times for *_, times in phase.get("forwards", []))
+    forwards = sum(times for _, times in phase.get("forwards", []))
     peak, weights = phase.get("peak"), phase.get("weights", 0)
     cells = [
         f"{phase['seconds']:.1f}",

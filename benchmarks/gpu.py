@@ -1,0 +1,342 @@
+"""What to look at on a GPU, in ten minutes: random weights at released sizes, no downloads.
+
+One line a check: PASS or FAIL with its limit, or INFO. Numbers are compared with the CPU in
+float32; times with what the chip allows, where its data sheet is known (``benchmarks/decode.py``).
+The exit status is 1 when a check fails.
+
+    python benchmarks/gpu.py                     # Dream-7B, LLaDA-8B, SDAR-4B on the first GPU
+    python benchmarks/gpu.py --folder /tmp/gpu   # also real_size.py's commands, on Dream-7B there
+    python benchmarks/gpu.py --smoke             # small sizes on any device; times are only told
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import real_size
+import torch
+from decode import PEAKS
+from real_size import median_seconds
+from torch.nn.functional import cross_entropy
+
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    Canvas,
+    ConfidencePolicy,
+    Decoder,
+    DecodeResult,
+    DecodeState,
+    DualCache,
+    DynamicPolicy,
+    EntropyPolicy,
+    EvenQuota,
+    NoQuota,
+    Observer,
+    Sampler,
+    SlidingWindow,
+    StepRecord,
+    ThresholdPolicy,
+    prompt_canvas,
+)
+from lit_dlm.ops.fused_head import token_stats
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.twins import RELEASES
+
+DREAM, LLADA, SDAR = (
+    "Dream-org/Dream-v0-Instruct-7B",
+    "GSAI-ML/LLaDA-8B-Instruct",
+    "JetLM/SDAR-4B-Chat",
+)
+_SMALL: dict[str, Any] = {
+    "vocab_size": 1200, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3,
+    "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mask_id": 3, "pad_id": 0, "eos_ids": (1,),
+    "bos_id": None, "forbidden_ids": (),
+}  # fmt: skip
+_BLOCKS: dict[str, Any] = {
+    "window": BlockWindow(4, origin="sequence"),
+    "quota": EvenQuota(steps_per_block=4),
+    "cache": BlockCache(),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs all checks.
+
+    Raises:
+        SystemExit: one fails, or there is no GPU and ``--smoke`` is not given.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="small sizes on any device")
+    parser.add_argument("--folder", type=Path, help="receives 15 GB of weights, and runs on them")
+    options = parser.parse_args(arguments)
+    if not options.smoke and not torch.cuda.is_available():
+        raise SystemExit("no GPU is visible; --smoke tries the script without one")
+    checks = Checks(smoke=options.smoke)
+    for part in (checks.numbers, checks.decoding, checks.speed, checks.training):
+        part()
+    if options.folder is not None:
+        checks.commands(options.folder)
+    print("failed:", ", ".join(checks.failed) or "nothing")
+    raise SystemExit(bool(checks.failed))
+
+
+class Checks:
+    """The checks by topic.
+
+    Args:
+        smoke: small sizes, and no limits on times.
+    """
+
+    def __init__(self, *, smoke: bool) -> None:
+        self.smoke = smoke
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.failed: list[str] = []
+        name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU"
+        print(f"INFO  {name}, torch {torch.__version__}")
+        self.bandwidth, self.compute = next(
+            (peaks for key, peaks in PEAKS.items() if key in name), (float("nan"), float("nan"))
+        )
+
+    def tell(
+        self, name: str, value: float, *, most: float | None = None, is_time: bool = False
+    ) -> None:
+        """Prints a line and keeps the name of a check that fails.
+
+        Args:
+            name: of the check.
+            value: a number; none where the chip's data sheet is not known.
+            most: its limit, if it has one.
+            is_time: without a limit at small sizes.
+        """
+        if math.isnan(value) or (is_time and self.smoke):
+            most = None
+        verdict = "INFO" if most is None else "PASS" if value <= most else "FAIL"
+        if verdict == "FAIL":
+            self.failed.append(name)
+        limit = "" if most is None else f" (at most {most:g})"
+        print(f"{verdict}  {name}: {value:.4g}{limit}", flush=True)
+
+    def model(
+        self, release: str, *, layers: int | None = None, dtype: str = "bfloat16", **options: Any
+    ) -> HFBackbone:
+        """Random weights of a release's sizes on the device."""
+        architecture: Architecture = resolve(RELEASES[release].config).architecture
+        if self.smoke:
+            architecture = replace(architecture, **_SMALL)
+        architecture = replace(architecture, num_layers=layers or architecture.num_layers)
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, dtype))  # never twice the size
+        try:
+            with torch.device(self.device):
+                backbone = HFBackbone(architecture=architecture, dtype=dtype, **options)  # type: ignore[arg-type]
+        finally:
+            torch.set_default_dtype(before)
+        return backbone.to(self.device).eval()
+
+    def canvas(
+        self, backbone: HFBackbone, rows: int, prompt: int, cells: int, *, ragged: bool = False
+    ) -> Canvas:
+        """Random prompts; ragged ones are up to a third shorter."""
+        generator = torch.Generator().manual_seed(1)
+        lengths = [prompt - (7 * row % (prompt // 3) if ragged else 0) for row in range(rows)]
+        return prompt_canvas(
+            [torch.randint(10, 1000, (length,), generator=generator) for length in lengths],
+            response_length=cells,
+            spec=backbone.spec,
+            seeds=range(rows),
+            device=backbone.device,
+        )
+
+    def numbers(self) -> None:
+        """Two layers of every layer type, and the head of training."""
+        for release in (DREAM, LLADA, SDAR):
+            error = real_size.two_layer_error(self.model(release, layers=2))
+            self.tell(f"{release}: two layers, relative error to float32", error, most=3e-2)
+        rows, width, vocab = (64, 64, 1200) if self.smoke else (64, 3584, 152064)
+        hidden = torch.randn(rows, width, device=self.device).bfloat16()
+        weight = (torch.randn(vocab, width, device=self.device) * 0.02).bfloat16()
+        targets = torch.randint(vocab, (rows,), device=self.device)
+        wanted = cross_entropy(hidden.double() @ weight.double().T, targets, reduction="none")
+        error = (token_stats(hidden, weight, targets).ce - wanted).abs().max()
+        self.tell("fused head, largest error in nats", float(error), most=2e-3)
+
+    def decoding(self) -> None:
+        """Equal tokens with a cache, on the CPU and in records; waits of the host."""
+        backbone = self.model(SDAR, layers=2, dtype="float32")
+        canvas = self.canvas(backbone, 5, 24, 32, ragged=True)
+        plain = Decoder(policy=ConfidencePolicy(), **{**_BLOCKS, "cache": None})(backbone, canvas)
+        cached = Decoder(policy=ConfidencePolicy(), **_BLOCKS)(backbone, canvas)
+        self.tell("block cache, float32: other cells", _differ(plain, cached), most=0.0)
+
+        sampled = Decoder(
+            policy=ConfidencePolicy(),
+            sampler=Sampler(temperature=1.0, score_on="filtered"),
+            **_BLOCKS,
+        )
+        capture, canvases = TrajectoryCapture(vocab_size=backbone.vocab_size), _Canvases()
+        here = sampled(backbone, canvas, [capture, canvases])
+        records = capture.trajectories([str(row) for row in range(5)])
+        wrong = sum(
+            int((torch.from_numpy(records[row].state_at(step + 1)) != cells).sum())
+            for step, states in enumerate(canvases.steps)
+            for row, cells in states.items()
+        )
+        self.tell("captured states: other cells than a synchronous copy", wrong, most=0.0)
+        on_cpu = copy.deepcopy(backbone).cpu()
+        there = sampled(on_cpu, self.canvas(on_cpu, 5, 24, 32, ragged=True))
+        self.tell("draws, float32: share other than the CPU's", _differ(here, there), most=0.02)
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                steps = int(sampled(backbone, canvas).num_steps.max())
+            torch.cuda.set_sync_debug_mode("default")
+            waits = sum("synchroniz" in str(warning.message) for warning in caught)
+            self.tell("waits of the host per step", waits / steps, most=1.5)
+
+    def speed(self) -> None:
+        """Milliseconds a forward, against the time to read the weights and to multiply."""
+        rows, cells = (2, 16) if self.smoke else (16, 64)
+        backbone = self.model(DREAM)
+        floor = self._floor(backbone)
+        self.tell("Dream-7B: ms to read the weights once", floor)
+        dual = Decoder(
+            policy=ThresholdPolicy(0.9), quota=NoQuota(), window=BlockWindow(32), cache=DualCache()
+        )
+        alone = self._forward(dual, backbone, self.canvas(backbone, 1, 128, cells))
+        self.tell("Dream-7B, 1 row, dual cache: x that", alone / floor, most=2.0, is_time=True)
+        equal, ragged = (
+            self.canvas(backbone, rows, 160, cells, ragged=is_ragged) for is_ragged in (False, True)
+        )
+        window = SlidingWindow(128)
+        entropy = Decoder(policy=EntropyPolicy(), window=window)
+        nucleus = Decoder(
+            policy=EntropyPolicy(),
+            window=window,
+            sampler=Sampler(top_p=0.95, score_on="filtered"),
+        )
+        whole = self._forward(entropy, backbone, equal)
+        padded = self._forward(entropy, backbone, ragged)
+        filtered = self._forward(nucleus, backbone, ragged)
+        self.tell(
+            f"Dream-7B, {rows} rows: padded over equal", padded / whole, most=1.25, is_time=True
+        )
+        self.tell(
+            f"Dream-7B, {rows} rows: top-p over greedy", filtered / padded, most=1.3, is_time=True
+        )
+        layers = sum(weight.numel() for weight in backbone.model.model.layers.parameters())
+        work = 2e3 * layers * rows * (160 + cells) / self.compute
+        self.tell(
+            f"Dream-7B, {rows} rows: x time to multiply", whole / work, most=2.0, is_time=True
+        )
+        del backbone
+        backbone = self.model(SDAR)
+        drawn = Decoder(
+            policy=DynamicPolicy(0.9),
+            sampler=Sampler(temperature=1.0, score_on="filtered"),
+            **_BLOCKS,
+        )
+        alone = self._forward(drawn, backbone, self.canvas(backbone, 1, 200, cells))
+        self.tell(
+            "SDAR-4B, 1 row: x its weights", alone / self._floor(backbone), most=2.0, is_time=True
+        )
+        rows, prompt = (4, 40) if self.smoke else (64, 1200)
+        many = self._forward(drawn, backbone, self.canvas(backbone, rows, prompt, cells))
+        self.tell(f"SDAR-4B, {rows} rows after {prompt} tokens: ms a forward", many)
+        self._tell_memory("decoding")
+
+    def training(self) -> None:
+        """An adapter's step: eight layers of Dream-7B under autocast."""
+        length = 24 if self.smoke else 512
+        settings = LoRASettings(rank=16, alpha=16.0, targets="all")
+        backbone = self.model(DREAM, layers=2 if self.smoke else 8, lora=settings).train()
+        ids = torch.randint(10, 1000, (8, length), device=self.device)
+        real = torch.ones_like(ids, dtype=torch.bool)
+        real[1:, :9] = False
+        scored = real & (torch.rand(8, length, device=self.device) < 0.5)
+
+        def step() -> None:
+            with torch.autocast(self.device, dtype=torch.bfloat16):
+                backbone.score_tokens(ids, ids, scored, mask=real).ce.mean().backward()
+
+        seconds = median_seconds(step, 3)
+        layers = sum(
+            weight.numel()
+            for weight in backbone.model.model.layers.parameters()
+            if not weight.requires_grad
+        )
+        # Frozen weights have no gradient of their own; the head is multiplied three times.
+        work = (
+            4 * layers * ids.numel() + 6 * int(scored.sum()) * backbone.model.lm_head.weight.numel()
+        )
+        least = work / self.compute
+        self.tell("8 layers of Dream-7B with an adapter, 8 x 512: s a step", seconds)
+        self.tell("the same: x time to multiply", seconds / least, most=3.3, is_time=True)
+        self._tell_memory("training")
+
+    def commands(self, folder: Path) -> None:
+        """The command line on weights from files; a command that fails ends the script."""
+        accelerator = "gpu" if self.device == "cuda" else "cpu"
+        folder.mkdir(parents=True, exist_ok=True)
+        real_size.measure(folder, "dream-7b", accelerator=accelerator, small=self.smoke)
+        print(real_size.markdown(real_size.results(folder), ["dream-7b"]))
+
+    def _forward(self, decoder: Decoder, backbone: HFBackbone, canvas: Canvas) -> float:
+        """Milliseconds a forward, everything around it included."""
+        forwards = decoder(backbone, canvas).num_forwards
+        return 1e3 * median_seconds(lambda: decoder(backbone, canvas), 2) / forwards
+
+    def _floor(self, backbone: HFBackbone) -> float:
+        """Milliseconds to read layers and head."""
+        parts = (backbone.model.model.layers, backbone.model.lm_head)
+        num_bytes = sum(weight.nbytes for part in parts for weight in part.parameters())
+        return 1e3 * num_bytes / self.bandwidth
+
+    def _tell_memory(self, topic: str) -> None:
+        if self.device == "cuda":
+            self.tell(f"peak of {topic}, GiB", torch.cuda.max_memory_allocated() / 2**30)
+            torch.cuda.reset_peak_memory_stats()
+
+
+class _Canvases(Observer):
+    """Copies every step's response at once."""
+
+    requires = frozenset()
+
+    def __init__(self) -> None:
+        self.steps: list[dict[int, torch.Tensor]] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        """Nothing is written yet."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Copies."""
+        cells = record.new_ids[:, record.state.start :].cpu()
+        self.steps.append(dict(zip(record.state.rows.tolist(), cells, strict=True)))
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Nothing is left to do."""
+
+
+def _differ(one: DecodeResult, other: DecodeResult) -> float:
+    """Share of cells."""
+    return float((one.ids.cpu() != other.ids.cpu()).double().mean())
+
+
+if __name__ == "__main__":
+    main()
