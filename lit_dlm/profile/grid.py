@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.config_files import find, load
-from lit_dlm.modules.sweep import method_name
+from lit_dlm.decoding.sweep import method_name
 
 CACHES: dict[str, str | None] = {
     "none": None,
