@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.reports import ResultFolder, ResultRow
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
 from lit_dlm.rewards.chat import ChatEndpoint
 from lit_dlm.tasks import PromptExample
 

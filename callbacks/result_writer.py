@@ -23,8 +23,9 @@ from callbacks.shard_writer import ShardWriter, grade_facts
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
-from lit_dlm.reports import ResultFolder, ResultRow, summarise_folder
 from lit_dlm.reports.command import write_report
+from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.record import Trajectory
 

@@ -9,7 +9,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc import locate as locate_class
@@ -117,13 +117,12 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
                 yield Source("model", options[key], f"{at}.init_args.{key}")
 
 
-def main(arguments: Sequence[str], *, parse: Callable[[list[str]], object]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs the command.
 
     Args:
         arguments: what follows ``lit-dlm download``; what this command does not know goes to the
             parser of configurations.
-        parse: the command line itself, called with ``["predict", ..., "--print_config"]``.
 
     Returns:
         The exit status: 1 if something is missing that was not fetched.
@@ -132,12 +131,15 @@ def main(arguments: Sequence[str], *, parse: Callable[[list[str]], object]) -> i
         ValueError: the hub or the disk refuses.
     """
     options, rest = _parser().parse_known_args(list(arguments))
+    # Here: Lightning takes seconds to import.
+    from lit_dlm.trainer_command import main as run_trainer
+
     command = ["predict"]
     for config in options.config:
         command += ["--config", config]
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        parse([*command, *rest, "--print_config"])
+        run_trainer([*command, *rest, "--print_config"])
     if not text.getvalue():
         return 2  # the parser has said why
     named = sources(yaml.safe_load(text.getvalue()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
-from lit_dlm.decoding import ConfidencePolicy, Decoder, decode_prompts
+from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer, decode_prompts
 from lit_dlm.decoding.buckets import length_buckets
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.ops.noise import sample_seed
@@ -50,6 +50,7 @@ def generate(
     batch_size: int = 16,
     seed: int = 0,
     trajectories: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> Generations:
     """Decodes prompts.
 
@@ -66,6 +67,7 @@ def generate(
         batch_size: most prompts of a batch.
         seed: base seed; a sample's own seed follows from it and the prompt's number.
         trajectories: whether to record every decode.
+        observers: read-only callbacks, started anew for every batch.
 
     Returns:
         The responses.
@@ -97,7 +99,7 @@ def generate(
             [prompt_ids[row] for row in rows],
             response_length=response_length,
             seeds=[sample_seed(seed, str(row)) for row in rows],
-            observers=captures,
+            observers=[*captures, *observers],
         )
         response = result.ids[:, result.start :]
         given = None if result.given is None else result.given[:, result.start :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def _commands() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in _commands() if "error" not in c and c.split()[1] not in cli.COMMANDS]
+    "command", [c for c in _commands() if c.split()[1] in ("fit", "validate", "test", "predict")]
 )
 def test_command_parses(command: str, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -70,12 +71,12 @@ def test_trajectory_command_runs(command: str, trajectories: Path, capsys):
     if "--uid" in arguments:  # the small run has no TraceLock
         uid = arguments.index("--uid") + 1
         arguments[uid] = arguments[uid].partition("@")[0] + "@confidence"
-    with pytest.raises(SystemExit) as done:
+    # The README verifies once with another seed; at temperature 0 it is named all the same.
+    has_other_seed = "--seed" in arguments
+    with pytest.raises(SystemExit, match="1") if has_other_seed else nullcontext():
         cli.main(arguments)
     output = capsys.readouterr().out
-    # The README verifies once with another seed; at temperature 0 it is named all the same.
-    assert done.value.code == (1 if "--seed" in arguments else 0)
-    if "--seed" in arguments:
+    if has_other_seed:
         assert "randomness.seed: 0 recorded, 1 now" in output
     elif "verify" in arguments:
         assert "passed: level 3 (teacher-forced), 6 records" in output
@@ -90,9 +91,7 @@ def test_report_command_runs(command: str, trajectories: Path, capsys):
     run_dir = trajectories.parent
     arguments = [str(run_dir) if "runs/" in word else word for word in arguments]
     arguments = ["confidence" if "tracelock" in word else word for word in arguments]
-    with pytest.raises(SystemExit) as done:
-        cli.main(arguments)
-    assert done.value.code == 0
+    cli.main(arguments)
     written = {"view": "traces.html", "report": "report.html"}.get(arguments[0])
     if written is None:
         assert "word_problems" in capsys.readouterr().out

@@ -21,13 +21,10 @@ from lit_dlm.reports.page import (
     report_markdown,
     trace_link,
 )
-from lit_dlm.reports.plots import front_figure, plot_front
 from lit_dlm.reports.results import ResultFolder, write_atomically
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_summary
 from lit_dlm.reports.tables import markdown_tables, terminal_tables
-from lit_dlm.reports.themes import figure_png
-from lit_dlm.reports.training_curves import curves_figure, read_curves
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +41,9 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Cons
         folder: where the files go.
         console: where the tables go.
     """
+    # Here: matplotlib takes a second to import.
+    from lit_dlm.reports.plots import plot_front
+
     write_summary(folder / "summary.json", summaries)
     write_atomically(folder / "summary.md", markdown_tables(summaries))
     plot_front(summaries, folder / "front.png")
@@ -78,6 +78,8 @@ def write_pages(
     Returns:
         The files.
     """
+    from lit_dlm.reports.plots import front_figure
+
     groups: list[SampleGroup] = []
     shown: list[set[str]] = []
     for run in runs:
@@ -152,6 +154,10 @@ def _write_traces(path: Path, sets: Sequence[tuple[ReportedRun, SampleSet]], tit
 
 
 def _pictures(merged: Sequence[MethodSummary], runs: Sequence[ReportedRun]) -> list[Picture]:
+    from lit_dlm.reports.plots import front_figure
+    from lit_dlm.reports.themes import figure_png
+    from lit_dlm.reports.training_curves import curves_figure, read_curves
+
     pictures = []
     light, dark = (front_figure(merged, theme=theme) for theme in ("light", "dark"))
     if light is not None and dark is not None:

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from lit_dlm.decoding.description import layout_from_description
 from lit_dlm.trajectories.record import Trajectory
 
 REGIONS_KEY = "regions"
@@ -43,8 +40,14 @@ def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> l
     """
     if REGIONS_KEY in record.meta:
         return _named(record)
-    layout = layout_from_description(method or {})
-    if layout is not None:
+    if method and "layout" in method:
+        # Here: torch takes seconds to import.
+        import torch
+
+        from lit_dlm.decoding.description import layout_from_description
+
+        layout = layout_from_description(method)
+        assert layout is not None
         blocks = layout.blocks(torch.from_numpy(record.initial()).long()).blocks
         return [Region(block.name, block.start, block.end) for block in blocks]
     return _blocks(record, (method or {}).get("window") or {})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from callbacks.judge import HttpJudge, parse_verdict
-from lit_dlm.reports import ResultFolder, ResultRow
+from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.tasks import PromptExample
 
 

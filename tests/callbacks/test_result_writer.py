@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 from callbacks import ResultWriter, ShardWriter
 from datamodules import PromptDataModule
-from lit_dlm.reports import ResultFolder, ResultRow
+from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.test_shard_writer import LENGTH, Letters, trace_module
 

@@ -10,7 +10,7 @@ from datamodules import PromptDataModule
 from datamodules.prompt_mix import PromptMix
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
-from lit_dlm.reports import ResultFolder
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
 from tests.fakes import TableBackbone, logits_for
 from tests.reports.test_results import row

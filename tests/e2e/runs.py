@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from lit_dlm.reports import ResultFolder, ResultRow
+from lit_dlm.reports.results import ResultFolder, ResultRow
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from lit_dlm.backbones.location import load_tokenizer
-from lit_dlm.reports import ResultFolder
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter, merge_manifest

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.reports import ResultFolder
 from lit_dlm.reports.compare_command import main
+from lit_dlm.reports.results import ResultFolder
 from tests.reports.test_results import row
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.reports import ResultFolder, ResultRow
+from lit_dlm.reports.results import ResultFolder, ResultRow
 
 
 def row(uid: str = "t/test/0", **changes) -> ResultRow:

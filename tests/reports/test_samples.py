@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.reports import ResultFolder
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.samples import NoSampleError, load_samples
 from tests.reports.sample_sets import record, write_run, write_set
 

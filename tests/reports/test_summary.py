@@ -5,17 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.reports import (
-    ResultFolder,
-    markdown_tables,
-    plot_front,
-    summarise,
-    summarise_folder,
-    write_summary,
-)
 from lit_dlm.reports.command import merge_runs
-from lit_dlm.reports.plots import family
-from lit_dlm.reports.summary import pass_at_k
+from lit_dlm.reports.plots import family, plot_front
+from lit_dlm.reports.results import ResultFolder
+from lit_dlm.reports.summary import pass_at_k, summarise, summarise_folder, write_summary
+from lit_dlm.reports.tables import markdown_tables
 from tests.reports.test_results import row
 
 

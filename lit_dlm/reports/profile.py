@@ -1,4 +1,4 @@
-"""The points of a profile: numbers, table, file and picture."""
+"""A profile: speed and quality of methods as a file, a table, a picture, and in trackers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,33 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 mpl.use("Agg")
 
+from matplotlib import image
 from matplotlib import pyplot as plt
 
 from lit_dlm.reports.plots import COLOURS, family
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.summary import MethodSummary
+
+_NEEDS = {"csv": (), "tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
+_LOGGED = (
+    "accuracy",
+    "nfe",
+    "tokens_per_forward",
+    "tokens_per_second",
+    "useful_tokens_per_second",
+    "ms_per_sample",
+    "policy_share",
+    "lockstep",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +204,75 @@ def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
     figure.savefig(draft, dpi=150)
     plt.close(figure)
     draft.replace(path)
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuses unknown loggers, and those whose package is missing, before anything is decoded.
+
+    Raises:
+        ValueError: names what is known, or the package.
+    """
+    for name in names:
+        if name not in _NEEDS:
+            raise ValueError(f"loggers: expected some of {', '.join(_NEEDS)}, got {name!r}")
+        packages = _NEEDS[name]
+        if packages and not any(find_spec(package) for package in packages):
+            raise ValueError(
+                f"loggers: '{name}' needs the package {packages[0]}, which is not installed: "
+                f"pip install {packages[0]}"
+            )
+
+
+def make_logger(
+    name: str, folder: Path, *, project: str = "lit-dlm", offline: bool = False
+) -> Logger:
+    """One of Lightning's loggers.
+
+    Args:
+        name: ``csv``, ``tensorboard`` or ``wandb``.
+        folder: the run's folder, whose name is the run's.
+        project: of W&B.
+        offline: W&B writes to the folder only; ``wandb sync`` sends it later.
+
+    Raises:
+        ValueError: the name is unknown, or its package is not installed.
+    """
+    check_installed([name])
+    if name == "csv":
+        return CSVLogger(str(folder), name="profile_csv", version="")
+    if name == "tensorboard":
+        return TensorBoardLogger(str(folder), name="tensorboard", version="")
+    folder.mkdir(parents=True, exist_ok=True)
+    return WandbLogger(
+        name=folder.resolve().name, project=project, save_dir=str(folder), offline=offline
+    )
+
+
+def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path) -> None:
+    """Logs all points, the table and the picture, and closes the logger.
+
+    A metric's name is ``{task}/{curve}/{metric}`` and its step the rounded number of forwards, so
+    that a tracker draws quality and speed over forwards, curve by curve.
+
+    Args:
+        logger: of Lightning.
+        points: at least one.
+        picture: the plot, a PNG file.
+    """
+    for point in sorted(points, key=lambda one: one.nfe):
+        facts = asdict(point)
+        prefix = f"{point.task}/{point.curve}"
+        metrics = {f"{prefix}/{name}": facts[name] for name in _LOGGED if facts[name] is not None}
+        logger.log_metrics(metrics, step=round(point.nfe))
+    if isinstance(logger, TensorBoardLogger):
+        writer: Any = logger.experiment
+        writer.add_text("profile", markdown_table(points))
+        writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
+    elif isinstance(logger, WandbLogger):
+        rows = [list(asdict(point).values()) for point in points]
+        logger.log_table("profile", columns=list(asdict(points[0])), data=rows)
+        logger.log_image("profile_plot", [str(picture)])
+    logger.finalize("success")
+    if isinstance(logger, WandbLogger):
+        # Lightning leaves the run open for what comes after a fit; here nothing does.
+        logger.experiment.finish()

@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_dlm.profile.loggers import check_installed, log_profile, make_logger
-from lit_dlm.profile.points import ProfilePoint, markdown_table, profile_points, write_profile
+from lit_dlm.reports.profile import (
+    ProfilePoint,
+    check_installed,
+    log_profile,
+    make_logger,
+    markdown_table,
+    profile_points,
+    write_profile,
+)
 from lit_dlm.reports.summary import MethodSummary
 
 
@@ -123,7 +130,7 @@ def test_wandb_works_without_a_network(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_the_work(monkeypatch):
-    monkeypatch.setattr("lit_dlm.profile.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("lit_dlm.reports.profile.find_spec", lambda name: None)
     check_installed(["csv"])
     with pytest.raises(ValueError, match="'wandb' needs the package wandb, which is not installed"):
         check_installed(["csv", "wandb"])

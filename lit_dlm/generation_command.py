@@ -1,0 +1,170 @@
+"""``lit-dlm generate``: decodes prompts of the command line or of standard input.
+
+In a terminal the canvas is shown while it is unmasked; a pipe gets the texts alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from inspect import signature
+from typing import Literal
+
+import torch
+from jsonargparse.typing import PositiveInt
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import lit_dlm.decoding.policies.tracelock  # noqa: F401  # for its short class name
+from lit_dlm.backbones import HFBackbone, load_backbone, load_tokenizer
+from lit_dlm.configuration import Parser
+from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord
+from lit_dlm.generation import generate
+from lit_dlm.reports.pieces import TokenPieces
+
+
+class LiveCanvas:
+    """Shows the responses of a batch as they are written; an observer of the decode loop.
+
+    Unlike other observers it waits for the device in every step, as somebody looks on.
+
+    Args:
+        live: the display.
+        tokenizer: for the texts of tokens.
+    """
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self, live: Live, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._live = live
+        self._pieces = TokenPieces(tokenizer)
+        self._shown: dict[int, Text] = {}
+
+    def on_start(self, state: DecodeState) -> None:
+        """Shows the canvas before the first step."""
+        self._shown = {}
+        self._show(state, state.ids)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Shows the canvas after a step, with what the step wrote in bold."""
+        self._show(record.state, record.new_ids)
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Leaves the last canvas on the screen."""
+
+    def _show(self, state: DecodeState, new_ids: Tensor) -> None:
+        before, after = (ids[:, state.start :].tolist() for ids in (state.ids, new_ids))
+        for row, old, new in zip(state.rows.tolist(), before, after, strict=True):
+            line = Text()
+            for was, token in zip(old, new, strict=True):
+                if token == state.mask_id:
+                    line.append("░", "dim")
+                elif not self._pieces.is_special(token):
+                    line.append(self._pieces.text(token), "bold green" if was != token else "")
+            self._shown[row] = line
+        self._live.update(Text("\n").join(self._shown.values()), refresh=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm generate``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: there is no prompt, or the model, tokenizer or decoder does not fit.
+    """
+    parser = _parser()
+    config = parser.parse_args(list(arguments))
+    prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ValueError("prompts: expected some as arguments, or lines on standard input")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    is_name = isinstance(config.backbone, str)
+    name = config.backbone if is_name else config.backbone.init_args.get("path")
+    if not (config.tokenizer or name):
+        raise ValueError("tokenizer: expected a name, a folder or a hub id, got none")
+    tokenizer = load_tokenizer(config.tokenizer or name)
+    built = parser.instantiate(config)
+    backbone = (
+        built.backbone.to(device).eval()
+        if not is_name
+        else load_backbone(name, dtype=config.dtype, device=device)
+    )
+    decoder = Decoder(**{plug: built[plug] for plug in signature(Decoder).parameters})
+    console = Console()
+    with ExitStack() as shown:
+        observers = []
+        if console.is_terminal:
+            live = shown.enter_context(Live(console=console, transient=True))
+            observers.append(LiveCanvas(live, tokenizer))
+        done = generate(
+            backbone,
+            prompts,
+            decode=decoder,
+            tokenizer=tokenizer,
+            response_length=config.response_length,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            observers=observers,
+        )
+    for number, (prompt, text, steps) in enumerate(
+        zip(prompts, done.texts, done.num_steps, strict=True)
+    ):
+        if number:
+            console.print()
+        if console.is_terminal:
+            console.print(
+                f"{prompt}  ({steps} forwards)", style="dim", markup=False, highlight=False
+            )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lit-dlm generate",
+        description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
+        "that of --config, a decode file such as configs/decode/entropy.yaml, and of --policy, "
+        "--window, --quota, --sampler, --cache, --layout and --settings. Many prompts are better "
+        "given to 'lit-dlm predict', which goes on where it was interrupted.",
+    )
+    parser.add_argument("--config", action="config", help="Decode file, may be repeated.")
+    parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
+    parser.add_argument(
+        "--backbone",
+        type=HFBackbone | str,
+        sub_configs=True,
+        default="tiny",
+        help="Embedded name, folder or hub id, or a backbone file.",
+    )
+    parser.add_argument(
+        "--tokenizer", type=str | None, default=None, help="That of the backbone by default."
+    )
+    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
+    parser.add_argument("--batch_size", type=PositiveInt, default=16, help="Most prompts at once.")
+    parser.add_argument("--seed", type=int, default=0, help="Base seed of samplers that draw.")
+    parser.add_argument(
+        "--device",
+        type=Literal["cpu", "cuda"] | None,
+        default=None,
+        help="A GPU by default, if there is one.",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=Literal["float32", "bfloat16"],
+        default="float32",
+        help="Of a backbone given by its name.",
+    )
+    parser.add_class_arguments(Decoder, None, sub_configs=True)
+    parser.set_defaults({"policy": "ConfidencePolicy"})
+    return parser

@@ -1,0 +1,253 @@
+"""``lit-dlm profile``: decodes a grid of methods on one task and reports speed and quality.
+
+The grid, every policy with every cache and every budget of steps, becomes a configuration: one
+sweep over ``quota.steps`` for each policy and cache. ``lit-dlm predict`` runs it, so a profile
+decodes, grades and resumes like any other benchmark; its table, file and picture come after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_dlm.reports.results import write_atomically
+
+DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
+CACHES: dict[str, str | None] = {
+    "none": None,
+    "prefix": "PrefixCache",
+    "dual": "DualCache",
+    "block": "BlockCache",
+}
+"""Names for caches on the command line."""
+ADAPTIVE = "adaptive"
+"""In place of a number of steps: the quota of the decode file, so that a threshold decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is crossed."""
+
+    policies: Mapping[str, Path]
+    """Decode files by the names that their methods get."""
+    steps: Sequence[int | str]
+    """Budgets of steps (forwards), and ``adaptive``."""
+    caches: Sequence[str] = ()
+    """Names of :data:`CACHES`; that of the decode file where there are none."""
+
+    def __post_init__(self) -> None:
+        if not self.policies or not self.steps:
+            raise ValueError("profile: expected at least one policy and one number of steps")
+        for value in self.steps:
+            if value != ADAPTIVE and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"steps: expected numbers of at least 1 or '{ADAPTIVE}', got {value!r}"
+                )
+        for name in self.caches:
+            if name not in CACHES:
+                raise ValueError(f"caches: expected some of {', '.join(CACHES)}, got {name!r}")
+
+    def config(self) -> dict[str, Any]:
+        """The part of a configuration that adds the grid's methods and runs only them."""
+        decoders: dict[str, Any] = {}
+        sweeps: dict[str, Any] = {}
+        methods: list[str] = []
+        budgets = [value for value in self.steps if value != ADAPTIVE]
+        for policy, path in self.policies.items():
+            given = decode_arguments(path)
+            caches: list[str | None] = [*self.caches] or [None]
+            for cache in caches:
+                name = policy if cache in (None, "none") else f"{policy}-{cache}"
+                decoder = given if cache is None else _with_cache(given, cache)
+                if ADAPTIVE in self.steps:
+                    decoders[f"{name}-{ADAPTIVE}"] = decoder
+                    methods.append(f"{name}-{ADAPTIVE}")
+                if budgets:
+                    quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
+                    sweeps[name] = {
+                        "decoder": {**decoder, "quota": quota},
+                        "option": "quota.steps",
+                        "values": budgets,
+                    }
+                    methods += [f"{name}-{value}" for value in budgets]
+        model = {"decoders": decoders, "sweep": sweeps}
+        return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
+
+
+def policy_files(given: Sequence[str]) -> dict[str, Path]:
+    """Decode files by method name.
+
+    Args:
+        given: paths, or ``name=path``; a path's name is that of the file without its suffix.
+
+    Raises:
+        ValueError: a file does not exist, or two have one name.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        file = Path(path if equals else text)
+        name = name if equals else file.stem
+        if not file.is_file():
+            raise ValueError(f"policies: there is no file {file}")
+        if name in found:
+            raise ValueError(f"policies: {file} and {found[name]} are both named '{name}'")
+        found[name] = file
+    return found
+
+
+def decode_arguments(path: Path) -> dict[str, Any]:
+    """What a decode file sets; files that it refers to become absolute paths.
+
+    Raises:
+        ValueError: the file does not describe a decoder.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"{path}: expected a decode file in YAML: {told}") from error
+    if isinstance(content, dict) and "class_path" in content:
+        content = content.get("init_args")
+    if not isinstance(content, dict) or "policy" not in content:
+        raise ValueError(f"{path}: expected a decode file with a policy, got {content!r:.60}")
+    return {
+        key: str((path.parent / value).resolve())
+        if isinstance(value, str) and value.endswith((".yaml", ".yml"))
+        else value
+        for key, value in content.items()
+    }
+
+
+def _with_cache(decoder: Mapping[str, Any], cache: str) -> dict[str, Any]:
+    changed = {key: value for key, value in decoder.items() if key != "cache"}
+    class_name = CACHES[cache]
+    return changed if class_name is None else {**changed, "cache": {"class_path": class_name}}
+
+
+def main(
+    arguments: Sequence[str], *, predict: Callable[[list[str]], int | None] | None = None
+) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm profile``; what this command does not know goes to
+            ``predict``.
+        predict: runs ``["predict", ...]`` and returns its exit status; the trainer's by default.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: a file, cache or number of steps is wrong, or nothing was decoded.
+    """
+    options, rest = _parser().parse_known_args(list(arguments))
+    # Here, behind --help: matplotlib and Lightning take seconds to import.
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from lit_dlm.reports.profile import check_installed
+
+    check_installed(options.loggers)
+    run_dir: Path = options.run_dir
+    command = ["predict"]
+    for config in options.config:
+        command += ["--config", config]
+    if options.policies:
+        grid = Grid(
+            policies=policy_files(options.policies), steps=options.steps, caches=options.caches
+        )
+        path = run_dir / "grid.yaml"
+        write_atomically(path, yaml.safe_dump(grid.config(), sort_keys=False))
+        command += ["--config", str(path)]
+    elif options.caches or options.steps != list(DEFAULT_STEPS):
+        raise ValueError(
+            "profile: --steps and --caches apply to the files of --policies, which were not given; "
+            "without them the methods of the configuration are profiled as they are"
+        )
+    if predict is None:
+        from lit_dlm.trainer_command import main as predict
+    if status := predict([*command, "--run_dir", str(run_dir), *rest]):
+        return status
+    if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
+        _report(run_dir, options.loggers, project=options.project, offline=options.offline)
+    return 0
+
+
+def _report(run_dir: Path, loggers: Sequence[str], *, project: str, offline: bool) -> None:
+    from rich.console import Console
+
+    from lit_dlm.reports.command import method_order
+    from lit_dlm.reports.profile import log_profile, make_logger, profile_points, write_profile
+    from lit_dlm.reports.summary import summarise_folder
+
+    summaries = summarise_folder(run_dir / "results", method_order(run_dir))
+    if not summaries:
+        raise ValueError(f"{run_dir}: expected results in {run_dir / 'results'}, found none")
+    points = profile_points(summaries)
+    write_profile(points, run_dir)
+    for name in loggers:
+        log_profile(
+            make_logger(name, run_dir, project=project, offline=offline),
+            points,
+            run_dir / "profile.png",
+        )
+    Console().print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lit-dlm profile",
+        description="Speed and quality of policies, budgets of steps and caches on one task. "
+        "Further options go to 'lit-dlm predict'.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        help="experiment with a DecodeModule, a task and a ResultWriter; may be repeated",
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="decode files to cross with --steps and --caches (default: the methods of the config)",
+    )
+    parser.add_argument(
+        "--steps",
+        nargs="+",
+        type=_steps,
+        default=list(DEFAULT_STEPS),
+        help=f"budgets of forwards, or '{ADAPTIVE}' for the quota of the decode file "
+        "(default: 5 10 20 50)",
+    )
+    parser.add_argument(
+        "--caches", nargs="+", default=[], choices=list(CACHES), help="caches to cross with"
+    )
+    parser.add_argument(
+        "--loggers",
+        nargs="+",
+        default=[],
+        help="where to log the profile as well: csv, tensorboard, wandb",
+    )
+    parser.add_argument("--project", default="lit-dlm", help="W&B project")
+    parser.add_argument("--offline", action="store_true", help="W&B without a network")
+    parser.add_argument("--run_dir", type=Path, default=Path("runs/profile"), help="run folder")
+    return parser
+
+
+def _steps(text: str) -> int | str:
+    if text == ADAPTIVE:
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a number or '{ADAPTIVE}', got {text!r}"
+        ) from error

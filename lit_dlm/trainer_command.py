@@ -1,0 +1,102 @@
+"""``lit-dlm fit``, ``validate``, ``test`` and ``predict``: the LightningCLI of this project."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+# Imported so that configurations may use short class names.
+import callbacks
+import datamodules  # noqa: F401
+import lit_dlm.backbones.hf
+import lit_dlm.decoding.policies.tracelock
+import lit_dlm.modules
+import lit_dlm.rewards
+import lit_dlm.tasks
+import lit_dlm.toy  # noqa: F401
+from lit_dlm.config_files import FOLDER
+from lit_dlm.configuration import Parser, RunConfigCallback, explain
+
+BASE_CONFIG = FOLDER / "base.yaml"
+
+
+class CLI(LightningCLI):
+    """LightningCLI with a run folder and the project's base configuration."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what configurations may refer to as ``${run_dir}``."""
+        parser.add_argument(
+            "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
+        )
+        parser.add_argument(
+            "--tf32", type=bool, default=False, help="Whether GPUs multiply float32 in TF32."
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Sets the precision of float32 products on GPUs, as a release's ``enable_tf32`` does."""
+        torch.backends.cuda.matmul.allow_tf32 = self.config[self.subcommand].tf32
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds the progress bar unless it is switched off."""
+        if self.config_init[self.subcommand].trainer.enable_progress_bar is not False:
+            self.trainer_defaults["callbacks"] = callbacks.ProgressBar()
+        return super().instantiate_trainer(**kwargs)
+
+    def before_predict(self) -> None:
+        """Predictions go to disk batch by batch; none is kept in memory."""
+        self.config_init["predict"]["return_predictions"] = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one subcommand.
+
+    Args:
+        arguments: the subcommand and its options.
+
+    Returns:
+        The exit status: 1 where a class or a file refused what it was given.
+    """
+    # ``--ckpt_path last`` means "go on if there is something"; RunConfigCallback tells if not.
+    warnings.filterwarnings("ignore", message=r".*\.fit.*there is no last checkpoint available.*")
+    # Advertisements for other services, and a deprecation inside Lightning itself.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    # References such as ${run_dir} must work below the subcommand that Lightning adds.
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+    if not BASE_CONFIG.is_file():
+        raise FileNotFoundError(f"{BASE_CONFIG}: the defaults of every run are missing")
+    defaults = [str(BASE_CONFIG)]
+    subcommands = ("fit", "validate", "test", "predict")
+    sys.argv = [sys.argv[0], *arguments]  # processes that Lightning starts get it
+    try:
+        CLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            parser_class=Parser,
+            save_config_callback=RunConfigCallback,
+            save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
+            parser_kwargs={
+                "parser_mode": "omegaconf+",
+                **{name: {"default_config_files": defaults} for name in subcommands},
+            },
+        )
+    except (ValueError, OSError) as error:
+        if os.environ.get("LIT_DLM_TRACEBACK"):
+            raise
+        sys.stderr.write(f"lit-dlm: error: {explain(str(error))}\n")
+        return 1
+    return 0

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAINER_COMMANDS = {"fit", "validate", "test", "predict"}
+HEAVY = {
+    *("torch", "lightning", "transformers", "jsonargparse", "matplotlib"),
+    *("webdataset", "datasets", "huggingface_hub", "pyarrow"),
+}
+
+
+def test_help_is_one_screen_with_a_line_for_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert listed == list(cli.COMMANDS)
+    assert set(listed) > TRAINER_COMMANDS | {"generate", "report", "compare", "view", "traj"}
+
+
+@pytest.mark.parametrize(
+    "command", ["fit", "predict", "traj", "view", "report", "compare", "profile"]
+)
+def test_help_of_a_command_imports_nothing_that_takes_seconds(command: str):
+    code = (
+        "import sys, cli\n"
+        "try:\n"
+        f"    cli.main([{command!r}, '--help'])\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "print('imported', *sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    help_text, _, modules = done.stdout.rpartition("imported ")
+    assert f"lit-dlm {command}" in help_text
+    assert not HEAVY & set(modules.split())
+
+
+@pytest.mark.slow  # builds the parser of every option
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_the_short_help_names_options_of_the_parser(command: str, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    short = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help_all"])
+    known = capsys.readouterr().out
+    options = {line.split()[0] for line in short.splitlines() if line.startswith("  --")}
+    assert len(options) > 6
+    for option in options - {"--help_all", "--model.init_args.X", "--data.init_args.X"}:
+        assert f" {option}" in known
+
+
+def test_an_unknown_command_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["genrate"])
+    error = capsys.readouterr().err
+    assert error.startswith("lit-dlm: error: unknown command 'genrate'; known: fit, ")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_run_is_one_line_without_a_traceback(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["report", str(tmp_path / "nowhere")])
+    error = capsys.readouterr().err
+    assert error.startswith("lit-dlm: error: ")
+    assert str(tmp_path / "nowhere") in error
+    assert error.count("\n") == 1

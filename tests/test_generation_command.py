@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.live import Live
+
+import cli
+from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.decoding import Decoder, NoQuota, ThresholdPolicy
+from lit_dlm.generation import generate
+from lit_dlm.generation_command import LiveCanvas
+
+ROOT = Path(__file__).resolve().parents[1]
+PENS = "Tom has 34 pens, finds 7, loses 5. How many pens?"
+NUTS = "Leo has 8 nuts, sells 4, eats 4. How many nuts?"
+SHORT = ["--response_length", "32"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    cli.main(["generate", *arguments])
+    return capsys.readouterr().out
+
+
+def test_a_pipe_gets_the_texts_of_python(capsys):
+    expected = generate(
+        "tiny",
+        [PENS, NUTS],
+        decode=Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota()),
+        response_length=32,
+    ).texts
+    flags = ["--policy", "ThresholdPolicy", "--policy.threshold", "0.9", "--quota", "NoQuota"]
+    assert run(capsys, PENS, NUTS, *SHORT, *flags) == "{}\n\n{}\n".format(*expected)
+    assert "#### 36" in expected[0]
+
+
+def test_prompts_come_line_by_line_and_the_decoder_from_its_file(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{PENS}\n\n  {NUTS}\n"))
+    config = ["--config", str(ROOT / "configs" / "decode" / "confidence_dual.yaml")]
+    from_lines = run(capsys, *SHORT, *config)
+    assert from_lines == run(capsys, PENS, NUTS, *SHORT, *config, "--batch_size", "1")
+    assert "#### 36" in from_lines
+
+
+def test_a_backbone_file_is_the_backbone_of_its_name(capsys):
+    backbone = str(ROOT / "configs" / "backbone" / "tiny.yaml")
+    assert run(capsys, PENS, *SHORT, "--backbone", backbone) == run(capsys, PENS, *SHORT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "prompts: expected some as arguments, or lines on standard input"),
+        (["Hi", "--policy", "NoPolicy"], "policy: unknown class 'NoPolicy'"),
+        (["Hi", "--polcy", "x"], "unknown option '--polcy'; did you mean '--policy'?"),
+        (["Hi", "--backbone", "nowhere"], "'nowhere' is neither an existing folder nor"),
+        (["Hi", "--response_length", "0"], "response_length: "),
+        (["Hi", "--policy", "JacobiPolicy"], "layout: JacobiPolicy"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, monkeypatch, arguments: list[str], told: str):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit, match=r"[12]"):
+        cli.main(["generate", *arguments])
+    error = capsys.readouterr().err
+    assert error.startswith("lit-dlm: error: ")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["generate", "Hi", "--device", "cuda"])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_the_display_shows_masks_then_the_text_and_changes_nothing():
+    """32 masks at first; at the end the words of the response alone."""
+    backbone, tokenizer = load_backbone("tiny"), load_tokenizer("tiny")
+    settings = {"tokenizer": tokenizer, "response_length": 32}
+    frames: list[str] = []
+
+    class Frames(Live):
+        def update(self, renderable, *, refresh: bool = False) -> None:
+            frames.append(renderable.plain)
+
+    shown = LiveCanvas(Frames(console=Console(file=io.StringIO())), tokenizer)
+    done = generate(backbone, [PENS], observers=[shown], **settings)
+    assert done == generate(backbone, [PENS], **settings)
+    assert frames[0] == "░" * 32
+    assert [frame.count("░") for frame in frames] == [*range(32, -1, -1)]
+    assert frames[-1] == done.texts[0]
+
+
+@pytest.mark.slow  # starts the command line
+def test_a_terminal_sees_the_decode_and_then_the_text():
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "cli.py", "generate", PENS, *SHORT],
+        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )  # fmt: skip
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait() == 0, process.stderr and process.stderr.read()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
+    assert "░" in text
+    assert "(32 forwards)" in text
+    assert text.rstrip().splitlines()[-1].endswith("#### 36")
