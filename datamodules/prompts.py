@@ -17,6 +17,7 @@ from datamodules.prompt_mix import PromptMix, drawn_length
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
+from lit_dlm.tasks.base import check_uids
 from lit_dlm.trajectories.store import completed_uids, recover
 
 
@@ -118,6 +119,7 @@ class PromptDataModule(LightningDataModule):
         results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
         self._work = []
         examples = {task.name: list(task.examples()) for task in self.tasks}
+        check_uids(examples)
         if self.mix is not None:
             examples = self.mix.chosen(examples)
         for task in self.tasks:

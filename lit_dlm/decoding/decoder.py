@@ -20,6 +20,7 @@ from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
+from lit_dlm.protocols import completed
 
 
 class Decoder:
@@ -50,10 +51,10 @@ class Decoder:
                 policies need one, any other policy may have one.
 
         Raises:
-            ValueError: the policy needs a layout, or the end-of-text rule would fill the regions
-                behind a marker.
+            ValueError: the policy lacks a method or needs a layout, or the end-of-text rule would
+                fill the regions behind a marker.
         """
-        self.policy = policy
+        self.policy = completed(policy, CommitPolicy, option="policy")
         self.window = window
         self.quota = quota or FixedQuota()
         self.sampler = sampler or Sampler()

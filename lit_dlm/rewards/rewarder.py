@@ -11,6 +11,7 @@ import numpy as np
 
 from lit_dlm.grading import SandboxError, Verdict
 from lit_dlm.grading.math_equality import MathEqualityError
+from lit_dlm.protocols import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
 from lit_dlm.tasks import Task
@@ -53,6 +54,7 @@ class Rewarder:
         overlong_is_wrong: bool = True,
         num_workers: int = 1,
     ) -> None:
+        rewards = [completed(reward, Reward, option="rewards") for reward in rewards]
         names = [reward.name for reward in rewards]
         if not names:
             raise ValueError("rewards: expected at least one reward, got none")

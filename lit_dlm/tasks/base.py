@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from lit_dlm.grading import Verdict
+from lit_dlm.protocols import completed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,8 @@ class Task(Protocol):
     """A benchmark or a source of prompts."""
 
     name: str
-    split: str
-    runs_code: bool
+    split: str = "test"
+    runs_code: bool = False
     """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
     template: str | None = None
     """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.templates`)."""
@@ -84,10 +85,11 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
         option: what to call them in errors.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two have one name, or one lacks a member.
     """
     found: dict[str, Task] = {}
     for task in tasks:
+        completed(task, Task, option=option)
         if task.name in found:
             other = found[task.name]
             raise ValueError(
@@ -97,3 +99,24 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
             )
         found[task.name] = task
     return found
+
+
+def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
+    """Refuses two prompts of one uid: the results of one would count as those of the other.
+
+    Args:
+        examples: the prompts of every task, by its name.
+
+    Raises:
+        ValueError: names the uid, both tasks and both rows.
+    """
+    seen: dict[str, str] = {}
+    for name, group in examples.items():
+        for row, example in enumerate(group):
+            origin = f"row {row} of task {name!r}"
+            if example.uid in seen:
+                raise ValueError(
+                    f"tasks: expected every prompt to have a uid of its own, got {example.uid!r} "
+                    f"for {seen[example.uid]} and {origin}"
+                )
+            seen[example.uid] = origin

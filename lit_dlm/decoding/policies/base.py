@@ -11,14 +11,17 @@ from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 
 @runtime_checkable
 class CommitPolicy(Protocol):
-    """Says which candidates become final. It never writes the canvas and never runs the model."""
+    """Says which candidates become final. It never writes the canvas and never runs the model.
 
-    requires: frozenset[str]
+    A class with the method ``select`` is one; see ``examples/commit_policy.py``.
+    """
+
+    requires: frozenset[str] = frozenset()
     """What it reads of a proposal beyond tokens and probabilities: ``hidden``, ``entropy``,
     ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, or ``region`` (proposals
     for the whole response, not only for the window).
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
-    forwards_per_step: int
+    forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
 
     def select(
