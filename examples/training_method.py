@@ -1,0 +1,42 @@
+"""A training method of your own: which states of a response a model is trained on.
+
+In the folder of this file::
+
+    model:
+      init_args:
+        corruption: {class_path: training_method.SuffixMasking, init_args: {least: 1}}
+
+stands in an experiment with ``SFTModule`` for ``lit-dlm fit``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lit_dlm.losses.states import NoisyStates, Responses
+from lit_dlm.ops.noise import uniform_noise
+
+
+class SuffixMasking:
+    """Hides all from a random cell on: the states of a decode from left to right.
+
+    Args:
+        least: fewest cells to hide.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        self.least = least
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per response, drawn from its own seed."""
+        maskable = responses.maskable
+        noise = uniform_noise(responses.seeds, 0, torch.zeros_like(responses.seeds)[:, None])[:, 0]
+        num_kept = (noise * (maskable.sum(1) - self.least + 1).clamp_min(1)).long()
+        hidden = maskable & (maskable.cumsum(1) > num_kept[:, None])
+        return NoisyStates(
+            sample=torch.arange(len(maskable), device=maskable.device),
+            hidden=hidden,
+            supervised=hidden,
+            weight=hidden.float(),
+            per_row=False,
+        )
