@@ -169,9 +169,9 @@ def main(
             "profile: --steps and --caches apply to the files of --policies, which were not given; "
             "without them the methods of the configuration are profiled as they are"
         )
-    if predict is None:
-        from lit_dlm.trainer_command import main as predict
-    if status := predict([*command, "--run_dir", str(run_dir), *rest]):
+    from lit_dlm.trainer_command import main as trainer
+
+    if status := (predict or trainer)([*command, "--run_dir", str(run_dir), *rest]):
         return status
     if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
         _report(run_dir, options.loggers, project=options.project, offline=options.offline)
