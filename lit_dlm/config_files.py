@@ -89,7 +89,6 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
     return _included(content, path.parent, (*within, path))
@@ -105,7 +104,9 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     if not isinstance(value, dict):
         return value
     own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
-    bases = value.get("defaults", [])
+    if "defaults" not in value:
+        return own
+    bases = value["defaults"]
     merged: Any = {}
     for name in [bases] if isinstance(bases, str) else bases:
         merged = merge(merged, _read(find(name, folder), within))
@@ -204,7 +205,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 
 
 def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
-    """Sets what a flag says below a decoder of the files, where the parser reaches no mappings.
+    """Sets what a flag says about decoders of the files, where the parser reaches no mappings.
 
     Args:
         document: of all files; changed in place.
@@ -212,13 +213,13 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         text: the value.
 
     Returns:
-        Whether the document names such a decoder; else nothing was changed.
+        Whether the document has that place.
     """
-    if not {"decoders", "sweep"} & set(keys[:-2]):
+    if not {"decoders", "sweep"} & set(keys):
         return False
     place = document
     for key in keys[:-1]:
-        if "class_path" in place and key != "init_args":
+        if key not in place and key != "init_args" and {"class_path", "init_args"} & set(place):
             place = place.setdefault("init_args", {})
         elif key == "init_args" and "class_path" not in place and key not in place:
             continue  # a decoder in short form

@@ -45,13 +45,13 @@ def test_every_policy_is_crossed_with_every_cache_and_budget():
     )
     config = grid.config()
     assert config["data"]["init_args"]["methods"] == [
-        *("sure-adaptive", "sure_5", "sure_50"),
-        *("sure-dual-adaptive", "sure-dual_5", "sure-dual_50"),
+        *("sure_adaptive", "sure_5", "sure_50"),
+        *("sure-dual_adaptive", "sure-dual_5", "sure-dual_50"),
     ]
     model = config["model"]["init_args"]
     policy = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.9}}
     # Adaptive: as in the file. A budget replaces the file's quota.
-    assert model["decoders"]["sure-adaptive"] == {"policy": policy, "quota": "NoQuota"}
+    assert model["decoders"]["sure_adaptive"] == {"policy": policy, "quota": "NoQuota"}
     assert model["sweep"]["sure-dual"] == {
         "decoder": {
             "policy": policy,
@@ -88,7 +88,7 @@ def test_files_are_named_by_their_stems_or_as_asked():
         ("- a\n- b\n", "expected a mapping, got list"),
         ("quota: NoQuota\n", "expected a decode file with a policy"),
         ("", "expected a decode file with a policy, got"),
-        ("policy: [", "expected the node content"),
+        ("policy: [", "did not find expected node content"),
     ],
 )
 def test_files_that_describe_no_decoder_are_named(tmp_path: Path, text: str, message: str):

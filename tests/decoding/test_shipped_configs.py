@@ -38,6 +38,10 @@ def test_every_decode_file_parses_and_brings_its_cache(capsys: pytest.CaptureFix
         "confidence_dual": "DualCache",
         "confidence_horizon_128": "PrefixCache",
         "confidence_prefix": "PrefixCache",
+        "dllm_rl_block_dynamic": "BlockCache",
+        "dllm_rl_block_static": "BlockCache",
+        "dllm_rl_dream": "PrefixCache",
+        "dllm_rl_llada": "PrefixCache",
         "threshold_09_dual": "DualCache",
         "threshold_09_prefix": "PrefixCache",
     }

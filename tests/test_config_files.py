@@ -1,0 +1,162 @@
+"""Files that name others, and what the command line makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lit_dlm import recipes
+from lit_dlm.config_files import FOLDER, find, load, merge, packaged, with_files
+
+PARTS = {
+    "part/base.yaml": "run_dir: a\nmodel: {init_args: {lr: 1, layers: [1, 2]}}\n",
+    "part/decoder.yaml": "policy: ThresholdPolicy\nquota: NoQuota\n",
+    "exp/one.yaml": (
+        "defaults: ../part/base.yaml\n"
+        "model: {init_args: {layers: [3], decoders: {x: ../part/decoder.yaml}}}\n"
+    ),
+    "exp/two.yaml": (
+        "defaults: [one.yaml]\nrun_dir: b\nmodel:\n  init_args:\n    layers+: [4]\n"
+        "    decoders:\n      y:\n        defaults: ../part/decoder.yaml\n"
+        "        policy: {init_args: {threshold: 0.5}}\n"
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in PARTS.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_a_file_starts_from_those_it_names_and_values_may_be_files(folder: Path):
+    plain = {"policy": "ThresholdPolicy", "quota": "NoQuota"}
+    policy = {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}}
+    decoders = {"x": plain, "y": {"policy": policy, "quota": "NoQuota"}}
+    assert load(str(folder / "exp" / "two")) == {
+        "run_dir": "b",
+        "model": {"init_args": {"lr": 1, "layers": [3, 4], "decoders": decoders}},
+    }
+
+
+def test_a_loop_of_files_and_a_list_are_refused_with_their_file(folder: Path):
+    (folder / "exp" / "one.yaml").write_text("defaults: two.yaml\n")
+    with pytest.raises(ValueError, match=r"two\.yaml: names itself, by way of .*one\.yaml"):
+        load(str(folder / "exp" / "two.yaml"))
+    (folder / "exp" / "one.yaml").write_text("- a\n")
+    with pytest.raises(ValueError, match=r"one\.yaml: expected a mapping, got list"):
+        load(str(folder / "exp" / "one.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "merged"),
+    [
+        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
+        ({"a": {"b": 1}, "d": 1}, {"a": None, "d": None}, {"d": None}),
+        ({"class_path": "A", "init_args": {"x": 1}}, {"init_args": {"y": 2}},
+         {"class_path": "A", "init_args": {"x": 1, "y": 2}}),
+        ({"class_path": "A", "init_args": {"x": 1}}, {"class_path": "B", "init_args": {"y": 2}},
+         {"class_path": "B", "init_args": {"y": 2}}),
+        ({"class_path": "collections.Counter", "init_args": {"x": 1}},
+         {"class_path": "builtins.dict"}, {"class_path": "builtins.dict"}),
+        ({"class_path": "builtins.dict", "init_args": {"x": 1}},
+         {"class_path": "collections.Counter"},
+         {"class_path": "collections.Counter", "init_args": {"x": 1}}),
+        ({"init_args": {"x": 1}}, {"class_path": "A"}, {"init_args": {"x": 1}, "class_path": "A"}),
+        ("A", {"init_args": {"x": 1}}, {"class_path": "A", "init_args": {"x": 1}}),
+    ],
+)  # fmt: skip
+def test_mappings_are_merged_and_another_class_starts_anew(old, new, merged):
+    assert merge(old, new) == merged
+
+
+def test_packaged_files_are_found_from_any_folder_behind_own_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    packed = FOLDER / "exp" / "benchmark_tiny.yaml"
+    assert find("exp/benchmark_tiny") == find("exp/benchmark_tiny.yaml") == packed
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "benchmark_tiny.yaml").write_text("run_dir: own\n")
+    assert find("exp/benchmark_tiny") == tmp_path / "exp" / "benchmark_tiny.yaml"
+    told = f"got none in {tmp_path} and {FOLDER}; did you mean 'exp/tracelock_tiny'"
+    with pytest.raises(ValueError, match=r"'exp/tracelok_tiny'") as error:
+        find("exp/tracelok_tiny")
+    assert told in str(error.value)
+
+
+def arguments(*given: str) -> tuple[dict, list[str]]:
+    """The merged document of a command line, and its other arguments."""
+    made = with_files(["predict", *given])
+    assert made[0] == "predict"
+    assert made[1].startswith("--config=")
+    return json.loads(made[1].removeprefix("--config=")), made[2:]
+
+
+def test_a_second_file_adds_a_decoder_and_flags_reach_both(folder: Path):
+    more = folder / "more.yaml"
+    more.write_text("model: {init_args: {decoders: {z: {policy: EntropyPolicy}}}}\n")
+    document, rest = arguments(
+        *("--config", str(folder / "exp" / "one.yaml"), "--seed", "3", f"--config={more}"),
+        "--model.init_args.decoders.x.init_args.policy.init_args.threshold=5e-1",
+        *("--model.decoders.z.policy", "MarginPolicy"),
+    )
+    assert document["model"]["init_args"]["decoders"] == {
+        "x": {
+            "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.5}},
+            "quota": "NoQuota",
+        },
+        "z": {"policy": "MarginPolicy"},
+    }
+    assert rest == ["--seed", "3"]
+
+
+def test_a_flag_reaches_a_named_region(tmp_path: Path):
+    document, rest = arguments(
+        *("--config", "exp/lockstep_tiny"),
+        "--model.init_args.decoders.jacobi-border-8.init_args.layout.init_args.regions.R.tau=0.25",
+    )
+    layout = document["model"]["init_args"]["decoders"]["jacobi-border-8"]["layout"]
+    assert layout["init_args"]["regions"]["R"] == {"length": 8, "tau": 0.25, "max_fill_frac": 1.0}
+    assert rest == []
+
+
+def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flag, value = with_files(["--model.backbone", "backbone/tiny.yaml"])
+    assert flag == "--model.backbone"
+    assert json.loads(value) == {"class_path": "HFBackbone", "init_args": {"path": "tiny"}}
+    assert with_files(["--file", "other.yaml", "--flag", "-1"]) == [
+        *("--file", "other.yaml", "--flag", "-1")
+    ]
+
+
+def test_no_method_name_has_a_dot():
+    for name in packaged("exp"):
+        model = load(name)["model"].get("init_args", {})
+        named = [*model.get("decoders", {}), *model.get("sweep", {})]
+        assert not [method for method in named if "." in method], name
+
+
+def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
+    assert recipes.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [f"exp/{line.split()[0]}" for line in lines] == packaged("exp")
+    assert all("Needs: " in line for line in lines)
+    assert recipes.main(["tracerl_tiny_value"]) == 0
+    text = capsys.readouterr().out
+    assert "run_dir: runs/tracerl_tiny_value" in text
+    assert "defaults:" not in text
+
+
+def test_a_merged_document_is_what_the_parser_takes(tmp_path: Path):
+    parser = ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--rate", type=float)
+    file = tmp_path / "some.yaml"
+    file.write_text("rate: 1e-5\n")
+    assert parser.parse_args(with_files([f"--config={file}"])).rate == 1e-5
