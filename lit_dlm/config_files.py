@@ -231,8 +231,8 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         place = inner
     if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
         place = place.setdefault("init_args", {})
-    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    place[keys[-1]] = _included(value, Path())
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    place[keys[-1]] = _included(parsed["value"], Path())
     return True
 
 

@@ -65,8 +65,8 @@ class Grid:
                 name = policy if cache in (None, "none") else f"{policy}-{cache}"
                 decoder = given if cache is None else _with_cache(given, cache)
                 if ADAPTIVE in self.steps:
-                    decoders[f"{name}-{ADAPTIVE}"] = decoder
-                    methods.append(f"{name}-{ADAPTIVE}")
+                    decoders[f"{name}_{ADAPTIVE}"] = decoder
+                    methods.append(f"{name}_{ADAPTIVE}")
                 if budgets:
                     quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
                     sweeps[name] = {
@@ -74,7 +74,7 @@ class Grid:
                         "option": "quota.steps",
                         "values": budgets,
                     }
-                    methods += [f"{name}-{value}" for value in budgets]
+                    methods += [f"{name}_{value}" for value in budgets]
         model = {"decoders": decoders, "sweep": sweeps}
         return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
 

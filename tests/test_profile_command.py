@@ -173,7 +173,7 @@ def test_a_profile_of_the_embedded_model_from_the_command_line(tmp_path: Path):
     for method, row in rows.items():
         assert row["n"] == "6"
         assert float(row["tokens_per_second"]) > 0
-        steps = method.rsplit("-", 1)[1]
+        steps = method.rsplit("_", 1)[1]
         if steps != "adaptive":
             assert float(row["nfe"]) <= int(steps)
         assert (row["lockstep"] != "") == method.startswith("gs")
