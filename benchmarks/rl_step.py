@@ -57,14 +57,13 @@ from lit_dlm.decoding import (
     EvenQuota,
     Sampler,
 )
-from lit_dlm.losses.actor import actor_loss
 from lit_dlm.losses.corruption import TraceMasking
-from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items, training_rows
-from lit_dlm.modules.rollout_items import RolloutItem, RowBuilder
-from lit_dlm.modules.rollout_updates import Slot, fill_advantages, fill_old_scores
-from lit_dlm.modules.rollouts import RolloutEngine, rollout_prompts, with_score
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import Graded, Rewarder, Rollout
+from lit_dlm.rl.advantages import GroupZScore
+from lit_dlm.rl.items import RolloutBatch, RolloutItem, RowBuilder, collate_items, training_rows
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, with_score
+from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.record import Trajectory
 
@@ -283,7 +282,7 @@ class _Step:
             copies=self.options.block if form == "ours" else 1,
         )
         items = builder.items(records)
-        fill_advantages(module, items, records, kind="group_zscore", batch_size=1, move=self._move)
+        fill_advantages(module, items, records, advantage=GroupZScore(), batch_size=1)
         batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
         with meter.phase(f"{form}_old_log_prob"):
             if form in ("ours", "unpacked"):
@@ -292,7 +291,6 @@ class _Step:
                     [[Slot(number, 1.0) for number in batch] for batch in batches],
                     items,
                     records,
-                    move=self._move,
                 )
             else:
                 self._old_scores_of_logits(items, batches, records)
@@ -300,7 +298,7 @@ class _Step:
         with meter.phase(f"{form}_train"):
             self.optimizer.zero_grad()
             for batch in batches:
-                moved = self._move(self._collated(items, batch, records))
+                moved = self._collated(items, batch, records).to(self.device)
                 if form in ("ours", "unpacked"):
                     loss = module.training_step(moved)
                 else:
@@ -329,19 +327,6 @@ class _Step:
         chosen = [(items[number], 1.0) for number in numbers]
         return collate_items(chosen, records, self.module.row_spec, num_slots=1)
 
-    def _move(self, batch: RolloutBatch) -> RolloutBatch:
-        for name, value in vars(batch).items():
-            if isinstance(value, Tensor):
-                setattr(batch, name, value.to(self.device))
-        responses = batch.responses
-        moved = {
-            name: value.to(self.device)
-            for name, value in vars(responses).items()
-            if isinstance(value, Tensor)
-        }
-        batch.responses = replace(responses, **moved)
-        return batch
-
     # -- the naive form --------------------------------------------------------------------------
 
     def _log_prob(self, batch: RolloutBatch) -> Tensor:
@@ -362,23 +347,18 @@ class _Step:
         records: Sequence[Trajectory],
     ) -> None:
         for batch in batches:
-            found = self._log_prob(self._move(self._collated(items, batch, records))).cpu()
+            found = self._log_prob(self._collated(items, batch, records).to(self.device)).cpu()
             sizes = [items[number].num_units for number in batch]
             for number, part in zip(batch, found.split(sizes), strict=True):
                 items[number].old_log_prob = part.clone()
 
     def _naive_loss(self, batch: RolloutBatch) -> Tensor:
         assert batch.old_log_prob is not None
-        objective = self.module.objective
-        terms = actor_loss(
+        terms = self.module.policy_loss.compute(
             self._log_prob(batch),
             batch.old_log_prob,
             batch.advantage,
             batch.weight,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            beta=objective.beta,
-            kl=objective.kl,
             kl_weight=batch.kl_weight,
         )
         return terms.total

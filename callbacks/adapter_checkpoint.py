@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from callbacks.discrimination import SCORE, DiscriminationScore
-from lit_dlm.modules.finetune import FinetuneModule, NonFiniteError
+from lit_dlm.modules.finetune import NonFiniteError, TrainableModule
 from lit_dlm.reports.results import write_atomically
 
 _UNFINISHED = ".unfinished"
@@ -71,9 +71,9 @@ class AdapterCheckpoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the module."""
-        if stage == "fit" and not isinstance(pl_module, FinetuneModule):
+        if stage == "fit" and not isinstance(pl_module, TrainableModule):
             raise ValueError(
-                f"AdapterCheckpoint: expected a FinetuneModule, got {type(pl_module).__name__}"
+                f"AdapterCheckpoint: expected a TrainableModule, got {type(pl_module).__name__}"
             )
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +125,7 @@ class AdapterCheckpoint(Callback):
     def _write(
         self, trainer: Trainer, pl_module: LightningModule, number: int, *, has_score: bool
     ) -> None:
-        assert isinstance(pl_module, FinetuneModule)
+        assert isinstance(pl_module, TrainableModule)
         if (number + 1) % self.every_n_epochs:
             return
         pl_module.export(self.folder / "last")
@@ -143,7 +143,7 @@ class AdapterCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the last weights where no folder was due, and tells where the folders are."""
         if (self._epochs_ended or 0) % self.every_n_epochs:
-            assert isinstance(pl_module, FinetuneModule)
+            assert isinstance(pl_module, TrainableModule)
             pl_module.export(self.folder / "last")
         if trainer.is_global_zero:
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
@@ -159,7 +159,7 @@ class AdapterCheckpoint(Callback):
         After other errors not every process may be here, and sharded weights need all of them.
         """
         if isinstance(exception, NonFiniteError):
-            assert isinstance(pl_module, FinetuneModule)
+            assert isinstance(pl_module, TrainableModule)
             pl_module.export(self.folder / "last")
             logger.warning("weights before the error: %s", self.folder / "last")
 

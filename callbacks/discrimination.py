@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_dlm.decoding import decode_prompts
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
-from lit_dlm.modules.finetune import FinetuneModule
+from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.reports.plots import plot_steps
@@ -77,9 +77,9 @@ class DiscriminationScore(Callback):
             return
         # A new list: the trainer is walking along the old one.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
-        if not isinstance(pl_module, FinetuneModule):
+        if not isinstance(pl_module, TrainableModule):
             raise ValueError(
-                f"DiscriminationScore: expected a FinetuneModule, got {type(pl_module).__name__}"
+                f"DiscriminationScore: expected a TrainableModule, got {type(pl_module).__name__}"
             )
         method = self.method or next(iter(pl_module.decoders), None)
         if method not in pl_module.decoders:
@@ -107,7 +107,7 @@ class DiscriminationScore(Callback):
             self._measure(trainer, pl_module, "validate")
 
     def _measure(self, trainer: Trainer, module: LightningModule, label: str) -> float:
-        assert isinstance(module, FinetuneModule)
+        assert isinstance(module, TrainableModule)
         assert self.method is not None
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         prompts = datamodule.probe_prompts(self.num_prompts)[
@@ -145,7 +145,7 @@ class DiscriminationScore(Callback):
 
     @staticmethod
     def _totals(
-        trainer: Trainer, module: FinetuneModule, observer: DiscriminationObserver, num_steps: int
+        trainer: Trainer, module: TrainableModule, observer: DiscriminationObserver, num_steps: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums and counts of all processes; a decode has at most one step for each cell."""
         sums, counts = observer.totals()

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.reports.reward_curve import plot_run, write_points
+from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 

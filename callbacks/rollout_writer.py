@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.rollouts import rl_step_of
+from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RolloutWriter(Callback):
         if stage != "fit":
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "collected"):
+        if not hasattr(data, "records"):
             raise ValueError(
                 f"RolloutWriter: expected RolloutDataModule, got {type(data).__name__}"
             )
@@ -121,7 +121,7 @@ class RolloutWriter(Callback):
         self._target.put_records(
             [
                 record
-                for record in data.collected.records
+                for record in data.records
                 if record.meta["place"] % trainer.world_size == trainer.global_rank
             ]
         )

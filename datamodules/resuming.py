@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.epoch_plan import EpochPlan, FixedPlan
@@ -81,48 +80,3 @@ def batches_done(trainer: Trainer | None, batches_per_pass: int) -> int:
 def _as_is(batch: Any) -> Any:
     """The dataset collates; the loader must not."""
     return batch
-
-
-def save_at_ends_of_epochs(trainer: Trainer) -> None:
-    """Has checkpoints that leave it open saved at the end of RL steps, which are epochs.
-
-    Lightning would save after validation, within the RL step, where none can be resumed.
-
-    Args:
-        trainer: whose checkpoint callbacks are set.
-
-    Raises:
-        ValueError: one is told to save before the end.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if not isinstance(callback, ModelCheckpoint) or not callback._every_n_epochs:
-            continue
-        if callback._save_on_train_epoch_end is False:
-            raise ValueError(
-                "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that is "
-                "saved before its end cannot be resumed, got false"
-            )
-        callback._save_on_train_epoch_end = True
-
-
-def stop_at_ends_of_epochs(trainer: Trainer) -> None:
-    """Has early stopping by a score of RL steps look at it when one ends, not at validations.
-
-    At a validation the score of the RL step that has just been trained is not logged yet, and
-    Lightning would take that of an earlier one.
-
-    Args:
-        trainer: whose callbacks are set.
-
-    Raises:
-        ValueError: one is told to look at validations.
-    """
-    for callback in trainer.early_stopping_callbacks:
-        if callback.monitor.startswith("val/"):
-            continue
-        if callback._check_on_train_epoch_end is False:
-            raise ValueError(
-                "EarlyStopping.check_on_train_epoch_end: expected true, since "
-                f"{callback.monitor!r} is logged when an RL step ends, got false"
-            )
-        callback._check_on_train_epoch_end = True

@@ -35,10 +35,10 @@ from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, Threshol
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.views import CoupledMasking
-from lit_dlm.modules.objective import ValueObjective
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.reports.reward_curve import plot_runs, read_points, write_points
 from lit_dlm.rewards import Graded, MeanCorrectnessFilter
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 
 METHODS = {
@@ -153,7 +153,6 @@ def run(method: str, seed: int, folder: Path, options: argparse.Namespace) -> No
         accelerator="cpu",
         devices=1,
         max_epochs=options.steps,
-        reload_dataloaders_every_n_epochs=1,
         check_val_every_n_epoch=options.val_every,
         num_sanity_val_steps=-1,
         gradient_clip_val=1.0,

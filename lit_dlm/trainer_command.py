@@ -21,6 +21,7 @@ import lit_dlm.backbones.hf
 import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
 import lit_dlm.rewards
+import lit_dlm.rl
 import lit_dlm.tasks
 import lit_dlm.toy  # noqa: F401
 from lit_dlm.config_files import FOLDER

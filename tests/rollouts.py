@@ -26,9 +26,9 @@ from lit_dlm.decoding import (
     Sampler,
     prompt_canvas,
 )
-from lit_dlm.modules.rollouts import SAMPLED, SampledLogProb
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.rollout import SAMPLED, SampledLogProb
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -242,7 +242,6 @@ def fit(
     }
     trainer = Trainer(
         max_epochs=steps,
-        reload_dataloaders_every_n_epochs=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -7,7 +7,6 @@ from lit_dlm.modules.generate import TraceModule
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.modules.tracerl import TraceRLModule
 
 __all__ = [
     "AutoencoderModule",
@@ -17,5 +16,4 @@ __all__ = [
     "TABOMModule",
     "TraceLockModule",
     "TraceModule",
-    "TraceRLModule",
 ]

@@ -1,4 +1,4 @@
-"""Fine-tuning on finished responses: states, scores, normalisation, files; SFT itself.
+"""What all training shares, and fine-tuning on finished responses; SFT itself.
 
 A run whose loss or gradients are not finite stops before they reach the weights.
 """
@@ -41,7 +41,154 @@ _MOST_NAMED = 16
 logger = logging.getLogger(__name__)
 
 
-class FinetuneModule(DecodeModule):
+class TrainableModule(DecodeModule):
+    """What fine-tuning and reinforcement learning share: checks of numbers, checkpoints, exports.
+
+    Args:
+        backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
+        corruption: which states are trained on.
+        tokenizer: folder, embedded name or hub id of the tokenizer.
+        decoders: decoding methods by name.
+        seed: base seed of noise and decoding.
+        num_padding: cells of fill behind an answer that are supervised, counted from its end;
+            ``null`` for all.
+        optimizer: constructor of the optimiser.
+        warmup_steps: optimiser steps of the warm-up.
+        export_dir: where the last weights are written as an adapter or model folder; ``null``
+            leaves that to callbacks.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    backbone: HFBackbone
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        *,
+        corruption: Corruption,
+        tokenizer: str,
+        decoders: dict[str, Decoder] | None,
+        seed: int,
+        num_padding: int | None,
+        optimizer: OptimizerCallable,
+        warmup_steps: int,
+        export_dir: str | None,
+        chat_template: str | None,
+    ) -> None:
+        super().__init__(
+            backbone,
+            tokenizer=tokenizer,
+            decoders=decoders,
+            seed=seed,
+            chat_template=chat_template,
+        )
+        if num_padding is not None and num_padding < 0:
+            raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
+        self.corruption = corruption
+        self.num_padding = num_padding
+        self.optimizer = optimizer
+        self.warmup_steps = warmup_steps
+        self.export_dir = None if export_dir is None else Path(export_dir)
+        self._step_uids: list[str] = []  # since the last optimiser step
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def require_finite_loss(
+        self, loss: Tensor, uids: Sequence[str], blamed: Callable[[], list[str]] | None = None
+    ) -> None:
+        """Stops all processes when the loss of one is not finite, before any weight has changed.
+
+        Args:
+            loss: scalar, of this process's batch.
+            uids: samples of the batch.
+            blamed: the samples to name, asked on failure only; all of the batch by default.
+
+        Raises:
+            NonFiniteError: naming samples.
+        """
+        is_finite = torch.isfinite(loss.detach())
+        require_finite(
+            is_finite,
+            self._trainer,
+            what="the loss",
+            blamed=lambda: [] if bool(is_finite) else blamed() if blamed else list(uids),
+        )
+        self._step_uids += uids
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Looks at the gradients: clipping would spread one that is not finite to all weights.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; raised in all processes, before any weight
+                has changed.
+        """
+        uids, self._step_uids = self._step_uids, []
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return  # float16 precision tries its loss scale out and skips such steps itself
+        gradients = [value.grad for value in self.parameters() if value.grad is not None]
+        require_finite(
+            finite_gradients(gradients), self.trainer, what="a gradient", blamed=lambda: uids
+        )
+
+    def scheduled(
+        self, groups: Sequence[Any], factor: Callable[[int], float]
+    ) -> OptimizerLRScheduler:
+        """The optimiser and a schedule by optimiser steps, as Lightning wants them.
+
+        Args:
+            groups: parameters, or groups of them.
+            factor: on the learning rate, by optimiser step.
+
+        Raises:
+            ValueError: nothing is trainable.
+        """
+        if not groups:
+            raise ValueError(
+                "backbone: nothing is trainable; give it lora settings, an adapter with "
+                "trainable: true, or trainable: true"
+            )
+        optimizer = self.optimizer(groups)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},
+        }
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Drops frozen weights from the file."""
+        super().on_save_checkpoint(checkpoint)
+        # A tied head is the embedding under a second name.
+        named = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, value in named if not value.requires_grad}
+        state = checkpoint["state_dict"]
+        for key in [key for key in state if key in frozen]:
+            del state[key]
+
+    def on_fit_end(self) -> None:
+        """Writes the last weights where ``export_dir`` asks for them."""
+        if self.export_dir is not None:
+            self.export(self.export_dir)
+            kind = "model" if self.backbone.adapter is None else "adapter"
+            if self.trainer.is_global_zero:
+                logger.info("wrote the %s to %s", kind, self.export_dir)
+
+    def export(self, folder: str | Path) -> None:
+        """Writes the adapter, or the whole model where there is none; every process must call it.
+
+        Args:
+            folder: target, which ``backbone.adapter`` or ``backbone.path`` loads.
+        """
+        is_first = self._trainer is None or self.trainer.is_global_zero
+        export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
+
+
+class FinetuneModule(TrainableModule):
     """Trains a backbone, or its adapter, on states of finished responses.
 
     A subclass says what the loss of the states is. The learning rate warms up linearly and falls
@@ -73,8 +220,6 @@ class FinetuneModule(DecodeModule):
         ValueError: nothing is trainable, or a setting is out of range.
     """
 
-    backbone: HFBackbone
-
     def __init__(
         self,
         backbone: HFBackbone,
@@ -95,27 +240,22 @@ class FinetuneModule(DecodeModule):
     ) -> None:
         super().__init__(
             backbone,
+            corruption=corruption,
             tokenizer=tokenizer,
             decoders=decoders,
             seed=seed,
+            num_padding=num_padding,
+            optimizer=optimizer,
+            warmup_steps=warmup_steps,
+            export_dir=export_dir,
             chat_template=chat_template,
         )
-        if num_padding is not None and num_padding < 0:
-            raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
         if loss_norm not in ("local", "global"):
             raise ValueError(f"loss_norm: expected 'local' or 'global', got {loss_norm!r}")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
         if not 0.0 <= lr_floor <= 1.0:
             raise ValueError(f"lr_floor: expected a number in 0..1, got {lr_floor}")
-        self.corruption = corruption
-        self.num_padding = num_padding
         self.loss_norm = loss_norm
-        self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
         self.lr_floor = lr_floor
-        self.export_dir = None if export_dir is None else Path(export_dir)
-        self._step_uids: list[str] = []  # since the last optimiser step
         # (2,) float64 sum and units of each part, since the last optimiser step or in validation
         self._train_sums: dict[str, Tensor] = {}
         self._val_sums: dict[str, Tensor] = {}
@@ -220,40 +360,22 @@ class FinetuneModule(DecodeModule):
         """
         states, stats = self._scored(batch, seed=self.seed)
         terms = self.loss_terms(batch, states, stats)
-        is_finite = torch.isfinite(terms.total.detach())
-        require_finite(
-            is_finite,
-            self.trainer,
-            what="the loss",
-            blamed=lambda: [] if bool(is_finite) else _non_finite_samples(batch, states, stats),
+        self.require_finite_loss(
+            terms.total, batch.uids, lambda: _non_finite_samples(batch, states, stats)
         )
-        self._step_uids += batch.uids
         _add_sums(self._train_sums, terms)
         return terms.total
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the step, and looks at its gradients.
-
-        Clipping would spread one that is not finite to all weights.
-
-        Raises:
-            NonFiniteError: a gradient is not finite; raised in all processes, before any weight
-                has changed.
-        """
+        """Logs the step, and looks at its gradients."""
         sums, self._train_sums = self._train_sums, {}
-        uids, self._step_uids = self._step_uids, []
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         # Counted alike in all processes, since each of them takes part in the sums.
         is_written = every > 0 and (self.trainer.global_step + 1) % every == 0
         if sums and (is_written or self.trainer.world_size == 1):
             means = self._means(sums)
             self.log_dict({f"train/{name}": value for name, value in means.items()})
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            return  # float16 precision tries its loss scale out and skips such steps itself
-        gradients = [value.grad for value in self.parameters() if value.grad is not None]
-        require_finite(
-            finite_gradients(gradients), self.trainer, what="a gradient", blamed=lambda: uids
-        )
+        super().on_before_optimizer_step(optimizer)
 
     def on_validation_epoch_start(self) -> None:
         """Forgets the sums of the last validation."""
@@ -289,58 +411,18 @@ class FinetuneModule(DecodeModule):
         Raises:
             ValueError: nothing is trainable, or the run has no end.
         """
-        trainable = [value for value in self.parameters() if value.requires_grad]
-        if not trainable:
-            raise ValueError(
-                "backbone: nothing is trainable; give it lora settings, an adapter with "
-                "trainable: true, or trainable: true"
-            )
-        optimizer = self.optimizer(trainable)
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
             raise ValueError(
                 "trainer.max_steps: expected a length of the run (or max_epochs), which the "
                 "learning rate's schedule needs, got none"
             )
-        scheduler = LambdaLR(
-            optimizer,
+        return self.scheduled(
+            [value for value in self.parameters() if value.requires_grad],
             lambda step: warmup_cosine(
                 step, int(num_steps), warmup_steps=self.warmup_steps, floor=self.lr_floor
             ),
         )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
-
-    # -- files -----------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Drops frozen weights from the file."""
-        super().on_save_checkpoint(checkpoint)
-        # A tied head is the embedding under a second name.
-        named = self.named_parameters(remove_duplicate=False)
-        frozen = {name for name, value in named if not value.requires_grad}
-        state = checkpoint["state_dict"]
-        for key in [key for key in state if key in frozen]:
-            del state[key]
-
-    def on_fit_end(self) -> None:
-        """Writes the last weights where ``export_dir`` asks for them."""
-        if self.export_dir is not None:
-            self.export(self.export_dir)
-            kind = "model" if self.backbone.adapter is None else "adapter"
-            if self.trainer.is_global_zero:
-                logger.info("wrote the %s to %s", kind, self.export_dir)
-
-    def export(self, folder: str | Path) -> None:
-        """Writes the adapter, or the whole model where there is none; every process must call it.
-
-        Args:
-            folder: target, which ``backbone.adapter`` or ``backbone.path`` loads.
-        """
-        is_first = self._trainer is None or self.trainer.is_global_zero
-        export_trained(self.backbone, self.tokenizer_path, Path(folder), write=is_first)
 
 
 def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:

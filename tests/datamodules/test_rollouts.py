@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import RewardCurve, RolloutWriter
-from datamodules.rollout_collection import PromptSampler, ShardCollector, encoded_prompts
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.views import CoupledMasking
-from lit_dlm.modules.objective import PolicyObjective, ValueObjective
-from lit_dlm.modules.rollout_batch import RolloutBatch
 from lit_dlm.rewards import SpreadFilter
+from lit_dlm.rl.items import RolloutBatch
+from lit_dlm.rl.rollout import PromptSampler, StoredRollouts, encoded_prompts
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
 from lit_dlm.tasks import PromptExample
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.record import Trajectory
@@ -62,10 +62,10 @@ def test_sampler_takes_each_prompt_once_a_pass_and_can_begin_anywhere() -> None:
         ({"responses_per_prompt": 0}, "responses_per_prompt: expected at least 1"),
         ({"val_response_length": 0}, "val_response_length: expected at least 1"),
         ({"advantage": "mean"}, "advantage: expected"),
-        ({"responses_per_prompt": 1}, "at least 2 with advantage 'group_zscore'.* use 'none'"),
+        ({"responses_per_prompt": 1}, "at least 2 with advantage GroupZScore.* use RawReward"),
         (
             {"responses_per_prompt": 1, "advantage": "leave_one_out"},
-            "at least 2 with advantage 'leave_one_out'",
+            "at least 2 with advantage LeaveOneOut",
         ),
         ({"smoothing": 1.0}, "smoothing"),
     ],
@@ -77,7 +77,7 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no trajectory shards"):
-        ShardCollector(tmp_path, mask_id=2)
+        StoredRollouts(tmp_path, mask_id=2)
 
 
 def test_uids_of_two_problems_must_differ() -> None:
@@ -114,13 +114,13 @@ def test_stored_rollouts_replay_the_same_updates(tmp_path: Path) -> None:
     assert len(online.losses) >= 4
     assert again.losses == online.losses
     assert all(again.first[name].equal(weight) for name, weight in online.first.items())
-    collector = ShardCollector(tmp_path / "rollouts", mask_id=2)
-    assert collector.steps == [0, 1]
-    record = collector.collect(1).records[0]
+    stored = StoredRollouts(tmp_path / "rollouts", mask_id=2)
+    assert stored.steps == [0, 1]
+    record = stored.collect(1).records[0]
     assert 0 < record.meta["policy_version"] < len(online.losses)
-    assert len(collector.collect(0).records) == 12
+    assert len(stored.collect(0).records) == 12
     with pytest.raises(ValueError, match="mask id 2, expected 9"):
-        ShardCollector(tmp_path / "rollouts", mask_id=9)
+        StoredRollouts(tmp_path / "rollouts", mask_id=9)
 
 
 def test_checkpoints_within_rl_steps_are_refused(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_folder_of_rollouts_is_that_of_one_run(
             resume=resume,
             callbacks=[RolloutWriter(str(folder)), saver],
         )
-        return data.collected.records
+        return data.records
 
     before = {record.uid: record for record in run(1.0)}
     former = {record.uid: record for record in TrajectoryShardReader(folder)}
@@ -216,7 +216,7 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     data = rollout_data(val_tasks=tasks, prompts_per_step=1, val_response_length=2 * G)
     fit(rl, data, tmp_path, steps=1)
     assert rl.validation.last["num_steps"] == G  # of two cells each, for nothing ends so early
-    assert {record.num_generated for record in data.collected.records} == {G}
+    assert {record.num_generated for record in data.records} == {G}
     assert "reward" in rl.validation.last
     assert "accuracy" not in rl.validation.last
     assert "rollout/correct" not in data.facts
@@ -309,7 +309,7 @@ def test_overlong_prompts_go_as_a_whole(tmp_path: Path, caplog: pytest.LogCaptur
         fit(rl, data, tmp_path, steps=1)
     assert f"prompts with more than max_prompt_length = {LIMIT} tokens" in caplog.text
     examples = {e.uid: e for e in WordProblems("train", num_examples=20).examples()}
-    for record in data.collected.records:
+    for record in data.records:
         example = examples[record.uid.partition("@")[0]]
         assert record.prompt_ids.tolist() == rl.encode(example)
         assert record.num_prompt <= LIMIT

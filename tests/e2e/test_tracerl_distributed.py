@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from callbacks import RewardCurve, RolloutWriter
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
-from lit_dlm.modules.objective import ValueObjective
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.processes import in_two_processes

@@ -15,8 +15,8 @@ from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finetune import SFTModule
-from lit_dlm.modules.objective import ValueObjective
-from lit_dlm.modules.tracerl import VALUE, TraceRLModule
+from lit_dlm.rl.module import VALUE, TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
 from tests.finetuning import Data, examples, run, small, trained
 from tests.rollouts import decoder
 

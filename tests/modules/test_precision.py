@@ -30,7 +30,7 @@ from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules import AutoencoderModule, DecodeModule, SFTModule, TABOMModule
 from lit_dlm.modules.decode import PromptBatch
-from lit_dlm.modules.rollouts import SampledLogProb
+from lit_dlm.rl.rollout import SampledLogProb
 from lit_dlm.tasks import PromptExample
 from tests import rollouts
 from tests.finetuning import Data, examples, run, small, trained

@@ -10,7 +10,8 @@ import torch
 
 from lit_dlm.decoding import Decoder, DecodeSettings, EntropyPolicy, FixedQuota, Sampler
 from lit_dlm.grading import Verdict
-from lit_dlm.modules.rollouts import (
+from lit_dlm.rewards import RewardScore
+from lit_dlm.rl.rollout import (
     SAMPLED,
     RolloutEngine,
     groups_of,
@@ -18,7 +19,6 @@ from lit_dlm.modules.rollouts import (
     rollout_prompts,
     with_score,
 )
-from lit_dlm.rewards import RewardScore
 from lit_dlm.tasks import PromptExample
 from tests.rollouts import EOS, G, learner, module, policy
 

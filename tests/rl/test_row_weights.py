@@ -13,12 +13,12 @@ import torch
 from callbacks import RewardCurve
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.losses.corruption import TraceMasking
-from lit_dlm.modules.objective import ValueObjective
-from lit_dlm.modules.rollout_batch import collate_items
-from lit_dlm.modules.rollout_items import RolloutItem, order_of_writing
-from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import Reward, RewardScore, Rollout
+from lit_dlm.rl.advantages import RawReward
+from lit_dlm.rl.items import RolloutItem, collate_items, order_of_writing
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores, shard_items
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     FAMILIES,
@@ -61,7 +61,7 @@ def standing(params: Any) -> torch.optim.Optimizer:
 
 def test_an_update_is_the_mean_over_the_rows_of_its_items() -> None:
     """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots."""
-    (batch,) = deal([4.0, 1.0, 1.0], batch_size=3)
+    (batch,) = shard_items([4.0, 1.0, 1.0], batch_size=3)
     assert sorted(batch, key=lambda slot: slot.item) == [Slot(n, 0.5) for n in range(3)]
 
 
@@ -89,7 +89,7 @@ def one_response(rl: TraceRLModule) -> tuple[list[RolloutItem], list[Trajectory]
     """The items of the response that has most, each pushing its tokens elsewhere."""
     records = [max(decoded(rl.backbone, 12), key=lambda record: len(answer_cells(record)))]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, kind="none", batch_size=8, move=lambda b: b)
+    fill_advantages(rl, items, records, advantage=RawReward(), batch_size=8)
     for item in items:
         item.advantage = item.cells.float() - 2.5
     return items, records
@@ -99,8 +99,8 @@ def gradient_of(
     rl: TraceRLModule, items: list[RolloutItem], records: list[Trajectory]
 ) -> torch.Tensor:
     """Gradient of one update on all items."""
-    (slots,) = deal([item.size for item in items], batch_size=50)
-    fill_old_scores(rl, [slots], items, records, move=lambda b: b)
+    (slots,) = shard_items([item.size for item in items], batch_size=50)
+    fill_old_scores(rl, [slots], items, records)
     chosen = [(items[slot.item], slot.factor) for slot in slots]
     rl.zero_grad()
     rl.training_step(collate_items(chosen, records, rl.row_spec, num_slots=50)).backward()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lit_dlm.grading import Verdict
-from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
 from lit_dlm.rewards import RewardScore
+from lit_dlm.rl.metrics import RolloutValidation, ValidationBatch, rollout_facts
+from tests.rollouts import decoded, policy
 
 REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
 """By prompt, of its three responses."""
@@ -51,11 +52,12 @@ class Scorer:
 class Together:
     """Adds up over processes that run one after the other; gives sums when asked again."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
 
-    def reduce(self, values: Tensor, *, reduce_op: str) -> Tensor:
-        assert reduce_op == "sum"
+    def sum(self, values: Tensor) -> Tensor:
         self.total = self.total + values
         return self.total
 
@@ -72,7 +74,7 @@ def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
         validation = RolloutValidation(engines, Scorer(), num_prompts=4)  # type: ignore[arg-type]
         rows = [asked(*one) for one in mine]
         validation.add(ValidationBatch([*rows, rows[0]], [True] * len(rows) + [False]))
-        found = validation.result(together, torch.device("cpu"))  # type: ignore[arg-type]
+        found = validation.result(together)  # type: ignore[arg-type]
     return found
 
 
@@ -105,3 +107,20 @@ def test_one_prompt_has_no_standard_error() -> None:
     found = scores(ALL[:3])
     assert found["num_prompts"] == 1.0
     assert "reward_stderr" not in found
+
+
+def test_facts_by_hand() -> None:
+    """Rewards 0, 1 in each of three groups: mean and deviation 1/2."""
+    records = decoded(policy(), 6)
+    facts = rollout_facts(records)
+    assert facts["rollout/reward"] == facts["rollout/reward_std"] == 0.5
+    assert facts["rollout/groups"] == facts["rollout/kept_groups"] == 3.0
+    steps = sum(record.num_steps for record in records)
+    tokens = sum(record.num_committed for record in records)
+    assert facts["rollout/tokens_per_step"] == tokens / steps
+    for number, record in enumerate(records):
+        record.meta.update(parts={"digits": float(number)}, overlong=number < 3, kept=number < 2)
+    facts = rollout_facts(records)
+    assert facts["rollout/reward/digits"] == 2.5
+    assert facts["rollout/overlong"] == 0.5
+    assert facts["rollout/kept_groups"] == 1.0

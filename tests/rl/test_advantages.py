@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lit_dlm.ops.advantages import (
-    group_advantages,
-    group_zscore,
-    leave_one_out,
+from lit_dlm.rl.advantages import (
+    GroupZScore,
+    LeaveOneOut,
+    RawReward,
+    StepGAE,
+    as_advantage,
     outcome_rewards,
-    step_gae,
 )
 
 
@@ -21,21 +22,48 @@ def test_zscore_takes_the_population_deviation() -> None:
     """Rewards 1, 0, 0, 1: mean 1/2, deviation sqrt(4 * 1/4 / 4) = 1/2."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.3, 0.3, 0.3, 0.3]])
     expected = torch.tensor([[1.0, -1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(group_zscore(rewards), expected)
+    torch.testing.assert_close(GroupZScore().compute(rewards), expected)
 
 
 def test_leave_one_out_compares_with_the_others() -> None:
     """Rewards 3, 0, 0: 3 - 0, then 0 - 3/2 twice. One alone has nobody to compare with."""
     expected = torch.tensor([3.0, -1.5, -1.5])
-    torch.testing.assert_close(leave_one_out(torch.tensor([3.0, 0.0, 0.0])), expected)
-    assert leave_one_out(torch.tensor([5.0])).tolist() == [0.0]
+    torch.testing.assert_close(LeaveOneOut().compute(torch.tensor([3.0, 0.0, 0.0])), expected)
+    assert LeaveOneOut().compute(torch.tensor([5.0])).tolist() == [0.0]
 
 
-def test_none_leaves_rewards_alone_and_others_are_refused() -> None:
+def test_raw_rewards_are_left_alone() -> None:
     rewards = torch.tensor([1.0, 2.0])
-    assert group_advantages(rewards, "none").equal(rewards)
-    with pytest.raises(ValueError, match="advantage: expected"):
-        group_advantages(rewards, "mean")  # type: ignore[arg-type]
+    assert RawReward().compute(rewards).equal(rewards)
+
+
+def test_short_names_stand_for_classes_and_others_are_refused() -> None:
+    names = {"group_zscore": GroupZScore, "leave_one_out": LeaveOneOut, "none": RawReward}
+    for name, kind in names.items():
+        assert type(as_advantage(name)) is kind
+    with pytest.raises(ValueError, match=r"advantage: expected 'group_zscore', .* got 'mean'"):
+        as_advantage("mean")
+
+
+class Halves:
+    """Knows the protocol by its method alone."""
+
+    def compute(self, rewards: Tensor) -> Tensor:
+        return rewards / 2
+
+
+class Nothing:
+    """Has another method."""
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return rewards
+
+
+def test_a_plain_class_passes_and_a_missing_method_is_named() -> None:
+    halves = Halves()
+    assert as_advantage(halves) is halves
+    with pytest.raises(ValueError, match=r"^advantage: Nothing has no method 'compute'$"):
+        as_advantage(Nothing())  # type: ignore[arg-type]
 
 
 def test_estimates_by_hand() -> None:
@@ -45,16 +73,13 @@ def test_estimates_by_hand() -> None:
     R*_1 = 2, A*_1 = 2 - 3 = -1. Last step: R = r = (1, 3), A = r - V = (1 - 2, 3 - 4).
     First: R = 0 + 2/2 = 1; A = 0 - 1 + 3/2 + (1/4)(-1) = 1/4.
     """
-    estimates = step_gae(
+    estimates = StepGAE(gamma=0.5, lam=0.5).compute(
         torch.tensor([[0.0, 1.0, 3.0, 9.0]]),
         torch.tensor([[1.0, 2.0, 4.0, 9.0]]),
         torch.tensor([[4, 7, 7, 0]]),
         torch.tensor([[True, True, True, False]]),
-        gamma=0.5,
-        lam=0.5,
     )
     torch.testing.assert_close(estimates.returns, torch.tensor([[1.0, 1.0, 3.0, 0.0]]))
-    torch.testing.assert_close(estimates.advantages, torch.tensor([[0.25, -1.0, -1.0, 0.0]]))
 
 
 def random_case(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,7 +118,7 @@ def slow(
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.5, 1.0)])
 def test_equals_a_slow_loop(gamma: float, lam: float) -> None:
     rewards, values, steps, members = random_case(3)
-    found = step_gae(rewards, values, steps, members, gamma=gamma, lam=lam)
+    found = StepGAE(gamma=gamma, lam=lam).compute(rewards, values, steps, members)
     for row in range(5):
         kept = members[row]
         if not kept.any():
@@ -117,7 +142,7 @@ def test_outcome_reward_without_discount_gives_every_token_the_reward() -> None:
     _, values, steps, members = random_case(5)
     totals = torch.randn(5, dtype=torch.float64)
     rewards = outcome_rewards(totals, steps, members)
-    found = step_gae(rewards, values, steps, members)
+    found = StepGAE().compute(rewards, values, steps, members)
     expected = torch.where(members, totals[:, None], 0.0)
     # Not in the last step, where a token keeps its own reward: the same number here.
     torch.testing.assert_close(found.returns, expected)
@@ -128,15 +153,15 @@ def test_lambda_zero_looks_one_step_ahead() -> None:
     """g = 1, l = 0: A_k = r_k - V_k + V*_{t+1}."""
     rewards = torch.tensor([[0.0, 0.0, 1.0]])
     values = torch.tensor([[0.5, 0.25, 2.0]])
-    found = step_gae(
-        rewards, values, torch.tensor([[0, 0, 1]]), torch.ones(1, 3, dtype=torch.bool), lam=0.0
+    found = StepGAE(lam=0.0).compute(
+        rewards, values, torch.tensor([[0, 0, 1]]), torch.ones(1, 3, dtype=torch.bool)
     )
     torch.testing.assert_close(found.advantages, torch.tensor([[1.5, 1.75, -1.0]]))
 
 
 def test_mean_of_a_step_is_the_advantage_of_the_step() -> None:
     rewards, values, steps, members = random_case(7)
-    found = step_gae(rewards, values, steps, members, gamma=0.9, lam=0.8)
+    found = StepGAE(gamma=0.9, lam=0.8).compute(rewards, values, steps, members)
     row = 1
     order = sorted({int(s) for s, m in zip(steps[row], members[row], strict=True) if m})
     advantage, following = 0.0, 0.0
@@ -150,6 +175,6 @@ def test_mean_of_a_step_is_the_advantage_of_the_step() -> None:
 
 def test_no_member_at_all() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    found = step_gae(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3).long(), nothing)
+    found = StepGAE().compute(torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3).long(), nothing)
     assert not found.returns.any()
     assert not found.advantages.any()

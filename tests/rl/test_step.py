@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
-from lit_dlm.modules.objective import PolicyObjective, ValueObjective
-from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items
-from lit_dlm.modules.rollout_updates import Slot, deal, fill_advantages, fill_old_scores
+from lit_dlm.rl.advantages import GroupZScore, RawReward
+from lit_dlm.rl.items import RolloutBatch, collate_items
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores, shard_items
 from tests.rollouts import (
     FAMILIES,
     answer_cells,
@@ -38,7 +39,7 @@ def one_update(batches: list[list[Slot]]) -> Counter[tuple[int, float]]:
 def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
     """21 items, at most 2 * 2 * 2 an update: three of seven, whose items weigh 8/7."""
     every = [
-        deal([1.0] * 21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
+        shard_items([1.0] * 21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
         for rank in range(2)
     ]
     assert len(every[0]) == len(every[1]) == 6
@@ -54,7 +55,7 @@ def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
 
 def test_items_are_spread_evenly_over_updates() -> None:
     """65 at 64 an update: 33 and 32, never a step from a single row."""
-    found = [(len(batch), batch[0].factor) for batch in deal([1.0] * 65, batch_size=64)]
+    found = [(len(batch), batch[0].factor) for batch in shard_items([1.0] * 65, batch_size=64)]
     assert found == [(33, 64 / 33), (32, 2.0)]
 
 
@@ -62,7 +63,7 @@ def test_items_are_spread_evenly_over_updates() -> None:
 def test_no_update_mixes_passes(world_size: int) -> None:
     """Passes of 8 and 7 items, 6 an update: 4, 4, 4 and 3, each item once in its own pass."""
     dealt = [
-        deal(
+        shard_items(
             [1.0] * 8,
             [1.0] * 7,
             batch_size=1,
@@ -91,9 +92,9 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
     real = [Slot(number, 1.0) for number in range(5)]
-    fill_old_scores(rl, [real], items, records, move=as_is)
+    fill_old_scores(rl, [real], items, records)
     expected = [item.old_log_prob for item in items[:5]]
-    fill_old_scores(rl, [real, [Slot(0, 0.0)], [Slot(5, 0.0)]], items, records, move=as_is)
+    fill_old_scores(rl, [real, [Slot(0, 0.0)], [Slot(5, 0.0)]], items, records)
     for item, first in zip(items[:5], expected, strict=True):
         assert item.old_log_prob.equal(first)
     assert items[5].old_log_prob is not None
@@ -101,9 +102,9 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
 
 @pytest.mark.parametrize("count", [5, 16, 17, 21])
 def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count: int) -> None:
-    alone = deal([1.0] * count, batch_size=2, accumulate=4, seed=(1,))
+    alone = shard_items([1.0] * count, batch_size=2, accumulate=4, seed=(1,))
     pair = [
-        deal([1.0] * count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,))
+        shard_items([1.0] * count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,))
         for r in (0, 1)
     ]
     steps = -(-count // 8)
@@ -114,8 +115,8 @@ def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count:
 
 def test_a_short_process_gets_copies_without_weight() -> None:
     """One item for two processes."""
-    assert deal([1.0], batch_size=4, rank=0, world_size=2) == [[Slot(0, 8.0)]]
-    assert deal([1.0], batch_size=4, rank=1, world_size=2) == [[Slot(0, 0.0)]]
+    assert shard_items([1.0], batch_size=4, rank=0, world_size=2) == [[Slot(0, 8.0)]]
+    assert shard_items([1.0], batch_size=4, rank=1, world_size=2) == [[Slot(0, 0.0)]]
 
 
 def test_advantages_without_values_are_those_of_the_response() -> None:
@@ -123,10 +124,10 @@ def test_advantages_without_values_are_those_of_the_response() -> None:
     backbone = policy()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, records, kind="group_zscore", batch_size=4, move=as_is)
+    found = fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=4)
     assert np.isnan(found.value_mean)
     more = replace(records[0], uid="not trained on")
-    noted = found.noted([*records, more])
+    noted = found.with_signals([*records, more])
     assert np.isnan(noted[-1].signals["commit_advantage"]).all()
     assert "commit_value" not in noted[0].signals
     table = unit_table(items, "advantage", 6)
@@ -145,7 +146,7 @@ def test_token_rewards_flow_back_along_the_steps() -> None:
     given[late] = 2.0
     records = [replace(first, meta={**first.meta, "token_rewards": given}), second]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, kind="none", batch_size=4, move=as_is)
+    fill_advantages(rl, items, records, advantage=RawReward(), batch_size=4)
     table = unit_table(items, "advantage", 2)
     cells = answer_cells(first)
     last = [c for c in cells if first.commit_step[c] == first.commit_step[late]]
@@ -177,7 +178,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 parameter.normal_(std=0.3)
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    found = fill_advantages(rl, items, records, kind="none", batch_size=3, move=as_is)
+    found = fill_advantages(rl, items, records, advantage=RawReward(), batch_size=3)
     reader = own or backbone
     for item in items:
         record = records[item.record]
@@ -191,7 +192,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
                 ).hidden
                 value = float(rl.value_head(hidden[0, record.num_prompt + cell]))
             assert abs(advantage - (reward - value)) < 1e-5
-    known = found.noted(records)
+    known = found.with_signals(records)
     means = []
     for record, row in zip(known, found.members, strict=True):
         value, advantage = (record.signals[f"commit_{n}"] for n in ("value", "advantage"))
@@ -228,7 +229,7 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(rl, "values", values)
         items = rl.rows.items(records)
-        found = fill_advantages(rl, items, records, kind="none", batch_size=3, move=as_is)
+        found = fill_advantages(rl, items, records, advantage=RawReward(), batch_size=3)
         tables.append(unit_table(items, "advantage", 6))
         assert found.members.equal(~tables[-1].isnan()) or given
         forwards.append((count, len(items)))
@@ -245,8 +246,8 @@ def test_old_log_probs_are_those_of_the_training_forward() -> None:
     backbone = policy().eval()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    batches = deal([item.size for item in items], batch_size=5)
-    sums = fill_old_scores(rl, batches, items, records, move=as_is)
+    batches = shard_items([item.size for item in items], batch_size=5)
+    sums = fill_old_scores(rl, batches, items, records)
     table = unit_table(items, "old_log_prob", 6)
     for row, record in enumerate(records):
         cells = answer_cells(record)
@@ -268,9 +269,7 @@ def test_behaviour_takes_the_samplers_record() -> None:
     rl = module(backbone, objective=PolicyObjective(old_log_prob="behaviour"), num_padding=None)
     records = decoded(backbone, 6)
     items = rl.rows.items(records)
-    fill_old_scores(
-        rl, deal([item.size for item in items], batch_size=5), items, records, move=as_is
-    )
+    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5), items, records)
     drawn = 0
     for item in items:
         sampled = torch.from_numpy(records[item.record].signals["commit_log_prob"])[item.cells]
@@ -281,7 +280,7 @@ def test_behaviour_takes_the_samplers_record() -> None:
     assert drawn > 20
     bare = [replace(record, signals={}) for record in records]
     with pytest.raises(ValueError, match=r"r0\.0 holds no probabilities"):
-        fill_old_scores(rl, [[Slot(0, 1.0)]], rl.rows.items(bare), bare, move=as_is)
+        fill_old_scores(rl, [[Slot(0, 1.0)]], rl.rows.items(bare), bare)
 
 
 def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
@@ -289,9 +288,7 @@ def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     rl = module(backbone, objective=PolicyObjective(kl_to="initial"))
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    fill_old_scores(
-        rl, deal([item.size for item in items], batch_size=5), items, records, move=as_is
-    )
+    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5), items, records)
     bare = policy(lora=False).eval()
     bare.load_state_dict(
         {

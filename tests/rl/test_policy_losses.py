@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.losses.actor import actor_loss, clipped_objective, k3
+from lit_dlm.rl.policy_losses import ClippedPolicyLoss, clipped_objective, k3
 
 
 def test_clipping_by_hand() -> None:
@@ -34,7 +34,7 @@ def test_gradient_at_the_old_policy_is_that_of_reinforce() -> None:
     log_prob = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     advantage = torch.tensor([1.0, -2.0, 0.5])
     weight = torch.tensor([0.5, 0.25, 0.0])
-    terms = actor_loss(log_prob, log_prob.detach(), advantage, weight, beta=0.3)
+    terms = ClippedPolicyLoss(beta=0.3).compute(log_prob, log_prob.detach(), advantage, weight)
     terms.total.backward()
     torch.testing.assert_close(log_prob.grad, -weight * advantage)  # the divergence is flat there
     assert terms.parts["ratio"] == 1.0
@@ -43,7 +43,9 @@ def test_gradient_at_the_old_policy_is_that_of_reinforce() -> None:
 
 def test_a_clipped_token_has_no_gradient() -> None:
     log_prob = torch.tensor([math.log(1.5), math.log(0.5)], requires_grad=True)
-    terms = actor_loss(log_prob, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2))
+    terms = ClippedPolicyLoss(beta=0.0).compute(
+        log_prob, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2)
+    )
     terms.total.backward()
     torch.testing.assert_close(log_prob.grad, torch.tensor([0.0, -0.5]))
     assert terms.parts["clip_fraction"] == 0.5
@@ -52,13 +54,11 @@ def test_a_clipped_token_has_no_gradient() -> None:
 def test_tokens_without_weight_take_no_part() -> None:
     """A copy that only fills a batch may hold anything, an infinite score included."""
     log_prob = torch.tensor([-1.0, -math.inf], requires_grad=True)
-    terms = actor_loss(
+    terms = ClippedPolicyLoss(beta=0.1, kl="k1").compute(
         log_prob,
         torch.tensor([-1.0, 0.0]),
         torch.tensor([2.0, 5.0]),
         torch.tensor([1.0, 0.0]),
-        beta=0.1,
-        kl="k1",
         reference=torch.tensor([-1.5, 0.0]),
         kl_weight=torch.tensor([2.0, 0.0]),
     )
@@ -73,7 +73,7 @@ def test_a_token_that_was_given_up_is_held_but_does_not_decide_the_update() -> N
     """d = -12: ``exp(12)`` would be 160,000 nats; the tangent at -2.5 is 8.7 + 9.5 * 11.2."""
     log_prob = torch.tensor([-13.0, -3.6, -0.5], requires_grad=True)
     old = torch.tensor([-1.0, -1.0, -1.0])
-    terms = actor_loss(log_prob, old, torch.zeros(3), torch.ones(3), beta=0.5)
+    terms = ClippedPolicyLoss(beta=0.5).compute(log_prob, old, torch.zeros(3), torch.ones(3))
     terms.total.backward()
     steepest = 1.0 - math.exp(2.5)
     slopes = torch.tensor([steepest, steepest, 1.0 - math.exp(-0.5)])
@@ -85,13 +85,15 @@ def test_a_token_that_was_given_up_is_held_but_does_not_decide_the_update() -> N
 
 def test_a_huge_ratio_stays_finite() -> None:
     log_prob = torch.tensor([0.0], requires_grad=True)
-    terms = actor_loss(log_prob, torch.tensor([-200.0]), torch.tensor([-1.0]), torch.ones(1))
+    terms = ClippedPolicyLoss().compute(
+        log_prob, torch.tensor([-200.0]), torch.tensor([-1.0]), torch.ones(1)
+    )
     assert terms.total.isfinite()
 
 
 def test_shapes_and_options_are_checked() -> None:
     one, two = torch.zeros(1), torch.zeros(2)
-    with pytest.raises(ValueError, match="actor_loss: expected"):
-        actor_loss(two, one, two, two)
+    with pytest.raises(ValueError, match="policy loss: expected"):
+        ClippedPolicyLoss().compute(two, one, two, two)
     with pytest.raises(ValueError, match="kl: expected"):
-        actor_loss(one, one, one, one, kl="k2")  # type: ignore[arg-type]
+        ClippedPolicyLoss(kl="k2")  # type: ignore[arg-type]

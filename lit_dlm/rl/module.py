@@ -1,62 +1,61 @@
 """TraceRL: policy optimisation on the states that a rollout went through (arXiv:2509.06949).
 
 The module scores training items and steps the optimiser; it does not know which objective drew the
-states (traces, random masks, complements, views) nor where rollouts come from. A data module rolls
-out with :class:`~lit_dlm.modules.rollouts.RolloutEngine` between epochs, one epoch being one RL
-step, and fills in what the losses need.
+states (traces, random masks, complements, views) nor where rollouts come from. An epoch is one RL
+step: ``RolloutDataModule`` calls :func:`~lit_dlm.rl.step.rl_step` before it, and the epoch trains
+on the batches that it returns.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.value import ValueHead
-from lit_dlm.losses.actor import actor_loss
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.value import value_loss
 from lit_dlm.losses.views import CoupledViews
-from lit_dlm.modules.finetune import FinetuneModule, require_finite
-from lit_dlm.modules.objective import PolicyObjective, ValueObjective
-from lit_dlm.modules.rollout_batch import RolloutBatch, training_rows
-from lit_dlm.modules.rollout_items import RowBuilder
-from lit_dlm.modules.rollout_validation import RolloutValidation, ValidationBatch
-from lit_dlm.modules.sharding import decoding_weights
-from lit_dlm.modules.update_scores import UpdateScores
+from lit_dlm.modules.finetune import TrainableModule
+from lit_dlm.modules.sharding import decoding_weights, whole_weights
+from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
+from lit_dlm.rl.metrics import RolloutValidation, UpdateScores, ValidationBatch
+from lit_dlm.rl.policy_losses import PolicyLoss
+from lit_dlm.rl.ranks import Ranks
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.step import ItemScores
 
 VALUE = "value"
 """Name of the value model's adapter on the policy's weights."""
 
-
-class ItemScores(NamedTuple):
-    """What the models say of a batch."""
-
-    log_prob: Tensor
-    """``(M,)`` log-probability of each unit's token."""
-    entropy: Tensor
-    """``(N,)`` entropy of each scored cell, nats."""
-    value: Tensor | None
-    """``(M,)`` value of each token before it was written."""
+_DEFAULT_SANITY_STEPS = 2
+"""Lightning's own number of validation batches before training."""
 
 
-class TraceRLModule(FinetuneModule):
+class TraceRLModule(TrainableModule):
     """Trains a policy, and a value model beside it, on rollouts of its own.
 
     Policy and value are optimised together in two parameter groups whose gradients are clipped
     apart: advantages are fixed before either moves, so this equals training one after the other.
     The learning rate is constant after a warm-up.
+
+    The module sets what RL needs of the trainer: fresh batches every epoch
+    (``reload_dataloaders_every_n_epochs: 1``; another interval is refused), a validation of the
+    policy before training (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2;
+    any other number is respected), and checkpoints and early stopping at the end of RL steps.
 
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
@@ -69,7 +68,9 @@ class TraceRLModule(FinetuneModule):
         method: decoder of rollouts; the first one by default.
         val_method: decoder of validation, or several, such as a static and a dynamic one; that of
             rollouts by default. The first one gives ``val/reward``, others ``val/NAME/reward``.
-        objective: policy loss.
+        objective: the clipped policy loss, and which log-probabilities a policy loss gets.
+        policy_loss: takes the place of the clipped loss: a class with a method ``compute``
+            (:class:`~lit_dlm.rl.policy_losses.PolicyLoss`), by its import path.
         value: value model; ``null`` for none, then every token has the advantage of its response.
         value_backbone: its own model, with ``value.backbone: full``.
         block_alignment: where blocks of training rows are counted from: ``absolute`` as in
@@ -101,6 +102,7 @@ class TraceRLModule(FinetuneModule):
         method: str | None = None,
         val_method: str | list[str] | None = None,
         objective: PolicyObjective | None = None,
+        policy_loss: PolicyLoss | None = None,
         value: ValueObjective | None = None,
         value_backbone: HFBackbone | None = None,
         block_alignment: Literal["absolute", "response"] | None = None,
@@ -141,6 +143,7 @@ class TraceRLModule(FinetuneModule):
                         f"{option}: expected one of {', '.join(self.decoders)}, got {name!r}"
                     )
         self.objective = objective or PolicyObjective()
+        self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
         self.reset_optimizer = reset_optimizer
         spec = backbone.spec
@@ -174,10 +177,6 @@ class TraceRLModule(FinetuneModule):
         )
         self.value_backbone, self.value_head = self._build_value(value, value_backbone)
         self.update_scores = UpdateScores(with_value=value is not None)
-        self.validation: RolloutValidation | None = None
-        """What scores held-out prompts; set by the data module."""
-        self.facts: dict[str, float] = {}
-        """What is known of the RL step, as it is logged."""
         self._skips_update = False
         self.trains_value = True
         """Whether the value model learns in this RL step."""
@@ -212,6 +211,63 @@ class TraceRLModule(FinetuneModule):
                 raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
         reader = value_backbone or self.backbone
         return value_backbone, ValueHead(reader.hidden_size)
+
+    # -- what RL needs of the trainer ------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Sets the trainer up; the first hook of a run, before callbacks read its settings."""
+        if self.trainer.state.fn == "fit":
+            set_up_trainer(self.trainer)
+        return []
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        trainer = self.trainer
+        return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+    @property
+    def validation(self) -> RolloutValidation | None:
+        """What the data module scores held-out prompts with; ``None`` without such prompts."""
+        found: RolloutValidation | None = self._of_data("validation")
+        return found
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What is known of the RL step, as it is logged."""
+        found: dict[str, float] = self._of_data("facts")
+        return found
+
+    def _of_data(self, name: str) -> Any:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, name):
+            raise ValueError(f"data: expected RolloutDataModule, got {type(data).__name__}")
+        return getattr(data, name)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Evaluation mode and the trainer's precision."""
+        was_training = {part: part.training for part in self.modules()}
+        with self.trainer.precision_plugin.forward_context():
+            self.eval()
+            try:
+                yield
+            finally:
+                for part, flag in was_training.items():
+                    part.training = flag
+
+    @contextmanager
+    def rollout_weights(self) -> Iterator[None]:
+        """Whole weights with the adapter folded in, as decoding wants them."""
+        with decoding_weights(self.backbone):
+            yield
+
+    @contextmanager
+    def value_weights(self) -> Iterator[None]:
+        """Whole weights of the value model: processes have different numbers of states."""
+        assert self.value_head is not None
+        with whole_weights(self.value_backbone or self.backbone), whole_weights(self.value_head):
+            yield
 
     @property
     def temperature(self) -> float:
@@ -292,32 +348,21 @@ class TraceRLModule(FinetuneModule):
 
     # -- training --------------------------------------------------------------------------------
 
-    def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:  # type: ignore[override]
+    def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:
         """Policy and value loss of a batch of items."""
         scores = self.score(batch)
+        # Without old log-probabilities the policy is its own old one: a ratio of 1.
         old = scores.log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
-        objective = self.objective
-        actor = actor_loss(
+        actor = self.policy_loss.compute(
             scores.log_prob,
             old.to(scores.log_prob.dtype),
             batch.advantage,
             batch.weight,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            beta=objective.beta,
-            kl=objective.kl,
             reference=batch.reference,
             kl_weight=batch.kl_weight,
         )
         total = actor.total
         counted = batch.weight > 0
-        cells = counted if batch.unit is None else counted[batch.unit]
-        parts = {
-            "ratio": actor.parts["ratio"],
-            "clip_fraction": actor.parts["clip_fraction"],
-            "kl": actor.parts["kl_mean"],
-            "entropy": (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1),
-        }
         is_logged = self._trainer is not None and not batch.is_empty
         if scores.value is not None:
             assert batch.returns is not None
@@ -332,19 +377,16 @@ class TraceRLModule(FinetuneModule):
                 self.update_scores.add_values(
                     value.total, batch.num_rows, scores.value, batch.returns, counted
                 )
+        # Sums over states, divided by the items of a full batch: smaller updates weigh their items
+        # more (``shard_items``), so every update is a mean over rows.
         loss = total / batch.num_slots
-        uids = batch.responses.uids
-        is_finite = torch.isfinite(loss.detach())
-        require_finite(
-            is_finite,
-            self._trainer,
-            what="the loss",
-            blamed=lambda: [] if bool(is_finite) else uids,
-        )
-        self._step_uids += uids
+        self.require_finite_loss(loss, batch.responses.uids)
         self._skips_update = batch.is_empty
         if is_logged:
-            self.update_scores.add_policy(total, actor.parts["policy"], batch.num_rows)
+            parts = dict(actor.parts)
+            self.update_scores.add_policy(total, parts.pop("policy"), batch.num_rows)
+            cells = counted if batch.unit is None else counted[batch.unit]
+            parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
             named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
             self.log_dict(
                 {f"train/{name}": value for name, value in named.items()},
@@ -355,14 +397,6 @@ class TraceRLModule(FinetuneModule):
             )
         return loss
 
-    def note(self, facts: Mapping[str, float]) -> None:
-        """Takes what is known of the coming RL step, to be logged when it begins.
-
-        Args:
-            facts: values by their full names, such as ``rollout/reward``.
-        """
-        self.facts = dict(facts)
-
     def on_train_epoch_start(self) -> None:
         """Logs the facts of the RL step and starts its clock."""
         self._began = time.perf_counter()
@@ -371,8 +405,7 @@ class TraceRLModule(FinetuneModule):
                 optimizer.state.clear()
         if self.value is not None:
             self.trains_value = self.trainer.current_epoch % self.value.train_every == 0
-        if self.facts:
-            self.log_dict(self.facts, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict(self.facts, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs how long the updates of the RL step take, as a mean over processes."""
@@ -395,19 +428,15 @@ class TraceRLModule(FinetuneModule):
         if self.validation is not None:
             self.validation.begin()
 
-    def validation_step(self, batch: ValidationBatch, batch_idx: int = 0) -> None:  # type: ignore[override]
+    def validation_step(self, batch: ValidationBatch, batch_idx: int = 0) -> None:
         """Decodes held-out prompts and scores them."""
-        if self.validation is None:
-            raise ValueError(
-                "data: expected RolloutDataModule, whose rewards score validation; got "
-                f"{type(self.trainer.datamodule).__name__}"  # type: ignore[attr-defined]
-            )
+        assert self.validation is not None
         self.validation.add(batch)
 
     def on_validation_epoch_end(self) -> None:
         """Logs means over all processes."""
         if self.validation is not None:
-            scores = self.validation.result(self.trainer.strategy, self.device)
+            scores = self.validation.result(self.ranks)
             # Equal on all processes; synchronised all the same, or Lightning warns.
             named = {f"val/{name}": value for name, value in scores.items()}
             self.log_dict(named, sync_dist=True)
@@ -433,22 +462,12 @@ class TraceRLModule(FinetuneModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """One optimiser with a group for the policy and one for the value model."""
         policy, value = self.parameter_groups()
-        if not policy:
-            raise ValueError(
-                "backbone: nothing is trainable; give it lora settings, an adapter with "
-                "trainable: true, or trainable: true"
-            )
-        groups: list[dict[str, Any]] = [{"params": policy}]
-        if value:
+        groups: list[dict[str, Any]] = [{"params": policy}] if policy else []
+        if policy and value:
             assert self.value is not None
             groups.append({"params": value, "lr": self.value.lr})
-        optimizer = self.optimizer(groups)
         # The length of a run is not known in updates, so there is nothing to decay over.
-        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (self.warmup_steps + 1)))
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return self.scheduled(groups, lambda step: min(1.0, (step + 1) / (self.warmup_steps + 1)))
 
     def configure_gradient_clipping(
         self,
@@ -483,3 +502,43 @@ class TraceRLModule(FinetuneModule):
                 batch_size=1,
                 sync_dist=True,
             )
+
+
+def set_up_trainer(trainer: Trainer) -> None:
+    """Sets what RL needs and Lightning's defaults do not give.
+
+    Args:
+        trainer: of a run that fits.
+
+    Raises:
+        ValueError: a setting says otherwise.
+    """
+    interval = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    if interval not in (0, 1):
+        raise ValueError(
+            "trainer.reload_dataloaders_every_n_epochs: expected 1, so that every epoch has "
+            f"rollouts of its own, got {interval}"
+        )
+    trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+    if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
+        # A reward curve begins with the policy as it was; two batches say nothing.
+        trainer.num_sanity_val_steps = float("inf")
+    for saver in trainer.checkpoint_callbacks:
+        # Lightning would save after validation, within the RL step, where none can be resumed.
+        if isinstance(saver, ModelCheckpoint) and saver._every_n_epochs:
+            if saver._save_on_train_epoch_end is False:
+                raise ValueError(
+                    "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that "
+                    "is saved before its end cannot be resumed, got false"
+                )
+            saver._save_on_train_epoch_end = True
+    for stopper in trainer.early_stopping_callbacks:
+        # At a validation the score of the RL step that has just been trained is not logged yet, and
+        # Lightning would take that of an earlier one.
+        if isinstance(stopper, EarlyStopping) and not stopper.monitor.startswith("val/"):
+            if stopper._check_on_train_epoch_end is False:
+                raise ValueError(
+                    "EarlyStopping.check_on_train_epoch_end: expected true, since "
+                    f"{stopper.monitor!r} is logged when an RL step ends, got false"
+                )
+            stopper._check_on_train_epoch_end = True

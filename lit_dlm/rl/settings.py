@@ -1,35 +1,35 @@
-"""Settings of policy and value objectives."""
+"""Settings of RL: rollouts, policy objective and value model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Literal
+
+import torch
 
 from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import BlockWindow, Decoder
-from lit_dlm.losses.actor import KLEstimator
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
-from lit_dlm.modules.rollout_items import Normalise
+from lit_dlm.rewards import GroupFilter, Reward
+from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, require_members
+from lit_dlm.rl.items import Normalise
+from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
+from lit_dlm.tasks import Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyObjective:
-    """The clipped policy objective (TraceRL, arXiv:2509.06949)."""
+class PolicyObjective(ClippedPolicyLoss):
+    """The clipped policy loss, and what the log-probabilities are that any policy loss gets."""
 
-    clip_low: float = 0.2
-    """How far a ratio of probabilities may fall before its gradient is cut."""
-    clip_high: float | None = None
-    """How far it may rise; ``clip_low`` by default."""
-    beta: float = 0.01
-    """Weight of the divergence."""
-    kl: KLEstimator = "k3"
-    """Estimator of the divergence: ``k3``, or ``k1`` for the difference of log-probabilities."""
     kl_to: Literal["old", "initial"] = "old"
-    """Measured to the policy at the start of the RL step, or to the initial one, which is the
-    backbone without its adapter."""
+    """The divergence is measured to the policy at the start of the RL step, or to the initial one,
+    which is the backbone without its adapter."""
     normalise: Normalise | None = None
     """What sums over tokens are divided by; by default ``group_mean`` for full attention and
     ``max_gen_length`` for block models."""
@@ -42,14 +42,8 @@ class PolicyObjective:
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
-            raise ValueError(f"clip_low: expected a number in [0, 1], got {self.clip_low}")
-        if self.clip_high is not None and self.clip_high < 0.0:
-            raise ValueError(f"clip_high: expected 0 or more, got {self.clip_high}")
-        if self.beta < 0.0:
-            raise ValueError(f"beta: expected 0 or more, got {self.beta}")
+        super().__post_init__()
         for name, known in (
-            ("kl", ("k3", "k1")),
             ("kl_to", ("old", "initial")),
             ("old_log_prob", ("recompute", "behaviour", "detach")),
         ):
@@ -61,6 +55,29 @@ class PolicyObjective:
             raise ValueError(
                 f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
             )
+
+    def loss(self, given: PolicyLoss | None) -> PolicyLoss:
+        """The loss that is trained on.
+
+        Args:
+            given: a loss that takes the place of the clipped one, if any.
+
+        Raises:
+            ValueError: the given loss lacks its method, or settings of the clipped one are set
+                beside it.
+        """
+        if given is None:
+            return self
+        require_members(given, "compute", option="policy_loss")
+        unread = [
+            one.name for one in fields(ClippedPolicyLoss) if getattr(self, one.name) != one.default
+        ]
+        if unread:
+            raise ValueError(
+                f"objective.{unread[0]}: belongs to the clipped loss, which policy_loss "
+                f"{type(given).__name__} replaces; set it there or leave it out"
+            )
+        return given
 
     def check(
         self,
@@ -176,6 +193,11 @@ class ValueObjective:
         if self.lora.dropout:
             raise ValueError("value.lora.dropout: expected 0, values of two forwards are compared")
 
+    @property
+    def estimator(self) -> StepGAE:
+        """Returns and advantages from values."""
+        return StepGAE(self.gamma, self.lam)
+
     def trace(self, corruption: Corruption) -> TraceMasking:
         """The states whose values make returns and advantages.
 
@@ -203,3 +225,134 @@ class ValueObjective:
             and corruption.padding == "replayed"
             and corruption.shrink == self.trace(corruption).shrink
         )
+
+
+@dataclass(eq=False, repr=False)
+class RolloutSettings:
+    """Options of ``RolloutDataModule``: what is rolled out, rewarded, filtered and trained on.
+
+    Set ``trainer.max_epochs`` to the number of RL steps, each of which is an epoch.
+
+    Args:
+        tasks: training prompts.
+        rewards: what responses are worth; with ``source: shards`` only used in validation.
+        source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
+            the groups that were kept; settings of new rollouts are not read then, with a warning.
+        shards: that folder.
+        val_tasks: held-out prompts; none by default.
+        prompts_per_step: prompts of an RL step.
+        responses_per_prompt: responses to each.
+        response_length: cells of every response.
+        max_prompt_length: prompts with more tokens are left out.
+        rollout_batch_size: responses decoded together.
+        batch_size: training items per batch and process; rows that are packed are one.
+        rows_per_update: most rows of one update over all processes, from which the trainer's
+            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
+        filters: groups that one of them drops are not trained on.
+        max_rollout_rounds: rounds of rollouts per RL step; from the second on dropped groups are
+            made up for by new prompts.
+        overlong_is_wrong: scores truncated training responses as incorrect without grading.
+        overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
+        advantage: turns the rewards of a prompt's responses into advantages: ``GroupZScore``,
+            ``LeaveOneOut``, ``RawReward``, or a class of one's own by its import path. The names
+            ``group_zscore``, ``leave_one_out`` and ``none`` stand for the first three.
+        passes: passes over the items of an RL step, each in updates of its own; random states are
+            drawn anew in each.
+        val_responses: responses to each held-out prompt.
+        val_response_length: cells of those; as many as in training by default.
+        smoothing: weight of the past in ``rollout/reward_smoothed``.
+        num_workers: threads that grade.
+        seed: seed of the order of prompts and items.
+
+    Raises:
+        ValueError: a setting is out of range, or would train on nothing.
+    """
+
+    tasks: list[Task]
+    _: KW_ONLY
+    rewards: list[Reward]
+    source: Literal["online", "shards"] = "online"
+    shards: str | None = None
+    val_tasks: list[Task] | None = None
+    prompts_per_step: int = 64
+    responses_per_prompt: int = 16
+    response_length: int = 256
+    max_prompt_length: int = 784
+    rollout_batch_size: int = 64
+    batch_size: int = 8
+    rows_per_update: int | None = None
+    filters: list[GroupFilter] | None = None
+    max_rollout_rounds: int = 1
+    overlong_is_wrong: bool = True
+    overlong_margin: int = 0
+    advantage: Advantage | str = "group_zscore"
+    passes: int = 1
+    val_responses: int = 1
+    val_response_length: int | None = None
+    smoothing: float = 0.9
+    num_workers: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        if self.source not in ("online", "shards"):
+            raise ValueError(f"source: expected 'online' or 'shards', got {self.source!r}")
+        if (self.source == "shards") != (self.shards is not None):
+            raise ValueError(
+                "shards: needed with source 'shards' and only there, "
+                f"got {self.shards!r} with {self.source!r}"
+            )
+        if not self.tasks:
+            raise ValueError("tasks: expected at least one task, got none")
+        self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
+        if self.val_response_length is None:
+            self.val_response_length = self.response_length
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        self.advantage = as_advantage(self.advantage)
+        alone = self.source == "online" and self.responses_per_prompt == 1
+        if alone and not self.advantage.compute(torch.ones(1)).any():
+            raise ValueError(
+                "responses_per_prompt: expected at least 2 with advantage "
+                f"{type(self.advantage).__name__}, which compares the responses to a prompt and "
+                "gives 0 to one alone, got 1; use RawReward"
+            )
+        if not 0.0 <= self.smoothing < 1.0:
+            raise ValueError(f"smoothing: expected a number in [0, 1), got {self.smoothing}")
+
+    def warn_of_unread(self) -> None:
+        """Names the settings of new rollouts that are set, though stored ones are trained on."""
+        defaults = {one.name: one.default for one in fields(RolloutSettings)}
+        given = [
+            name for name in _OF_NEW_ROLLOUTS if getattr(self, name) not in (defaults[name], [])
+        ]
+        if given:
+            logger.warning(
+                "source 'shards' takes rewards and kept groups as they are stored in %s: not read "
+                "are the settings %s",
+                self.shards,
+                ", ".join(given),
+            )
+
+
+_POSITIVE = (
+    "prompts_per_step",
+    "responses_per_prompt",
+    "response_length",
+    "max_prompt_length",
+    "rollout_batch_size",
+    "batch_size",
+    "max_rollout_rounds",
+    "passes",
+    "val_responses",
+    "val_response_length",
+)
+_OF_NEW_ROLLOUTS = (
+    "prompts_per_step",
+    "responses_per_prompt",
+    "filters",
+    "max_rollout_rounds",
+    "overlong_is_wrong",
+    "overlong_margin",
+)

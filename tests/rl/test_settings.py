@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lit_dlm.modules.tracerl import TraceRLModule
 from lit_dlm.rewards import Reward, RewardScore, Rollout
+from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.toy.word_problems import WordProblems
 from tests.rollouts import G, fit, learner, rollout_data
 

@@ -22,11 +22,13 @@ from lit_dlm.decoding import (
     Sampler,
 )
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
+from lit_dlm.losses.terms import LossTerms
 from lit_dlm.losses.views import CoupledViews
-from lit_dlm.modules.objective import PolicyObjective, ValueObjective
-from lit_dlm.modules.rollout_batch import RolloutBatch, collate_items, training_rows
-from lit_dlm.modules.rollout_updates import deal, fill_advantages, fill_old_scores
-from lit_dlm.modules.tracerl import TraceRLModule
+from lit_dlm.rl.advantages import GroupZScore, RawReward
+from lit_dlm.rl.items import RolloutBatch, collate_items, training_rows
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
 from tests.rollouts import decoded, decoder, fit, learner, module, policy, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}
@@ -37,9 +39,9 @@ def prepared(rl: TraceRLModule, *, per_step: int = 1) -> list[RolloutBatch]:
     rl.eval()
     records = decoded(rl.backbone, 6, per_step=per_step)
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
-    batches = deal([item.size for item in items], batch_size=6)
-    fill_old_scores(rl, batches, items, records, move=lambda b: b)
+    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
+    batches = shard_items([item.size for item in items], batch_size=6)
+    fill_old_scores(rl, batches, items, records)
     return [
         collate_items([(items[s.item], s.factor) for s in slots], records, rl.row_spec, num_slots=6)
         for slots in batches
@@ -73,9 +75,12 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         rl.eval()
         records = decoded(rl.backbone, 6, per_step=1)
         items = rl.rows.items(records)
-        fill_advantages(rl, items, records, kind="none", batch_size=8, move=lambda b: b)
+        fill_advantages(rl, items, records, advantage=RawReward(), batch_size=8)
         fill_old_scores(
-            rl, deal([item.size for item in items], batch_size=8), items, records, move=lambda b: b
+            rl,
+            shard_items([item.size for item in items], batch_size=8),
+            items,
+            records,
         )
         batch = collate_items([(i, 1.0) for i in items], records, rl.row_spec, num_slots=1)
         found.append(gradients(rl, batch))
@@ -90,9 +95,12 @@ def test_copies_that_fill_a_batch_change_nothing() -> None:
     rl.eval()
     records = decoded(rl.backbone, 6)
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, kind="group_zscore", batch_size=8, move=lambda b: b)
+    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
     fill_old_scores(
-        rl, deal([item.size for item in items], batch_size=8), items, records, move=lambda b: b
+        rl,
+        shard_items([item.size for item in items], batch_size=8),
+        items,
+        records,
     )
     real = [(item, 1.0) for item in items[:3]]
     plain = gradients(rl, collate_items(real, records, rl.row_spec, num_slots=4))
@@ -253,6 +261,49 @@ def test_objective_settings_are_checked(settings: dict[str, Any], message: str) 
 def test_value_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ValueObjective(**settings)
+
+
+def test_an_interval_of_fresh_rollouts_other_than_one_is_refused(tmp_path: Path) -> None:
+    """0, Lightning's own default, becomes 1."""
+    trainer = fit(learner(), rollout_data(prompts_per_step=1), tmp_path, steps=1)
+    assert trainer.reload_dataloaders_every_n_epochs == 1
+    with pytest.raises(ValueError, match=r"reload_dataloaders_every_n_epochs: expected 1.*got 2"):
+        fit(learner(), rollout_data(), tmp_path, reload_dataloaders_every_n_epochs=2)
+
+
+class Plain:
+    """REINFORCE by its method alone."""
+
+    def compute(
+        self,
+        log_prob: torch.Tensor,
+        old_log_prob: torch.Tensor,
+        advantage: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        reference: torch.Tensor | None = None,
+        kl_weight: torch.Tensor | None = None,
+    ) -> LossTerms:
+        total = -(weight * advantage * log_prob).sum()
+        return LossTerms(total, {"policy": total.detach(), "certainty": log_prob.detach().mean()})
+
+
+def test_a_policy_loss_of_ones_own_is_trained_on_and_its_parts_are_logged(tmp_path: Path) -> None:
+    """At a ratio of 1 its gradient is that of the clipped loss."""
+    batch = prepared(module(policy()))[0]
+    ours, clipped = (
+        gradients(module(policy(), policy_loss=loss), batch) for loss in (Plain(), None)
+    )
+    for name, gradient in clipped.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-7, atol=1e-12)
+    rl = learner(policy_loss=Plain())
+    trainer = fit(rl, rollout_data(prompts_per_step=1), tmp_path, steps=1)
+    assert trainer.callback_metrics["train/certainty"] < 0
+    assert "train/clip_fraction" not in trainer.callback_metrics
+    with pytest.raises(ValueError, match=r"^policy_loss: object has no method 'compute'$"):
+        module(policy(), policy_loss=object())
+    with pytest.raises(ValueError, match=r"objective\.beta: belongs to the clipped loss"):
+        module(policy(), policy_loss=Plain(), objective=PolicyObjective(beta=0.5))
 
 
 def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:

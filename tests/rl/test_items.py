@@ -10,8 +10,7 @@ import torch
 
 from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt
-from lit_dlm.modules.rollout_batch import collate_items, training_rows
-from lit_dlm.modules.rollout_items import RowBuilder
+from lit_dlm.rl.items import RowBuilder, collate_items, training_rows
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     EOS,

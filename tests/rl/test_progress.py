@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from datamodules.rollout_facts import rollout_facts
-from datamodules.rollout_progress import RolloutProgress
-from tests.rollouts import decoded, policy
+from lit_dlm.rl.progress import RolloutProgress
 
 
 class Bar:
@@ -32,7 +30,7 @@ def test_time_left_follows_from_the_rate(
 ) -> None:
     """30 s for a quarter leave 90 s; the log is used where no bar shows it, at intervals."""
     clock = [100.0]
-    monkeypatch.setattr("datamodules.rollout_progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lit_dlm.rl.progress.time.monotonic", lambda: clock[0])
     bar, hidden = Bar(True), Bar(False)
     with caplog.at_level(logging.INFO):
         for callbacks in ((bar,), (hidden,), ()):
@@ -44,20 +42,3 @@ def test_time_left_follows_from_the_rate(
     assert bar.texts[0] == "RL step 3: rollout 1/4, 1:30 left (1 of 4)"
     assert len(hidden.texts) == 2
     assert [r.getMessage() for r in caplog.records] == ["RL step 3: rollout 1/4, 1:30 left"] * 2
-
-
-def test_facts_by_hand() -> None:
-    """Rewards 0, 1 in each of three groups: mean and deviation 1/2."""
-    records = decoded(policy(), 6)
-    facts = rollout_facts(records)
-    assert facts["rollout/reward"] == facts["rollout/reward_std"] == 0.5
-    assert facts["rollout/groups"] == facts["rollout/kept_groups"] == 3.0
-    steps = sum(record.num_steps for record in records)
-    tokens = sum(record.num_committed for record in records)
-    assert facts["rollout/tokens_per_step"] == tokens / steps
-    for number, record in enumerate(records):
-        record.meta.update(parts={"digits": float(number)}, overlong=number < 3, kept=number < 2)
-    facts = rollout_facts(records)
-    assert facts["rollout/reward/digits"] == 2.5
-    assert facts["rollout/overlong"] == 0.5
-    assert facts["rollout/kept_groups"] == 1.0

@@ -1,0 +1,292 @@
+"""What an RL run logs: facts of its rollouts, scores of its updates, and validation by rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lit_dlm.metrics.value_fit import Quotient, ValueFit
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.rewards.rewarder import Rewarder
+from lit_dlm.rl.ranks import Ranks
+from lit_dlm.rl.rollout import (
+    RolloutEngine,
+    RolloutPrompt,
+    encoded_prompts,
+    grouped_prompts,
+    groups_of,
+)
+from lit_dlm.rl.settings import RolloutSettings
+from lit_dlm.tasks import tasks_by_name
+from lit_dlm.trajectories.record import Trajectory
+
+
+@dataclass
+class ValidationBatch:
+    """Held-out prompts; copies that only fill a batch are not counted."""
+
+    prompts: list[RolloutPrompt]
+    is_real: list[bool] = field(default_factory=list)
+
+
+def validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
+    """The rewards of a run that say something about single responses.
+
+    Args:
+        rewards: those of training.
+
+    Returns:
+        All but those that come after the filters, which only see groups worth training on.
+
+    Raises:
+        ValueError: none is left.
+    """
+    found = [reward for reward in rewards if not reward.after_filters]
+    if rewards and not found:
+        raise ValueError(
+            "val_tasks: validation takes the rewards that do not come after the filters, but "
+            f"{', '.join(reward.name for reward in rewards)} does; add one to rewards, such as "
+            "Graded with weight 0"
+        )
+    return found
+
+
+class RolloutValidation:
+    """Decodes, scores and adds up.
+
+    Args:
+        engines: what decodes, by decoder; prompts name theirs in ``meta``.
+        rewarder: what scores.
+        num_prompts: held-out prompts of all processes; each one's ``place`` is in its ``meta``.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, RolloutEngine], rewarder: Rewarder, *, num_prompts: int
+    ) -> None:
+        self.engines = dict(engines)
+        self.rewarder = rewarder
+        self.num_prompts = num_prompts
+        self.last: dict[str, float] = {}
+        """Means of the last validation."""
+        self.prompts: list[RolloutPrompt] = []
+        """Held-out responses of every decoder."""
+        self.begin()
+
+    @classmethod
+    def of(
+        cls, module: DecodeModule, methods: Sequence[str], settings: RolloutSettings
+    ) -> RolloutValidation:
+        """The validation of a run.
+
+        Args:
+            module: whose decoders are used.
+            methods: their names, the first one in charge.
+            settings: of the data module.
+
+        Raises:
+            ValueError: no prompt is short enough, or no reward scores single responses.
+        """
+        tasks, response_length = settings.val_tasks or [], settings.val_response_length
+        assert response_length is not None
+        rewarder = Rewarder(
+            validation_rewards(settings.rewards),
+            tasks_by_name(tasks, option="val_tasks"),
+            overlong_is_wrong=False,
+            num_workers=settings.num_workers,
+        )
+        problems = encoded_prompts(
+            module,
+            tasks,
+            max_length=settings.max_prompt_length,
+            response_length=response_length,
+            option="val_response_length",
+        )
+        engines = {
+            method: RolloutEngine.of(module, method, response_length, settings)
+            for method in methods
+        }
+        found = cls(engines, rewarder, num_prompts=len(problems))
+        for method in methods:
+            found.prompts += grouped_prompts(
+                enumerate(problems), method=method, step=0, num_responses=settings.val_responses
+            )
+        return found
+
+    def close(self) -> None:
+        """Ends the grading threads."""
+        self.rewarder.close()
+
+    def begin(self) -> None:
+        """Starts over."""
+        # By decoder and prompt, over its responses: sums of the facts and how many there are. The
+        # responses to one prompt may lie on different processes.
+        shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
+        self._totals = torch.zeros(shape, dtype=torch.float64)
+
+    def add(self, batch: ValidationBatch) -> None:
+        """Decodes and scores a batch.
+
+        Args:
+            batch: prompts of this process.
+        """
+        for totals, (method, engine) in zip(self._totals, self.engines.items(), strict=True):
+            chosen = [
+                (prompt, is_real)
+                for prompt, is_real in zip(batch.prompts, batch.is_real, strict=True)
+                if prompt.meta["method"] == method
+            ]
+            rollouts = engine.generate([prompt for prompt, _ in chosen])
+            scores = self.rewarder.score([[rollout] for rollout in rollouts])
+            for rollout, (score,), (prompt, is_real) in zip(rollouts, scores, chosen, strict=True):
+                if is_real:
+                    totals[prompt.meta["place"]] += _facts(rollout, score)
+
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        """Means over the prompts of all processes; every process must call it.
+
+        Args:
+            ranks: the processes.
+
+        Returns:
+            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts,
+            where there are several), ``response_length`` in tokens, ``num_steps``, ``num_prompts``,
+            and ``accuracy`` of what was graded, if anything was; of the others the same behind
+            their name and a slash. Responses to one prompt are averaged first. A decoder without a
+            response, as when only some batches are validated, has none of it.
+        """
+        # In float32 where the device has nothing better.
+        dtype = torch.float32 if ranks.device.type == "mps" else torch.float64
+        totals = ranks.sum(self._totals.to(dtype)).double()
+        self.last = {}
+        for number, (method, total) in enumerate(zip(self.engines, totals, strict=True)):
+            prefix = f"{method}/" if number else ""
+            self.last |= {f"{prefix}{name}": value for name, value in _means(total).items()}
+        return self.last
+
+
+_FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
+
+
+def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
+    """``(len(_FACTS) + 1,)`` float64 facts of a response, and 1 for itself."""
+    record = rollout.trajectory
+    facts = (
+        score.total,
+        record.meta["num_tokens"],
+        record.num_steps,
+        score.is_correct,
+        score.is_graded,
+    )
+    return torch.tensor([*map(float, facts), 1.0], dtype=torch.float64)
+
+
+def _means(totals: Tensor) -> dict[str, float]:
+    """Means over the prompts with a response; none without any."""
+    totals = totals[totals[:, -1] > 0]
+    if not len(totals):
+        return {}
+    prompts = dict(zip(_FACTS, (totals[:, :-1] / totals[:, -1:]).unbind(1), strict=True))
+    correct, graded = prompts.pop("correct"), prompts.pop("graded")
+    means = {name: float(values.mean()) for name, values in prompts.items()}
+    if len(totals) > 1:
+        means["reward_stderr"] = float(prompts["reward"].std()) / math.sqrt(len(totals))
+    means["num_prompts"] = float(len(totals))
+    is_graded = graded > 0
+    if is_graded.any():
+        means["accuracy"] = float((correct[is_graded] / graded[is_graded]).mean())
+    return means
+
+
+class UpdateScores(nn.Module):
+    """Metrics over the updates of one RL step; their sums cover all processes.
+
+    Losses are means over rows in every update, and over updates. The children have the names under
+    which they are logged.
+    """
+
+    def __init__(self, *, with_value: bool) -> None:
+        """Sets up the metrics.
+
+        Args:
+            with_value: whether there is a value model.
+        """
+        super().__init__()
+        self.loss, self.policy_loss = Quotient(), Quotient()
+        if with_value:
+            self.value_loss = Quotient()
+            self.value_error, self.value_explained = ValueFit("error"), ValueFit("explained")
+
+    def add_policy(self, loss: Tensor, policy_loss: Tensor, num_rows: float) -> None:
+        """Adds a batch.
+
+        Args:
+            loss: scalar, the sum over rows that is trained on.
+            policy_loss: scalar, its policy term.
+            num_rows: rows that the weights of the sums stand for.
+        """
+        self.loss.update(loss, num_rows)
+        self.policy_loss.update(policy_loss, num_rows)
+
+    def add_values(
+        self, loss: Tensor, num_rows: float, values: Tensor, returns: Tensor, counted: Tensor
+    ) -> None:
+        """Adds the values of a batch.
+
+        Args:
+            loss: scalar, the sum over rows.
+            num_rows: rows that its weights stand for.
+            values: ``(M,)`` floating point.
+            returns: ``(M,)`` floating point.
+            counted: ``(M,)`` bool, tokens with weight.
+        """
+        self.value_loss.update(loss, num_rows)
+        self.value_error.update(values, returns, counted)
+        self.value_explained.update(values, returns, counted)
+
+
+def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over the rollouts of all processes, dropped groups included.
+
+    Args:
+        records: ordered by prompt and response, with scores in their meta.
+
+    Returns:
+        By name: ``rollout/reward``, ``/correct`` (share of what was graded, if anything was),
+        ``/reward_std`` (mean deviation within a group), ``/overlong`` and ``/garbled`` (shares of
+        responses that fill their budget and whose text is no valid unicode), ``/response_length``
+        (tokens up to the end of text), ``/num_steps``, ``/tokens_per_step``, ``/groups`` and
+        ``/kept_groups`` (counts), and ``/reward/{name}`` of each part of the reward.
+    """
+    metas = [record.meta for record in records]
+    groups = groups_of(records)
+    rewards = np.array([meta["reward"] for meta in metas], dtype=np.float64)
+    lengths = np.array([_length(record) for record in records], dtype=np.float64)
+    steps = np.array([record.num_steps for record in records], dtype=np.float64)
+    facts = {
+        "reward": rewards.mean(),
+        "reward_std": np.mean([rewards[group].std() for group in groups]),
+        "overlong": np.mean([meta.get("overlong", False) for meta in metas]),
+        "garbled": np.mean([meta.get("garbled", False) for meta in metas]),
+        "response_length": lengths.mean(),
+        "num_steps": steps.mean(),
+        "tokens_per_step": lengths.sum() / max(steps.sum(), 1.0),
+        "groups": len(groups),
+        "kept_groups": sum(bool(metas[group[0]]["kept"]) for group in groups),
+    }
+    graded = [meta["correct"] for meta in metas if "correct" in meta]
+    if graded:
+        facts["correct"] = np.mean(graded)
+    for name in sorted({name for meta in metas for name in meta.get("parts", {})}):
+        given = [meta["parts"][name] for meta in metas if name in meta.get("parts", {})]
+        facts[f"reward/{name}"] = np.mean(given)
+    return {f"rollout/{name}": float(value) for name, value in facts.items()}
+
+
+def _length(record: Trajectory) -> int:
+    return int(record.meta.get("num_tokens", record.num_committed))

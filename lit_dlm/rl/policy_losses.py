@@ -1,0 +1,175 @@
+"""Policy losses per predicted token: the clipped one of TraceRL, or one of your own.
+
+A new loss is a class with a method ``compute``, named by its import path:
+``model.policy_loss: my_file.MyLoss``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lit_dlm.losses.terms import LossTerms
+
+KLEstimator = Literal["k3", "k1"]
+
+
+@runtime_checkable
+class PolicyLoss(Protocol):
+    """Turns scored tokens into the loss of the policy."""
+
+    def compute(
+        self,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantage: Tensor,
+        weight: Tensor,
+        *,
+        reference: Tensor | None = None,
+        kl_weight: Tensor | None = None,
+    ) -> LossTerms:
+        """Loss of the tokens of a batch: a weighted sum, not a mean.
+
+        Args:
+            log_prob: ``(N,)`` floating point, log-probabilities of the tokens, with gradient.
+            old_log_prob: ``(N,)`` those of the policy at the beginning of the RL step.
+            advantage: ``(N,)``.
+            weight: ``(N,)`` weight of each token; 0 on copies that only fill a batch, whose other
+                entries may hold anything.
+            reference: ``(N,)`` log-probabilities of the initial policy, with
+                ``objective.kl_to: initial``.
+            kl_weight: ``(N,)`` weight of each token's divergence; ``weight`` by default.
+
+        Returns:
+            ``total``, and in ``parts`` scalars: ``policy``, the total without the divergence, which
+            is logged as ``train/policy_loss``; all others are logged under their names.
+        """
+        ...
+
+
+MAX_LOG_RATIO = 10.0
+"""Logarithms of ratios are cut here, so that one token cannot overflow a batch."""
+MAX_FALL = 2.5
+"""Nats that a log-probability may fall before ``k3`` goes on as a straight line: its gradient grows
+with the inverse probability, and a single token that the policy has given up decides an update."""
+
+
+def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
+    """Low-variance estimate of ``KL(policy || reference)`` from the policy's own samples.
+
+    ``exp(-d) - 1 + d`` with ``d = log_prob - reference`` (J. Schulman, "Approximating KL
+    divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree. Below
+    ``d = -MAX_FALL`` its tangent there, so that a token's gradient is at most ``exp(MAX_FALL) - 1``
+    and never 0.
+
+    Args:
+        log_prob: ``(N,)`` floating point.
+        reference: ``(N,)`` log-probabilities of the same tokens elsewhere.
+
+    Returns:
+        ``(N,)`` nats.
+    """
+    difference = log_prob - reference
+    near = difference.clamp_min(-MAX_FALL)
+    return torch.expm1(-near) + near + math.expm1(MAX_FALL) * (near - difference)
+
+
+def clipped_objective(
+    ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """``min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv:1707.06347, eq. 7).
+
+    Args:
+        ratio: ``(N,)`` probability under the policy over that under the old one.
+        advantage: ``(N,)``.
+        clip_low: how far a ratio may fall.
+        clip_high: how far it may rise (the same in PPO; more in DAPO, arXiv:2503.14476).
+
+    Returns:
+        ``(N,)``, to be maximised.
+    """
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.minimum(ratio * advantage, clipped * advantage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedPolicyLoss(PolicyLoss):
+    """The clipped policy objective with a divergence (TraceRL, arXiv:2509.06949).
+
+    Args:
+        clip_low: how far a ratio may fall before its gradient is cut.
+        clip_high: how far it may rise; ``clip_low`` by default.
+        beta: weight of the divergence.
+        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float | None = None
+    beta: float = 0.01
+    kl: KLEstimator = "k3"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip_low <= 1.0:
+            raise ValueError(f"clip_low: expected a number in [0, 1], got {self.clip_low}")
+        if self.clip_high is not None and self.clip_high < 0.0:
+            raise ValueError(f"clip_high: expected 0 or more, got {self.clip_high}")
+        if self.beta < 0.0:
+            raise ValueError(f"beta: expected 0 or more, got {self.beta}")
+        if self.kl not in ("k3", "k1"):
+            raise ValueError(f"kl: expected one of k3, k1, got {self.kl!r}")
+
+    def compute(
+        self,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantage: Tensor,
+        weight: Tensor,
+        *,
+        reference: Tensor | None = None,
+        kl_weight: Tensor | None = None,
+    ) -> LossTerms:
+        """Policy term and divergence, which is measured to ``reference`` or to the old policy.
+
+        Returns:
+            ``total``, and in ``parts`` ``policy``, and over the tokens with weight: ``ratio``
+            (mean), ``clip_fraction`` (share whose gradient is cut), ``kl`` (nats a token).
+
+        Raises:
+            ValueError: shapes differ.
+        """
+        shapes = {tuple(value.shape) for value in (log_prob, old_log_prob, advantage, weight)}
+        if len(shapes) > 1 or log_prob.ndim != 1:
+            raise ValueError(
+                "policy loss: expected log_prob, old_log_prob, advantage and weight (N,), got "
+                f"{shapes}"
+            )
+        clip_low = self.clip_low
+        clip_high = clip_low if self.clip_high is None else self.clip_high
+        counted = weight > 0
+        # Tokens without weight may hold anything; they must not give 0 * inf.
+        log_prob = torch.where(counted, log_prob, 0.0)
+        difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
+        ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        gain = clipped_objective(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+        policy = -(weight * torch.where(counted, gain, 0.0)).sum()
+        anchor = old_log_prob if reference is None else reference
+        anchor = torch.where(counted, anchor.detach(), 0.0)
+        divergence = k3(log_prob, anchor) if self.kl == "k3" else log_prob - anchor
+        divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
+        count = counted.sum().clamp_min(1)
+        with torch.no_grad():
+            outside = torch.where(advantage >= 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+            parts = {
+                "policy": policy.detach(),
+                "ratio": torch.where(counted, ratio, 0.0).sum() / count,
+                "clip_fraction": (outside & counted).float().sum() / count,
+                "kl": torch.where(counted, divergence, 0.0).sum() / count,
+            }
+        return LossTerms(policy + self.beta * divergence_term, parts)

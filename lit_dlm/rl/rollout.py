@@ -1,0 +1,695 @@
+"""Rollouts: prompts to decoded, graded responses, of the policy in training or of a former run.
+
+:class:`OnlineRollouts` decodes prompts with :class:`RolloutEngine`, scores the responses and marks
+the groups that the filters keep; :class:`StoredRollouts` reads what ``RolloutWriter`` wrote. Both
+give :class:`Rollouts`, the same on all processes. The engine is a plain class over the module's own
+decoder and weights, so training and validation share it; another engine needs
+:meth:`RolloutEngine.generate` and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dlm.decoding import DecodeResult, DecodeState, Observer, StepRecord, prompt_canvas
+from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.ops.noise import sample_seed
+from lit_dlm.rewards import GroupFilter, Rewarder
+from lit_dlm.rewards.base import RewardScore, Rollout
+from lit_dlm.rl.ranks import ALONE, Ranks
+from lit_dlm.rl.settings import RolloutSettings
+from lit_dlm.tasks import PromptExample, Task, tasks_by_name
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.format import decode_block, encode_block
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store import TrajectoryShardReader
+
+logger = logging.getLogger(__name__)
+
+_MAX_BLOCK = 60_000
+"""Records of one process and RL step: the most that travel in one block."""
+
+Report = Callable[[str, int, int], None]
+"""Told which phase is running, how much of it is done and how much there is."""
+
+
+def no_report(phase: str, done: int, total: int) -> None:
+    """Takes a report and does nothing with it."""
+
+
+SAMPLED = "commit_log_prob"
+"""Signal that holds the sampler's own log-probability of every token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPrompt:
+    """One response that is asked for."""
+
+    example: PromptExample
+    """The problem."""
+    prompt_ids: list[int]
+    """Its token ids, chat template included."""
+    uid: str
+    """Name of the response; its noise follows from it and the module's seed."""
+    meta: Mapping[str, Any]
+    """Facts for the record: RL step, number of the prompt in it, number of the response."""
+
+
+def rollout_prompts(
+    example: PromptExample,
+    prompt_ids: list[int],
+    *,
+    method: str,
+    step: int,
+    place: int,
+    num_responses: int,
+) -> list[RolloutPrompt]:
+    """The responses of one prompt in one RL step.
+
+    Args:
+        example: the problem.
+        prompt_ids: its token ids.
+        method: decoder to use, part of the names.
+        step: number of the RL step.
+        place: number of the prompt in it.
+        num_responses: size of the group.
+
+    Returns:
+        One entry per response; names differ between RL steps, so responses do.
+    """
+    return [
+        RolloutPrompt(
+            example=example,
+            prompt_ids=prompt_ids,
+            uid=f"{example.uid}@{method}/{step:06d}.{place:04d}.{number:03d}",
+            meta={
+                "task": example.task,
+                "method": method,
+                "rl_step": step,
+                "place": place,
+                "response": number,
+            },
+        )
+        for number in range(num_responses)
+    ]
+
+
+def rl_step_of(uid: str) -> int:
+    """The RL step in a name that :func:`rollout_prompts` gave.
+
+    Args:
+        uid: name of a response.
+    """
+    return int(uid.rpartition("/")[2].partition(".")[0])
+
+
+class RolloutEngine:
+    """Decodes in place with the module's weights and one of its decoders.
+
+    Args:
+        module: the module; must be in evaluation mode while it generates.
+        method: name of the decoder.
+        response_length: cells of every response.
+        batch_size: responses decoded together; results do not depend on it beyond rounding.
+        overlong_margin: cells short of the budget at which a response counts as overlong.
+
+    Raises:
+        ValueError: the module has no such decoder, its learned policy is missing or another
+            backbone's, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        module: DecodeModule,
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+        overlong_margin: int = 0,
+    ) -> None:
+        if method not in module.decoders:
+            raise ValueError(
+                f"method: expected one of {', '.join(module.decoders) or '(no decoders)'}, "
+                f"got {method!r}"
+            )
+        module.decoders[method].check(module.backbone)
+        if response_length < 1 or batch_size < 1:
+            raise ValueError(
+                "response_length and batch size of rollouts: expected at least 1, got "
+                f"{response_length} and {batch_size}"
+            )
+        if not 0 <= overlong_margin < response_length:
+            raise ValueError(
+                f"overlong_margin: expected 0 to {response_length - 1}, less than a response has "
+                f"cells, got {overlong_margin}"
+            )
+        self.module = module
+        self.method = method
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.overlong_margin = overlong_margin
+
+    @classmethod
+    def of(
+        cls, module: DecodeModule, method: str, response_length: int, settings: RolloutSettings
+    ) -> RolloutEngine:
+        """The engine of a run.
+
+        Args:
+            module: the module.
+            method: name of the decoder.
+            response_length: cells of every response.
+            settings: of the data module.
+        """
+        return cls(
+            module,
+            method=method,
+            response_length=response_length,
+            batch_size=settings.rollout_batch_size,
+            overlong_margin=settings.overlong_margin,
+        )
+
+    def generate(
+        self, prompts: Sequence[RolloutPrompt], *, report: Callable[[int], None] | None = None
+    ) -> list[Rollout]:
+        """Decodes responses.
+
+        Args:
+            prompts: what is asked for.
+            report: told after every batch how many responses are done.
+
+        Returns:
+            One rollout per entry, in order. Records hold the log-probability under which each token
+            was drawn (:data:`SAMPLED`; NaN where an end-of-text fill wrote).
+        """
+        found: list[Rollout] = []
+        for first in range(0, len(prompts), self.batch_size):
+            found += self._decode(prompts[first : first + self.batch_size])
+            if report is not None:
+                report(len(found))
+        return found
+
+    def _decode(self, prompts: Sequence[RolloutPrompt]) -> list[Rollout]:
+        module = self.module
+        canvas = prompt_canvas(
+            [prompt.prompt_ids for prompt in prompts],
+            response_length=self.response_length,
+            spec=module.backbone.spec,
+            seeds=[sample_seed(module.seed, prompt.uid) for prompt in prompts],
+            device=module.device,
+        )
+        capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
+        sampled = SampledLogProb()
+        result = module.decoders[self.method](module.backbone, canvas, [capture, sampled])
+        texts, lengths = module.completions(result)
+        records = capture.trajectories(
+            [prompt.uid for prompt in prompts],
+            [
+                {**prompt.meta, "num_tokens": length}
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ],
+        )
+        log_probs = sampled.log_prob.cpu().numpy()
+        return [
+            Rollout(
+                trajectory=replace(record, signals={**record.signals, SAMPLED: log_prob}),
+                example=prompt.example,
+                text=text,
+                is_overlong=length >= self.response_length - self.overlong_margin,
+                length=min(length + 1, self.response_length),  # the end of text included
+                decode=self._text,
+            )
+            for record, prompt, text, length, log_prob in zip(
+                records, prompts, texts, lengths, log_probs, strict=True
+            )
+        ]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Text of response tokens, as completions are made."""
+        return str(self.module.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class SampledLogProb(Observer):
+    """Observer that keeps the log-probability under which each response token was drawn.
+
+    It is that of the distribution after temperature and filters, also where the order of writing is
+    decided by raw scores. Of greedy decodes, whose tokens are not drawn, it is the model's own.
+    """
+
+    requires: frozenset[str] = frozenset({"drawn"})
+
+    def __init__(self) -> None:
+        self.log_prob = torch.empty(0, dtype=torch.float32)
+        """``(B, G)`` float32 after the decode; NaN where no proposal was written."""
+
+    def on_start(self, state: DecodeState) -> None:
+        """Prepares the table."""
+        shape = (len(state.rows), state.ids.shape[1] - state.start)
+        self.log_prob = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Notes the proposals that were written."""
+        state, region = record.state, slice(record.state.start, None)
+        written = (record.new_ids != state.ids)[:, region]
+        assert record.proposal.drawn is not None
+        log_prob = record.proposal.drawn[:, region].float().log()
+        new = torch.where(record.commit[:, region], log_prob, torch.nan)
+        before: Tensor = self.log_prob[state.rows]
+        self.log_prob.index_copy_(0, state.rows, torch.where(written, new, before))
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Nothing is left to do."""
+
+
+def with_score(rollout: Rollout, score: RewardScore, *, kept: bool, version: int) -> Trajectory:
+    """The record of a rollout with what training needs of its score.
+
+    Args:
+        rollout: the rollout.
+        score: its score.
+        kept: whether the filters keep its group.
+        version: optimiser steps that the policy had taken.
+
+    Returns:
+        The record; its meta gains ``reward``, ``overlong``, ``kept``, ``policy_version``, the
+        ``parts`` of the reward, ``correct`` where the task told, and ``token_rewards`` where there
+        are any.
+    """
+    facts: dict[str, Any] = {
+        "reward": float(score.total),
+        "overlong": rollout.is_overlong,
+        "garbled": "\ufffd" in rollout.text,
+        "kept": kept,
+        "policy_version": version,
+        "parts": {name: float(value) for name, value in score.parts.items()},
+    }
+    if score.is_graded:
+        facts["correct"] = bool(score.is_correct)
+    if score.token_rewards is not None:
+        facts["token_rewards"] = [float(value) for value in score.token_rewards]
+    return rollout.trajectory.with_meta(**facts)
+
+
+def in_order(records: Sequence[Trajectory]) -> list[Trajectory]:
+    """Records of one RL step by prompt and response, whatever process made them."""
+    return sorted(records, key=lambda record: (record.meta["place"], record.meta["response"]))
+
+
+def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
+    """Numbers of the records of each prompt.
+
+    Args:
+        records: ordered by :func:`in_order`.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, record in enumerate(records):
+        groups.setdefault(record.meta["place"], []).append(number)
+    return list(groups.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPrompt:
+    """A problem with its token ids."""
+
+    example: PromptExample
+    ids: list[int]
+
+
+def encoded_prompts(
+    module: DecodeModule,
+    tasks: Sequence[Task],
+    *,
+    max_length: int,
+    response_length: int = 0,
+    option: str = "response_length",
+) -> list[EncodedPrompt]:
+    """The problems of some tasks as the model is given them.
+
+    Warns of those that reach, with their responses, beyond the positions the backbone was made for.
+
+    Args:
+        module: whose tokenizer and chat template are used.
+        tasks: in their order.
+        max_length: prompts with more tokens are left out, with a warning.
+        response_length: cells of the responses.
+        option: the setting that says so.
+
+    Raises:
+        ValueError: no prompt is short enough, or two problems have one uid.
+    """
+    found, dropped = [], 0
+    owners: dict[str, Task] = {}
+    for task in tasks:
+        for example in task.examples():
+            if example.uid in owners:
+                raise ValueError(
+                    f"tasks: expected every uid once, got {example.uid!r} of "
+                    f"{owners[example.uid].name!r} and of {task.name!r}"
+                )
+            owners[example.uid] = task
+            ids = module.encode(example)
+            if len(ids) > max_length:
+                dropped += 1
+                continue
+            found.append(EncodedPrompt(example=example, ids=ids))
+    if dropped:
+        logger.warning(
+            "left out %d prompts with more than max_prompt_length = %d tokens", dropped, max_length
+        )
+    if not found:
+        raise ValueError(
+            f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
+            f"max_prompt_length = {max_length} tokens"
+        )
+    max_positions = module.backbone.architecture.max_positions
+    num_long = sum(len(prompt.ids) + response_length > max_positions for prompt in found)
+    if num_long:
+        logger.warning(
+            "%s: %d of %d prompts have, with a response of %d tokens, more than the %d positions "
+            "that the backbone was made for",
+            option,
+            num_long,
+            len(found),
+            response_length,
+            max_positions,
+        )
+    return found
+
+
+def grouped_prompts(
+    prompts: Iterable[tuple[int, EncodedPrompt]], *, method: str, step: int, num_responses: int
+) -> list[RolloutPrompt]:
+    """The responses that are asked for in one RL step, group by group.
+
+    Args:
+        prompts: problems with their place in the RL step.
+        method: decoder to use.
+        step: number of the RL step.
+        num_responses: responses to each.
+    """
+    return [
+        response
+        for place, prompt in prompts
+        for response in rollout_prompts(
+            prompt.example,
+            prompt.ids,
+            method=method,
+            step=step,
+            place=place,
+            num_responses=num_responses,
+        )
+    ]
+
+
+class PromptSampler:
+    """Endless shuffled passes over prompts; a cursor says where it stands.
+
+    Args:
+        num_prompts: how many there are, at least 1.
+        seed: seed of the shuffles.
+    """
+
+    def __init__(self, num_prompts: int, *, seed: int) -> None:
+        if num_prompts < 1:
+            raise ValueError("PromptSampler: expected at least one prompt, got none")
+        self.num_prompts = num_prompts
+        self.seed = seed
+
+    def draw(self, cursor: int, count: int) -> list[int]:
+        """Numbers of prompts.
+
+        Args:
+            cursor: prompts drawn so far.
+            count: how many are wanted.
+
+        Returns:
+            ``count`` numbers; one pass gives each prompt once.
+        """
+        found = []
+        for at in range(cursor, cursor + count):
+            epoch, place = divmod(at, self.num_prompts)
+            found.append(int(self._order(epoch)[place]))
+        return found
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch, 7]).permutation(self.num_prompts)
+
+
+@dataclass
+class Rollouts:
+    """The rollouts of one RL step, the same on all processes."""
+
+    records: list[Trajectory]
+    """All of them, ordered by prompt and response; meta holds the scores."""
+    num_drawn: int
+    """Prompts that were drawn for them."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of this process by phase."""
+
+    @property
+    def kept(self) -> list[Trajectory]:
+        """The records of groups that the filters keep."""
+        return [record for record in self.records if record.meta["kept"]]
+
+
+class RolloutSource(Protocol):
+    """Where the rollouts of an RL step come from."""
+
+    def collect(
+        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
+    ) -> Rollouts:
+        """The rollouts of one RL step; every process must call it.
+
+        Args:
+            step: number of the RL step.
+            cursor: prompts drawn before.
+            version: optimiser steps that the policy has taken.
+            ranks: the processes.
+            report: told how far it is.
+
+        Returns:
+            All records, those of other processes included.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside."""
+
+
+class OnlineRollouts(RolloutSource):
+    """Rolls out prompts with the policy in training and scores them.
+
+    Processes take every ``world_size``-th prompt with all of its responses.
+
+    Args:
+        engine: what decodes.
+        rewarder: what scores.
+        prompts: all training prompts.
+        filters: groups that one of them drops are not trained on.
+        num_prompts: prompts of an RL step.
+        num_responses: responses to each.
+        max_rounds: rounds of rollouts; after the first one, as many new prompts are drawn as groups
+            were dropped.
+        seed: seed of the order of prompts.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rewarder: Rewarder,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        filters: Sequence[GroupFilter],
+        num_prompts: int,
+        num_responses: int,
+        max_rounds: int,
+        seed: int,
+    ) -> None:
+        self.engine = engine
+        self.rewarder = rewarder
+        self.prompts = prompts
+        self.filters = tuple(filters)
+        self.num_prompts = num_prompts
+        self.num_responses = num_responses
+        self.max_rounds = max_rounds
+        self.sampler = PromptSampler(len(prompts), seed=seed)
+
+    @classmethod
+    def of(cls, module: DecodeModule, method: str, settings: RolloutSettings) -> OnlineRollouts:
+        """The training rollouts of a run.
+
+        Args:
+            module: whose decoder rolls out.
+            method: name of that decoder.
+            settings: of the data module.
+
+        Raises:
+            ValueError: no prompt is short enough, or rewards and tasks do not fit.
+        """
+        rewarder = Rewarder(
+            settings.rewards,
+            tasks_by_name(settings.tasks),
+            filters=settings.filters or (),
+            overlong_is_wrong=settings.overlong_is_wrong,
+            num_workers=settings.num_workers,
+        )
+        prompts = encoded_prompts(
+            module,
+            settings.tasks,
+            max_length=settings.max_prompt_length,
+            response_length=settings.response_length,
+        )
+        return cls(
+            RolloutEngine.of(module, method, settings.response_length, settings),
+            rewarder,
+            prompts,
+            filters=settings.filters or (),
+            num_prompts=settings.prompts_per_step,
+            num_responses=settings.responses_per_prompt,
+            max_rounds=settings.max_rollout_rounds,
+            seed=settings.seed,
+        )
+
+    def close(self) -> None:
+        """Ends the grading threads."""
+        self.rewarder.close()
+
+    def collect(
+        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
+    ) -> Rollouts:
+        """Decodes, scores and filters; in further rounds makes up for the groups dropped."""
+        found = Rollouts([], 0, {"rollout": 0.0, "reward": 0.0})
+        num_kept = 0
+        for _ in range(self.max_rounds):
+            missing = self.num_prompts - num_kept
+            first = found.num_drawn
+            numbers = self.sampler.draw(cursor + first, missing)
+            # A group stays on one process, since rewards and filters look at it as a whole.
+            mine = [
+                (first + place, self.prompts[number])
+                for place, number in enumerate(numbers)
+                if place % ranks.world_size == ranks.rank
+            ]
+            records = self._round(step, mine, found.seconds, version, report)
+            found.records += gathered(records, ranks)
+            found.num_drawn += missing
+            num_kept = len({record.meta["place"] for record in found.kept})
+            if num_kept >= self.num_prompts:
+                break
+        found.records = in_order(found.records)
+        return found
+
+    def _round(
+        self,
+        step: int,
+        prompts: Sequence[tuple[int, EncodedPrompt]],
+        seconds: dict[str, float],
+        version: int,
+        report: Report,
+    ) -> list[Trajectory]:
+        """Rollouts of this process, scored."""
+        asked = grouped_prompts(
+            prompts, method=self.engine.method, step=step, num_responses=self.num_responses
+        )
+        begin = time.perf_counter()
+        rollouts = self.engine.generate(
+            asked, report=lambda done: report("rollout", done, len(asked))
+        )
+        middle = time.perf_counter()
+        groups = [
+            rollouts[at : at + self.num_responses]
+            for at in range(0, len(rollouts), self.num_responses)
+        ]
+        records = []
+        for group, scores in zip(groups, self.rewarder.score(groups), strict=True):
+            kept = all(keep.keep(scores) for keep in self.filters)
+            for rollout, score in zip(group, scores, strict=True):
+                records.append(with_score(rollout, score, kept=kept, version=version))
+        seconds["rollout"] += middle - begin
+        seconds["reward"] += time.perf_counter() - middle
+        return records
+
+
+def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
+    """The records of all processes; every process must call it.
+
+    They travel in the format of shards: compact, checked, and without pickles.
+
+    Args:
+        records: those of this process.
+        ranks: the processes.
+
+    Returns:
+        All of them, process by process.
+
+    Raises:
+        ValueError: a process has more records than fit into one block.
+    """
+    if ranks.world_size == 1:
+        return list(records)
+    if len(records) > _MAX_BLOCK:
+        raise ValueError(
+            f"prompts_per_step: expected at most {_MAX_BLOCK} responses per process and RL step, "
+            f"got {len(records)}"
+        )
+    block = encode_block(records, level=1) if records else b""
+    blocks = ranks.gather(block)
+    return [record for one in blocks if one for record in decode_block(one, strict=False)]
+
+
+class StoredRollouts(RolloutSource):
+    """Replays the RL steps that a former run wrote to trajectory shards.
+
+    Args:
+        folder: folder of the shards.
+        mask_id: of the model.
+
+    Raises:
+        ValueError: there is none, or a record was not written by an RL run or by another model.
+    """
+
+    def __init__(self, folder: str | Path, *, mask_id: int) -> None:
+        self.folder = Path(folder)
+        self._steps: dict[int, list[Trajectory]] = {}
+        for record in TrajectoryShardReader(self.folder, features=False):
+            if record.mask_id != mask_id:
+                raise ValueError(
+                    f"{self.folder}: record {record.uid!r} has mask id {record.mask_id}, expected "
+                    f"{mask_id}, that of the model"
+                )
+            missing = [name for name in _NEEDED if name not in record.meta]
+            if missing:
+                raise ValueError(
+                    f"{self.folder}: record {record.uid!r} has no {missing[0]!r}; expected "
+                    "rollouts of RolloutDataModule, written by RolloutWriter"
+                )
+            self._steps.setdefault(int(record.meta["rl_step"]), []).append(record)
+        if not self._steps:
+            raise ValueError(f"{self.folder}: expected rollouts, got no record")
+        self.steps = sorted(self._steps)
+
+    def collect(
+        self,
+        step: int,
+        cursor: int = 0,
+        *,
+        version: int = 0,
+        ranks: Ranks = ALONE,
+        report: Report = no_report,
+    ) -> Rollouts:
+        """The rollouts of an RL step; after the last one they begin again."""
+        records = in_order(self._steps[self.steps[step % len(self.steps)]])
+        num_drawn = len({record.meta["place"] for record in records})
+        return Rollouts(records, num_drawn, {"rollout": 0.0, "reward": 0.0})
+
+
+_NEEDED = ("rl_step", "place", "response", "reward", "kept")
