@@ -29,6 +29,14 @@ _UNKNOWN_OPTION = re.compile(
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
+_PROTOCOL = re.compile(
+    r"Import path (?:(\S+) )?does not implement protocol (\w+)(?:.*?Given value: ([\w.]+))?",
+    re.DOTALL,
+)
+_MOVED = re.compile(
+    r"Problem with given class_path '([\w.]+\.(\w+))':\s*"
+    r"(?:module '[\w.]+' has no attribute|No module named)"
+)
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 _UNION_START = "Does not validate against any of the Union subtypes"
 _UNION = re.compile(
@@ -67,6 +75,13 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     Returns:
         The place, the fault and a suggestion on one line.
     """
+    if found := _PROTOCOL.search(message):
+        at = "".join(f"{key}." for key in _KEY.findall(message[: found.start()])).rstrip(".")
+        return f"{at}: {_without_member(found[1] or found[3], found[2])}"
+    for path, name in _MOVED.findall(message):
+        if any(one.__name__ == name for one in _own_classes()):
+            at = "".join(f"{key}: " for key in _KEY.findall(message)[:1])
+            return f"{at}'{path}' is no longer there; write class_path: {name}"
     message = _innermost(message)
     place = ".".join(_KEY.findall(message))
     at = f"{place}: " if place else ""
@@ -107,6 +122,22 @@ def _without_option(name: str, classes: list[str]) -> str:
     known = set(_parameters([target] if callable(target) else _own_classes())) - {name}
     owner = f"{classes[-1].rsplit('.', 1)[-1]} has no option" if classes else "unknown option"
     return f"{owner} '{name}'{nearest(name, known)}"
+
+
+def _without_member(path: str, protocol: str) -> str:
+    """Says which method of a protocol a class lacks, or declares otherwise."""
+    target = locate(path)
+    (wanted, *_) = (one for one in _own_classes() if one.__name__ == protocol)
+    methods = {
+        name: method
+        for name, method in inspect.getmembers(wanted, inspect.isfunction)
+        if name[0] != "_" or name == "__call__"
+    }
+    for name in methods:
+        if not callable(getattr(target, name, None)):
+            return f"{path} has no method '{name}', which {protocol} asks for"
+    declared = "; ".join(f"{name}{inspect.signature(one)}" for name, one in methods.items())
+    return f"{path} must declare arguments and types as {protocol} does: {declared}"
 
 
 def _own_classes() -> list[type]:

@@ -7,7 +7,8 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
-import lit_dlm.modules  # noqa: F401  (for the short names of its classes)
+import lit_dlm.modules
+import lit_dlm.rl  # noqa: F401
 from datamodules.supervised_sources import SupervisedSource
 from lit_dlm.configuration import Parser, explain, nearest
 
@@ -44,6 +45,56 @@ def test_unknown_class_names_the_nearest():
         lambda p: p.add_argument("--policy", type=CommitPolicy | None), ["--policy=EntropiPolicy"]
     )
     assert "unknown class 'EntropiPolicy'; did you mean 'EntropyPolicy'?" in text
+
+
+class Selects:
+    """Has the method of a commit policy with other arguments."""
+
+    def select(self, state: int) -> int:
+        return state
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (
+            f"{__name__}.Picks",
+            f"policy: {__name__}.Picks has no method 'select', which CommitPolicy asks for",
+        ),
+        (
+            f'{{"class_path": "{__name__}.Picks"}}',
+            f"policy: {__name__}.Picks has no method 'select', which CommitPolicy asks for",
+        ),
+        (
+            f"{__name__}.Selects",
+            f"policy: {__name__}.Selects must declare arguments and types as CommitPolicy does: "
+            "select(self, state: 'DecodeState', candidates: 'Tensor'",
+        ),
+    ],
+)
+def test_a_missing_method_of_a_protocol_is_named(value: str, told: str):
+    from lit_dlm.decoding import CommitPolicy
+
+    text = _error(
+        lambda p: p.add_argument("--policy", type=CommitPolicy | None), [f"--policy={value}"]
+    )
+    assert text.startswith(told)
+
+
+class Picks:
+    """Has no method of a commit policy."""
+
+
+def test_a_class_that_has_moved_is_named_by_its_short_name():
+    """Saved configurations hold import paths."""
+    text = _error(
+        lambda p: p.add_subclass_arguments(LightningModule, "model"),
+        ["--model=lit_dlm.modules.tracerl.TraceRLModule"],
+    )
+    assert text == (
+        "model: 'lit_dlm.modules.tracerl.TraceRLModule' is no longer there; write class_path: "
+        "TraceRLModule"
+    )
 
 
 def test_unknown_flag_names_the_nearest():
