@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.epoch_plan import EpochPlan, FixedPlan
+from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -35,6 +37,37 @@ def planned_loader(
     return ResumableLoader(
         dataset, sampler=plan, batch_size=None, collate_fn=_as_is, num_workers=num_workers
     )
+
+
+class _Computed(Dataset[Any]):
+    """Batches that are made when they are asked for."""
+
+    def __init__(self, make: Callable[[Sequence[ExampleRef]], Any]) -> None:
+        self.make = make
+
+    def __getitem__(self, refs: Sequence[ExampleRef]) -> Any:
+        return self.make(refs)
+
+
+def computed_loader(
+    make: Callable[[Sequence[ExampleRef]], Any],
+    count: int,
+    *,
+    batch_size: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+) -> ResumableLoader:
+    """A loader over batches that a function makes, in order; copies fill the last ones.
+
+    Args:
+        make: gives a collated batch for a list of example references.
+        count: examples of all ranks.
+        batch_size: examples per batch and rank.
+        rank: global rank.
+        world_size: number of processes.
+    """
+    plan = FixedPlan(np.arange(count), batch_size=batch_size, rank=rank, world_size=world_size)
+    return planned_loader(_Computed(make), plan)
 
 
 def place(trainer: Trainer | None) -> tuple[int, int]:

@@ -82,16 +82,18 @@ def as_advantage(advantage: Advantage | str) -> Advantage:
     Raises:
         ValueError: the name is unknown, or the object lacks the method.
     """
-    if isinstance(advantage, str):
-        kind = _BY_NAME.get(advantage) or locate(advantage)
+    found = advantage
+    if isinstance(found, str):
+        kind = _BY_NAME.get(found) or locate(found)
         if not isinstance(kind, type):
             raise ValueError(
                 f"advantage: expected {', '.join(map(repr, _BY_NAME))} or the import path of a "
                 f"class with a method 'compute', got {advantage!r}"
             )
-        advantage = kind()
-    require_members(advantage, "compute", option="advantage")
-    return advantage
+        found = kind()
+    require_members(found, "compute", option="advantage")
+    assert not isinstance(found, str)
+    return found
 
 
 def require_members(value: object, *names: str, option: str) -> None:

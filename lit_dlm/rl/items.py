@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -440,7 +440,9 @@ class RolloutBatch:
 
 def _moved(batch: _Batch, device: torch.device) -> _Batch:
     values = {one.name: getattr(batch, one.name) for one in fields(batch)}
-    moved = {name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)}
+    moved: dict[str, Any] = {
+        name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)
+    }
     return replace(batch, **moved)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.metrics.value_fit import Quotient, ValueFit
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rl.ranks import Ranks
@@ -33,6 +33,11 @@ class ValidationBatch:
 
     prompts: list[RolloutPrompt]
     is_real: list[bool] = field(default_factory=list)
+
+    def to(self, device: torch.device) -> ValidationBatch:
+        """Itself: the engine builds its canvas on the device."""
+        del device
+        return self
 
 
 def validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
@@ -80,7 +85,7 @@ class RolloutValidation:
 
     @classmethod
     def of(
-        cls, module: DecodeModule, methods: Sequence[str], settings: RolloutSettings
+        cls, module: TrainableModule, methods: Sequence[str], settings: RolloutSettings
     ) -> RolloutValidation:
         """The validation of a run.
 
@@ -117,6 +122,17 @@ class RolloutValidation:
                 enumerate(problems), method=method, step=0, num_responses=settings.val_responses
             )
         return found
+
+    def batch(self, refs: Sequence[tuple[int, int, bool]]) -> ValidationBatch:
+        """A batch of held-out prompts.
+
+        Args:
+            refs: number of each prompt, a pass that is not read, and whether the prompt is more
+                than a copy that fills the batch.
+        """
+        return ValidationBatch(
+            [self.prompts[number] for number, _, _ in refs], [is_real for _, _, is_real in refs]
+        )
 
     def close(self) -> None:
         """Ends the grading threads."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, Observer, StepRecord, prompt_canvas
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.rewards import GroupFilter, Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
@@ -325,7 +326,7 @@ class EncodedPrompt:
 
 
 def encoded_prompts(
-    module: DecodeModule,
+    module: TrainableModule,
     tasks: Sequence[Task],
     *,
     max_length: int,
@@ -524,7 +525,7 @@ class OnlineRollouts(RolloutSource):
         self.sampler = PromptSampler(len(prompts), seed=seed)
 
     @classmethod
-    def of(cls, module: DecodeModule, method: str, settings: RolloutSettings) -> OnlineRollouts:
+    def of(cls, module: TrainableModule, method: str, settings: RolloutSettings) -> OnlineRollouts:
         """The training rollouts of a run.
 
         Args:
@@ -690,6 +691,9 @@ class StoredRollouts(RolloutSource):
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
         num_drawn = len({record.meta["place"] for record in records})
         return Rollouts(records, num_drawn, {"rollout": 0.0, "reward": 0.0})
+
+    def close(self) -> None:
+        """Nothing runs beside."""
 
 
 _NEEDED = ("rl_step", "place", "response", "reward", "kept")

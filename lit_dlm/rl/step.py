@@ -242,7 +242,7 @@ def rl_step(
     differences = fill_old_scores(policy, batches, items, kept, report=report)
     seconds["old_log_prob"] = time.perf_counter() - begin
 
-    # What is logged and stored: dropped rollouts, too, have no advantage but a reward.
+    # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
     dropped = [] if is_empty else [one for one in rollouts.records if not one.meta["kept"]]
     records = in_order(estimates.with_signals([*kept, *dropped]))
     facts = rollout_facts(records) | _mismatch(differences, ranks)
@@ -250,14 +250,15 @@ def rl_step(
         facts["rollout/value_mean"] = estimates.value_mean
     reward = facts["rollout/reward"]
     past = reward if progress.smoothed is None else progress.smoothed
+    smoothed = smoothing * past + (1.0 - smoothing) * reward
     after = RLProgress(
         step=progress.step + 1,
         cursor=progress.cursor + rollouts.num_drawn,
         skipped=progress.skipped + is_empty,
-        smoothed=smoothing * past + (1.0 - smoothing) * reward,
+        smoothed=smoothed,
     )
     facts |= {
-        "rollout/reward_smoothed": after.smoothed,
+        "rollout/reward_smoothed": smoothed,
         "rollout/skipped_steps": float(after.skipped),
         "rollout/items": float(0 if is_empty else len(items)),
         **{f"time/{name}": value for name, value in seconds.items()},

@@ -13,8 +13,10 @@ import torch
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.rl.advantages import GroupZScore, RawReward
 from lit_dlm.rl.items import RolloutBatch, collate_items
+from lit_dlm.rl.rollout import Rollouts
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
-from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores, shard_items
+from lit_dlm.rl.step import RLProgress, Slot, fill_advantages, fill_old_scores, rl_step, shard_items
+from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     FAMILIES,
     answer_cells,
@@ -303,3 +305,76 @@ def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
         torch.testing.assert_close(
             table[row, cells], direct_log_probs(bare, record)[cells], rtol=1e-6, atol=1e-6
         )
+
+
+class Given:
+    """Rollouts that are there already."""
+
+    def __init__(self, records: list[Trajectory]) -> None:
+        self.records = records
+
+    def collect(self, step: int, cursor: int, **_: Any) -> Rollouts:
+        return Rollouts(self.records, 3, {"rollout": 1.0})
+
+    def close(self) -> None:
+        """Nothing runs beside."""
+
+
+def test_an_rl_step_needs_no_trainer() -> None:
+    """Rewards 0 and 1 in three groups, one dropped: -1 and 1 for the others, each state once."""
+    backbone = policy()
+    rl, records = module(backbone).eval(), decoded(backbone, 6)
+    records[:2] = [record.with_meta(kept=False) for record in records[:2]]
+    before = RLProgress(step=4, cursor=9, skipped=1, smoothed=1.0)
+    told: list[tuple[str, int, int]] = []
+    step = rl_step(
+        rl, Given(records), GroupZScore(), before, batch_size=4, smoothing=0.5,
+        report=lambda *one: told.append(one),
+    )  # fmt: skip
+    assert step.progress == RLProgress(step=5, cursor=12, skipped=1, smoothed=0.75)
+    assert [record.uid for record in step.records] == [record.uid for record in records]
+    assert sorted(s.item for b in step.batches for s in b if s.factor) == [*range(len(step.items))]
+    found = {
+        (step.kept[i.record].meta["reward"], float(a)) for i in step.items for a in i.advantage
+    }
+    assert found == {(0.0, -1.0), (1.0, 1.0)}
+    assert np.isnan(step.records[0].signals["commit_advantage"]).all()
+    assert step.facts["rollout/items"] == len(step.items)
+    assert step.facts["rollout/kept_groups"] == 2.0
+    assert step.facts["rollout/mismatch"] < 1e-6
+    batch = step.batch(0)
+    assert rl.score(batch).log_prob.equal(batch.old_log_prob)
+    assert told[-1] == ("old log-probabilities", len(step.batches), len(step.batches))
+
+
+def test_an_rl_step_without_kept_groups_has_one_batch_without_weight() -> None:
+    backbone = policy()
+    records = [record.with_meta(kept=False) for record in decoded(backbone, 6)]
+    before = RLProgress(skipped=2)
+    step = rl_step(
+        module(backbone).eval(), Given(records), RawReward(), before, batch_size=4, passes=2
+    )
+    assert step.progress == RLProgress(step=1, cursor=3, skipped=3, smoothed=0.5)
+    assert step.facts["rollout/skipped_steps"] == 3.0
+    assert step.facts["rollout/items"] == 0.0
+    assert len(step.batches) == 1
+    assert step.batch(0).is_empty
+    assert not step.batch(0).weight.any()
+
+
+class Wrong:
+    """Gives one number too few, or one that is none."""
+
+    def __init__(self, last: list[float]) -> None:
+        self.last = last
+
+    def compute(self, rewards: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([0.0, *self.last])
+
+
+@pytest.mark.parametrize("last", [[], [float("nan")]])
+def test_an_advantage_that_is_no_number_per_response_is_refused(last: list[float]) -> None:
+    backbone = policy()
+    rl, records = module(backbone).eval(), decoded(backbone, 6)
+    with pytest.raises(ValueError, match="advantage: Wrong must give 2 finite numbers"):
+        rl_step(rl, Given(records), Wrong(last), RLProgress(), batch_size=4)
