@@ -42,8 +42,8 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         """Tokenises prompts and prepares engine, rewards and validation."""
         if self._source is not None or stage not in ("fit", "validate", None):
             return
-        module, trainer = self._module, self.trainer
-        assert trainer is not None
+        module = self._module
+        trainer = module.trainer
         if stage == "fit":
             size = {"batch_size": self.batch_size, "packing": module.rows.copies}
             set_accumulation(trainer, self.rows_per_update, **size)
@@ -69,14 +69,14 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         """Runs an RL step up to its updates, and returns a loader for these."""
         if self._loader is not None and not self._is_used:
             return self._loader  # Lightning asks twice when it resumes
-        module, trainer = self._module, self.trainer
-        assert self._source is not None
-        assert trainer is not None
+        module, source = self._module, self._source
+        trainer = module.trainer
+        assert source is not None
         self._step = self._loader = None  # no two RL steps in memory
         with module.generating():
             self._step = rl_step(
                 module,
-                self._source,
+                source,
                 as_advantage(self.advantage),
                 self._now,
                 batch_size=self.batch_size,
