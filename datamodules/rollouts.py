@@ -42,8 +42,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         """Tokenises prompts and prepares engine, rewards and validation."""
         if self._source is not None or stage not in ("fit", "validate", None):
             return
-        module = self._module
-        trainer = module.trainer
+        module, trainer = self._module, self._module.trainer
         if stage == "fit":
             size = {"batch_size": self.batch_size, "packing": module.rows.copies}
             set_accumulation(trainer, self.rows_per_update, **size)
@@ -69,8 +68,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         """Runs an RL step up to its updates, and returns a loader for these."""
         if self._loader is not None and not self._is_used:
             return self._loader  # Lightning asks twice when it resumes
-        module, source = self._module, self._source
-        trainer = module.trainer
+        module, trainer, source = self._module, self._module.trainer, self._source
         assert source is not None
         self._step = self._loader = None  # no two RL steps in memory
         with module.generating():
