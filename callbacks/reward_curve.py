@@ -21,9 +21,9 @@ class RewardCurve(Callback):
 
     A line holds everything that one RL step logged, and nothing of an earlier one. Step 0 is the
     policy as it began, where the trainer validates on everything before training
-    (``num_sanity_val_steps: -1``, as the module sets it); the validation in line ``n`` is that of the
-    policy after ``n`` RL steps. The curve is part of checkpoints, so that of a
-    resumed run goes on where it stood.
+    (``num_sanity_val_steps: -1``, as the module sets it); the validation in line ``n`` is that of
+    the policy after ``n`` RL steps. The curve is part of checkpoints, so that of a resumed run goes
+    on where it stood.
 
     Args:
         folder: where the files go.
