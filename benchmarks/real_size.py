@@ -103,7 +103,16 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
                 "trainer.max_steps": "1",
             },
         ),
-        "tracerl": ("fit --config tracerl_dream", _RL),
+        "tracerl": (
+            "fit --config tracerl_dream",
+            # Rollouts merge the adapter and keep copies of the weights that it changes, 13 GB of
+            # all linear layers: more than 24 GB of memory in all.
+            {
+                **_RL,
+                "data.response_length": "16",
+                "model.backbone.lora": "{rank: 16, alpha: 16, targets: [q_proj, v_proj]}",
+            },
+        ),
     },
     "sdar-4b": {
         "decode": (
