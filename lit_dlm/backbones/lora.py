@@ -476,7 +476,9 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
     columns = plain_tensor(layer.lora_A[POLICY].weight).to(dtype)
     with torch.autocast(weight.device.type, enabled=False):  # rollouts run inside of it
-        return (weight.to(dtype) + rows @ columns * layer.scaling[POLICY]).to(weight.dtype)
+        # In place: of a released size, each temporary of this width is 100 MB or more.
+        total = (rows @ columns).mul_(layer.scaling[POLICY]).add_(weight)
+        return total.to(weight.dtype)
 
 
 @torch.no_grad()
