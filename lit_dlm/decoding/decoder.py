@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -123,6 +123,20 @@ class Decoder:
         named = copy.copy(self)
         named.window = default_window(spec)
         return named
+
+    def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
+        """This decoder with the token ids of markers that its layout has as text.
+
+        Args:
+            encode: text to token ids.
+        """
+        if self.layout is None or not any(
+            isinstance(region.marker, str) for region in self.layout.regions
+        ):
+            return self
+        made = copy.copy(self)
+        made.layout = self.layout.encoded(encode)
+        return made
 
     def prepared(self, canvas: Canvas, backbone: Backbone) -> Canvas:
         """The canvas with the layout's template and regions; doing it twice changes nothing."""

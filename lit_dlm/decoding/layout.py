@@ -2,17 +2,18 @@
 
 A layout is a plug of a decoder like any other. It works on the canvas before the first step: it
 writes its template, if it has one, and numbers the regions. So every policy can decode the same
-template, and reports can draw the borders whatever the policy was. Markers are token ids and never
-text: encoding a decoded text again need not give the same ids.
+template, and reports can draw the borders whatever the policy was. Markers are token ids; text is
+encoded once and never again, as encoding a decoded text need not give the same ids.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class Layout(Protocol):
     """In the order of their places."""
     rest: Region
     """The rules of cells outside all regions."""
+
+    def encoded(self, encode: Callable[[str], list[int]]) -> Self:
+        """The layout with token ids of markers that were given as text."""
+        ...
 
     def blocks(self, response: Tensor) -> BlockLayout:
         """The blocks of one response.
@@ -79,6 +84,21 @@ class _RegionLayout(Layout):
             "regions": [region.describe() for region in self.regions],
             "rest": self.rest.describe(),
         }
+
+    def encoded(self, encode: Callable[[str], list[int]]) -> Self:
+        """The layout with the token ids of markers that were given as text.
+
+        Args:
+            encode: text to token ids.
+        """
+        made = copy.copy(self)
+        made.regions = [
+            replace(region, marker=encode(region.marker))
+            if isinstance(region.marker, str)
+            else region
+            for region in self.regions
+        ]
+        return made
 
     def _allow(self, region: Region, *places: str) -> None:
         """Refuses places that this kind of layout does not read: they would have no effect."""
@@ -209,7 +229,7 @@ class TemplateLayout(_PlacedLayout):
         places = []
         at = 0
         for region in self.regions:
-            begin = at + len(region.marker or [])
+            begin = at + len(region.marker_ids())
             end = length if region.length is None else begin + region.length
             places.append((at, begin, end))
             at = end
@@ -227,7 +247,7 @@ class TemplateLayout(_PlacedLayout):
         ids, editable = canvas.ids.clone(), canvas.editable.clone()
         for region, (at, begin, _) in zip(self.regions, self._places(length), strict=True):
             cells = slice(canvas.start + at, canvas.start + begin)
-            marker = torch.tensor(region.marker or [], dtype=ids.dtype, device=ids.device)
+            marker = torch.tensor(region.marker_ids(), dtype=ids.dtype, device=ids.device)
             taken = (ids[:, cells] != mask_id) & (ids[:, cells] != marker)
             if bool(taken.any()):
                 row = int(taken.any(1).nonzero()[0])
@@ -267,7 +287,7 @@ class MarkerLayout(_RegionLayout):
         """The blocks of one response, by its markers."""
         found = []
         for region in self.regions:
-            marker = torch.tensor(region.marker, device=response.device)
+            marker = torch.tensor(region.marker_ids(), device=response.device)
             size, name = len(marker), f"marker {region.marker} of region {region.name!r}"
             places = []
             if size <= len(response):

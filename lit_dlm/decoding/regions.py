@@ -27,8 +27,9 @@ class Region:
     """First cell; ``None``: behind the region before it."""
     fraction: float | None = None
     """Share of the response, above 0."""
-    marker: list[int] | None = None
-    """Token ids that stand before the region and do not belong to it."""
+    marker: list[int] | str | None = None
+    """Token ids that stand before the region and do not belong to it; text is encoded once, by the
+    tokenizer of the module that decodes."""
     tau: float = 0.9
     """Probability from which a proposal is committed."""
     max_fill_frac: float = 0.4
@@ -57,6 +58,19 @@ class Region:
             )
         if self.marker is not None and not self.marker:
             raise ValueError(f"{where}: marker: expected at least one token id, got none")
+
+    def marker_ids(self) -> list[int]:
+        """The token ids of the marker; none where there is no marker.
+
+        Raises:
+            ValueError: the marker is text still.
+        """
+        if isinstance(self.marker, str):
+            raise ValueError(
+                f"layout: region {self.name!r}: marker: expected token ids, got the text "
+                f"{self.marker!r} and no tokenizer that encodes it"
+            )
+        return self.marker or []
 
     def describe(self) -> dict[str, Any]:
         """The settings as JSON types; the places only where they are given."""

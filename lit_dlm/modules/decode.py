@@ -128,9 +128,11 @@ class DecodeModule(LightningModule):
             chat_template, kind="chat", option="chat_template"
         )
         self.backbone = backbone
-        named = expanded(decoders or {}, sweep or {})
-        self.decoders = {name: decoder.on(backbone.spec) for name, decoder in named.items()}
         self.tokenizer_path = tokenizer
+        self.decoders = {
+            name: decoder.on(backbone.spec).encoded(self._marker_ids)
+            for name, decoder in expanded(decoders or {}, sweep or {}).items()
+        }
         self.seed = seed
         self.register_state_dict_post_hook(drop_frozen_decoders)
         self.level: Level | None = level
@@ -143,6 +145,9 @@ class DecodeModule(LightningModule):
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
         return tokenizer
+
+    def _marker_ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Notes the settings of the trained adapters, which their weights alone do not tell."""

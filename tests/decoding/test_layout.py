@@ -253,3 +253,22 @@ def test_a_layout_changes_nothing_for_a_policy_that_does_not_read_it():
     two = Decoder(**plugs, layout=layout)(backbone, start)
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.num_steps, two.num_steps)
+
+
+def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
+    layout = MarkerLayout({"R": Region(marker="ab"), "A": Region(marker=[CLOSE])})
+    decoder = Decoder(policy=ConfidencePolicy(), quota=NoQuota(), layout=layout)
+    encoded = decoder.encoded(lambda text: [ord(letter) for letter in text])
+    assert [region["marker"] for region in encoded.describe()["layout"]["regions"]] == [
+        [97, 98],
+        [CLOSE],
+    ]
+    assert encoded.encoded(lambda text: []) is encoded
+    with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
+        layout.blocks(torch.tensor([1, 2, 3]))
+
+
+def test_regions_by_name_are_those_of_a_list():
+    by_name = FixedLayout({"R": Region(length=2, tau=0.5), "A": Region()})
+    listed = FixedLayout([Region(name="R", length=2, tau=0.5), Region(name="A")])
+    assert by_name.describe() == listed.describe()
