@@ -23,7 +23,7 @@ BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindo
 
 def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
     points = Sweep(decoder=BASE, option="policy.threshold", values=[0.5, 0.75]).decoders("cut")
-    assert list(points) == ["cut-0.5", "cut-0.75"]
+    assert list(points) == ["cut_05", "cut_075"]
     assert [p.describe()["policy"]["threshold"] for p in points.values()] == [0.5, 0.75]
     assert BASE.describe()["policy"]["threshold"] == 0.9
     rest = [{k: v for k, v in p.describe().items() if k != "policy"} for p in points.values()]
@@ -73,8 +73,8 @@ def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> 
 
 def test_two_methods_of_one_name_are_refused() -> None:
     sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5])
-    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut-0.5'"):
-        expanded({"cut-0.5": BASE}, {"cut": sweep})
+    with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut_05'"):
+        expanded({"cut_05": BASE}, {"cut": sweep})
 
 
 def test_a_sweep_needs_values() -> None:
@@ -87,4 +87,4 @@ def test_modules_decode_the_points_of_a_sweep() -> None:
     module = DecodeModule(
         small_backbone(), tokenizer="unused", decoders={"plain": BASE}, sweep={"cut": sweep}
     )
-    assert list(module.decoders) == ["plain", "cut-0.5"]
+    assert list(module.decoders) == ["plain", "cut_05"]
