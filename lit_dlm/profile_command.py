@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from lit_dlm.config_files import find, load
 from lit_dlm.reports.results import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
@@ -54,6 +55,9 @@ class Grid:
 
     def config(self) -> dict[str, Any]:
         """The part of a configuration that adds the grid's methods and runs only them."""
+        # Here: torch takes seconds to import.
+        from lit_dlm.decoding.sweep import method_name
+
         decoders: dict[str, Any] = {}
         sweeps: dict[str, Any] = {}
         methods: list[str] = []
@@ -74,7 +78,7 @@ class Grid:
                         "option": "quota.steps",
                         "values": budgets,
                     }
-                    methods += [f"{name}_{value}" for value in budgets]
+                    methods += [method_name(name, value) for value in budgets]
         model = {"decoders": decoders, "sweep": sweeps}
         return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
 
@@ -83,7 +87,8 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
     """Decode files by method name.
 
     Args:
-        given: paths, or ``name=path``; a path's name is that of the file without its suffix.
+        given: paths or packaged files such as ``decode/entropy``, or ``name=path``; a path's name
+            is that of the file without its suffix.
 
     Raises:
         ValueError: a file does not exist, or two have one name.
@@ -91,10 +96,8 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")
-        file = Path(path if equals else text)
+        file = find(path if equals else text)
         name = name if equals else file.stem
-        if not file.is_file():
-            raise ValueError(f"policies: there is no file {file}")
         if name in found:
             raise ValueError(f"policies: {file} and {found[name]} are both named '{name}'")
         found[name] = file
@@ -102,26 +105,17 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
 
 
 def decode_arguments(path: Path) -> dict[str, Any]:
-    """What a decode file sets; files that it refers to become absolute paths.
+    """What a decode file sets, with the contents of files that it names.
 
     Raises:
         ValueError: the file does not describe a decoder.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{path}: expected a decode file in YAML: {told}") from error
-    if isinstance(content, dict) and "class_path" in content:
-        content = content.get("init_args")
-    if not isinstance(content, dict) or "policy" not in content:
+    content = load(str(path))
+    if "class_path" in content:
+        content = content.get("init_args") or {}
+    if "policy" not in content:
         raise ValueError(f"{path}: expected a decode file with a policy, got {content!r:.60}")
-    return {
-        key: str((path.parent / value).resolve())
-        if isinstance(value, str) and value.endswith((".yaml", ".yml"))
-        else value
-        for key, value in content.items()
-    }
+    return content
 
 
 def _with_cache(decoder: Mapping[str, Any], cache: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def completed(given: T, protocol: type, *, option: str) -> T:
     """
     members = {**dict.fromkeys(inspect.get_annotations(protocol)), **vars(protocol)}
     for name in members:
-        if name.startswith("_") or hasattr(given, name):
+        # A property is not asked for its value, which may be read from disk.
+        if name.startswith("_") or inspect.getattr_static(given, name, members) is not members:
             continue
         if name not in vars(protocol) or inspect.isfunction(members[name]):
             raise ValueError(

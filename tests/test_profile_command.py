@@ -143,7 +143,7 @@ def test_what_predict_is_asked_to_do(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--steps", "5"], "apply to the files of --policies, which were not given"),
-        (["--policies", "none.yaml"], "policies: there is no file none.yaml"),
+        (["--policies", "none.yaml"], "configuration 'none.yaml': expected a file"),
     ],
 )
 def test_wrong_options_stop_before_the_work(tmp_path: Path, arguments, message):
@@ -165,7 +165,7 @@ def test_a_profile_of_the_embedded_model_from_the_command_line(tmp_path: Path):
     with (tmp_path / "run" / "profile.csv").open(newline="") as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     assert set(rows) == {
-        f"{policy}{cache}-{steps}"
+        f"{policy}{cache}_{steps}"
         for policy in ("gs", "entropy")
         for cache in ("", "-dual")
         for steps in (4, 8, "adaptive")

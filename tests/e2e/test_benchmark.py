@@ -172,10 +172,8 @@ def test_shipped_decoders_with_caches_run_and_verify(tmp_path: Path, kind: str):
     assert all(len(group) == 3 for group in rows.values())
     assert all(row.nfe > 0 for group in rows.values() for row in group)
     if kind == "full":
-        with pytest.raises(SystemExit) as done:
-            run("traj", "verify", str(tmp_path / "cached" / "trajectories"),
-                "--level", "3", "--backbone", "tiny")  # fmt: skip
-        assert done.value.code == 0
+        run("traj", "verify", str(tmp_path / "cached" / "trajectories"),
+            "--level", "3", "--backbone", "tiny")  # fmt: skip
 
 
 def test_other_settings_in_the_same_folder_are_refused(whole: Path, capsys):
