@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
-from lit_dlm.backbones.window_cache import WindowCache
+from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.sharding import (
@@ -406,6 +406,7 @@ def window(model: HFBackbone) -> Tensor:
     """Raw rows of a whole canvas, its keys and values written to a cache."""
     cache = WindowCache(model.num_layers, length=6, num_rows=2)
     positions = torch.arange(6).expand(2, -1)
+    cache.plan = WindowPlan(rows=torch.arange(2), columns=positions, kv_end=6)
     return model.encode_window(IDS, cache=cache, visible=None, position_ids=positions)[0]
 
 
