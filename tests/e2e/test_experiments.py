@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from safetensors.torch import load_file, save_file
 
 import cli
+from lit_dlm import config_files
 from lit_dlm.twins import RELEASES, write_twin
 from tests.e2e.runs import ROOT, write_jsonl
 from tests.e2e.witness import SEEN
@@ -212,17 +212,14 @@ class Workplace:
 
     @staticmethod
     def _config(path: Path) -> dict[str, Any]:
-        return yaml.safe_load(path.read_text())
+        return config_files.load(str(path))
 
     @staticmethod
     def _shares(config: dict[str, Any], other: dict[str, Any]) -> bool:
         return config["run_dir"] == other["run_dir"]
 
     def _start(self, path: Path, config: dict[str, Any]) -> None:
-        text = path.read_text()
-        text += "".join(
-            (EXPERIMENTS / name).read_text() for name in re.findall(r"\.\./\S+\.yaml", text)
-        )
+        text = json.dumps(config)
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
                 talkative(write_twin(self.folder / release, release, hidden_size=16))
