@@ -69,6 +69,7 @@ def _order(path: Path) -> tuple[bool, int]:
 
 
 FILES = sorted(EXPERIMENTS.glob("*.yaml"), key=lambda path: (_order(path), path.stem))
+CONFIGS = {path: config_files.load(str(path)) for path in FILES}
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
 """Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
@@ -173,7 +174,7 @@ def small(options: dict[str, Any], *, num_examples: int) -> list[str]:
         if name == "response_length" and not isinstance(value, list) and value <= 64:
             continue  # sizes of the embedded models
         if name == "mix":
-            flags.append("--data.mix.total=8")
+            flags.append("--data.mix.total=4")
         if name in MOST and value is not None:
             most = MOST[name] if isinstance(value, list) else min(value, MOST[name])
             flags.append(f"--data.{name}={most}")
@@ -198,9 +199,10 @@ class Workplace:
             AssertionError: it, or one before it, failed.
         """
         if path not in self.outcomes:
-            config = self._config(path)
+            config = CONFIGS[path]
             for other in FILES:
-                if _order(other) < _order(path) and self._shares(config, self._config(other)):
+                same_folder = CONFIGS[other]["run_dir"] == config["run_dir"]
+                if same_folder and _order(other) < _order(path):
                     self.run(other)
             try:
                 self._start(path, config)
@@ -209,14 +211,6 @@ class Workplace:
                 self.outcomes[path] = error
         if (error := self.outcomes[path]) is not None:
             raise AssertionError(f"{path.stem} failed: {error}") from error
-
-    @staticmethod
-    def _config(path: Path) -> dict[str, Any]:
-        return config_files.load(str(path))
-
-    @staticmethod
-    def _shares(config: dict[str, Any], other: dict[str, Any]) -> bool:
-        return config["run_dir"] == other["run_dir"]
 
     def _start(self, path: Path, config: dict[str, Any]) -> None:
         text = json.dumps(config)
@@ -251,7 +245,7 @@ class Workplace:
             windows = ("window", "rank_window")
             flags += [f"--model.{name}={min(model[name], 8)}" for name in windows if name in model]
         if kind == "TraceModule":
-            flags += ["--model.projector_prompts=16"]
+            flags += ["--model.projector_prompts=4"]
         if "shards" in options or "val_fraction" in options:
             flags += ["--data.val_fraction=0.5"]
         if "projector_traces" in str(options.get("shards")):
