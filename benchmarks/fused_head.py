@@ -4,8 +4,9 @@
 
 Forward and backward of a weighted sum of per-token cross-entropies and entropies, once with a
 frozen head (as under LoRA) and once with a trainable one. The baseline is ``log_softmax`` of all
-logits with autograd. For the cross-entropy alone, torch's own chunked ``linear_cross_entropy`` is a
-third row.
+logits with autograd. For the cross-entropy alone there are peers: torch's own chunked
+``linear_cross_entropy`` and, on a GPU where they are installed, Liger's fused head (which has no
+weights per token) and cut-cross-entropy.
 
 Extra peak memory is what a forward and backward need on top of inputs and weight, gradients
 included. On CUDA it comes from the allocator. On a CPU each variant runs once in a forked child,
@@ -16,8 +17,10 @@ process, interleaved, on one thread; ratios are medians of ours over medians of 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -69,13 +72,31 @@ def torch_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+def liger_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy from Liger's fused head."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(weight, rows, targets)
+
+
+def cut_ce(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy alone from cut-cross-entropy (arXiv:2411.09009)."""
+    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+    return _weighted(cut_cross_entropy(rows, weight, targets, reduction="none"), None)
+
+
 VARIANTS: dict[str, Head] = {
     "naive": naive_both,
     "chunked": chunked_both,
     "naive_ce": naive_ce,
     "chunked_ce": chunked_ce,
     "torch_ce": torch_ce,
+    "liger_ce": liger_ce,
+    "cut_ce": cut_ce,
 }
+PACKAGES = {"liger_ce": "liger_kernel", "cut_ce": "cut_cross_entropy"}
+"""What the peers that run on GPUs alone are in."""
 
 
 def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
@@ -83,6 +104,17 @@ def _weighted(ce: Tensor, entropy: Tensor | None) -> Tensor:
     share = torch.linspace(0.5, 1.5, len(ce), device=ce.device) / len(ce)
     loss = (ce * share).sum()
     return loss if entropy is None else loss + 0.3 * (entropy * share.flip(0)).sum()
+
+
+def variants(device: torch.device) -> dict[str, Head]:
+    """Those that can run; says why others cannot."""
+    found = dict(VARIANTS)
+    for name, package in PACKAGES.items():
+        if device.type != "cuda" or importlib.util.find_spec(package) is None:
+            why = "needs a GPU" if device.type != "cuda" else f"{package} is not installed"
+            print(f"{name}: left out, {why}", file=sys.stderr)
+            del found[name]
+    return found
 
 
 def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
@@ -114,7 +146,9 @@ def extra_peak_cpu(run: Callable[[], float]) -> float:
     return peak_memory.in_child(extra) / GIB
 
 
-def measure(arguments: argparse.Namespace, *, trainable: bool) -> dict[str, dict[str, float]]:
+def measure(
+    arguments: argparse.Namespace, heads: dict[str, Head], *, trainable: bool
+) -> dict[str, dict[str, float]]:
     """Memory and time of all variants with one kind of head.
 
     Returns:
@@ -129,11 +163,7 @@ def measure(arguments: argparse.Namespace, *, trainable: bool) -> dict[str, dict
     targets = torch.randint(arguments.vocab, (arguments.tokens,), generator=generator).to(device)
     rows.requires_grad_()
     weight.requires_grad_(trainable)
-    runs = {
-        name: partial(work, head, rows, weight, targets)
-        for name, head in VARIANTS.items()
-        if name != "torch_ce" or dtype == torch.float32
-    }
+    runs = {name: partial(work, head, rows, weight, targets) for name, head in heads.items()}
     # Before this process ever ran one: freed memory that a child inherits would not count again.
     extra_peak = extra_peak_cuda if device.type == "cuda" else extra_peak_cpu
     peaks = {name: extra_peak(run) for name, run in runs.items()}
@@ -172,9 +202,10 @@ def summary(rows: dict[str, dict[str, float]], prefix: str = "") -> dict[str, fl
         "ce_memory_ratio": ratio("chunked_ce", "naive_ce", "extra_peak_gib"),
         "ce_time_ratio": ratio("chunked_ce", "naive_ce", "seconds"),
     }
-    if "torch_ce" in rows:
-        result["ce_memory_ratio_torch"] = ratio("chunked_ce", "torch_ce", "extra_peak_gib")
-        result["ce_time_ratio_torch"] = ratio("chunked_ce", "torch_ce", "seconds")
+    for name in [name for name in ("torch_ce", *PACKAGES) if name in rows]:
+        peer = name.removesuffix("_ce")
+        result[f"ce_memory_ratio_{peer}"] = ratio("chunked_ce", name, "extra_peak_gib")
+        result[f"ce_time_ratio_{peer}"] = ratio("chunked_ce", name, "seconds")
     return {prefix + name: value for name, value in result.items()}
 
 
@@ -194,8 +225,9 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
     torch.set_num_threads(arguments.threads)
-    frozen = measure(arguments, trainable=False)
-    trainable = measure(arguments, trainable=True)
+    heads = variants(torch.device(arguments.device))
+    frozen = measure(arguments, heads, trainable=False)
+    trainable = measure(arguments, heads, trainable=True)
     if arguments.json:
         settings = {
             name: getattr(arguments, name)

@@ -171,9 +171,16 @@ class Checks:
         hidden = torch.randn(rows, width, device=self.device).bfloat16()
         weight = (torch.randn(vocab, width, device=self.device) * 0.02).bfloat16()
         targets = torch.randint(vocab, (rows,), device=self.device)
-        wanted = cross_entropy(hidden.double() @ weight.double().T, targets, reduction="none")
-        error = (token_stats(hidden, weight, targets).ce - wanted).abs().max()
+        exact = hidden.double().requires_grad_()
+        wanted = cross_entropy(exact @ weight.double().T, targets, reduction="none")
+        found = token_stats(hidden.requires_grad_(), weight, targets).ce
+        error = (found - wanted).detach().abs().max()
         self.tell("fused head, largest error in nats", float(error), most=2e-3)
+        (found + wanted).sum().backward()
+        assert hidden.grad is not None
+        assert exact.grad is not None
+        error = (hidden.grad - exact.grad).norm() / exact.grad.norm()
+        self.tell("fused head, relative error of gradients", float(error), most=8e-3)
 
     def decoding(self) -> None:
         """Equal tokens with a cache, on the CPU and in records; waits of the host."""

@@ -194,16 +194,18 @@ class HFBackbone(StoredDecoder, Backbone):
             temperature: the logits are divided by it.
 
         Returns:
-            One entry per chosen cell, row by row: ``rows.sum()`` of them. Differentiable. To go
-            back to the canvas, write ``canvas[rows] = stats.ce``.
+            One entry per chosen cell, row by row: ``rows.sum()`` of them; a forbidden target has
+            infinite cross-entropy. Differentiable. To go back to the canvas, write
+            ``canvas[rows] = stats.ce``.
 
         Raises:
-            ValueError: shapes do not fit, a target is forbidden, the temperature is not positive,
-                or the head is not a plain linear layer.
+            ValueError: shapes do not fit, the temperature is not positive, or the head is not a
+                plain linear layer.
         """
         _check_cells(ids, targets, rows)
-        hidden = self._rows(ids, rows, mask, position_ids, response_start)
-        return self._score(hidden, targets[rows], forbidden_ids, temperature)
+        cells = _cells(rows)
+        hidden = self._rows(ids, cells, mask, position_ids, response_start)
+        return self._score(hidden, targets[cells], forbidden_ids, temperature)
 
     def score_with_rows(
         self,
@@ -225,8 +227,9 @@ class HFBackbone(StoredDecoder, Backbone):
             The scores, and ``(N, D)`` aligned hidden rows after the final norm, one per score.
         """
         _check_cells(ids, targets, rows)
-        hidden = self._rows(ids, rows, mask, position_ids, response_start)
-        return self._score(hidden, targets[rows], forbidden_ids, temperature), hidden
+        cells = _cells(rows)
+        hidden = self._rows(ids, cells, mask, position_ids, response_start)
+        return self._score(hidden, targets[cells], forbidden_ids, temperature), hidden
 
     def encode_rows(
         self,
@@ -244,12 +247,12 @@ class HFBackbone(StoredDecoder, Backbone):
         Returns:
             ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
         """
-        return self._rows(ids, rows, mask, position_ids, response_start)
+        return self._rows(ids, _cells(rows), mask, position_ids, response_start)
 
     def _rows(
         self,
         ids: Tensor,
-        rows: Tensor,
+        cells: tuple[Tensor, ...],
         mask: Tensor | None,
         position_ids: Tensor | None,
         response_start: int | None,
@@ -265,7 +268,7 @@ class HFBackbone(StoredDecoder, Backbone):
         else:
             starts, visible = None, _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids)
-        return aligned(last, self.spec.shift, starts=starts)[rows]
+        return aligned(last, self.spec.shift, starts=starts)[cells]
 
     def _score(
         self,
@@ -283,21 +286,13 @@ class HFBackbone(StoredDecoder, Backbone):
                 f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
                 "the head are not supported"
             )
-        named = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
-        forbidden = torch.tensor(named, dtype=torch.long).to(hidden.device, non_blocking=True)
-        is_forbidden = torch.isin(wanted, forbidden)
-        if is_forbidden.any():
-            raise ValueError(
-                f"targets: id {int(wanted[is_forbidden][0])} is forbidden (forbidden_ids), so it "
-                "cannot be learnt"
-            )
         return token_stats(
             hidden,
             head.weight,
             wanted,
             bias=head.bias,
             logit_scale=self.spec.logit_scale / temperature,
-            forbidden_ids=named,
+            forbidden_ids=self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids,
         )
 
     def _hidden_index(self, index: int) -> int:
@@ -358,6 +353,11 @@ class HFBackbone(StoredDecoder, Backbone):
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
+
+
+def _cells(rows: Tensor) -> tuple[Tensor, ...]:
+    """Chosen cells by number: the host waits once, before the forward is under way."""
+    return rows.nonzero(as_tuple=True)
 
 
 def _check_cells(ids: Tensor, targets: Tensor, rows: Tensor) -> None:

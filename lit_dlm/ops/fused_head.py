@@ -60,9 +60,12 @@ def token_stats(
 ) -> TokenStats:
     """Scores one target per hidden row under ``softmax(logit_scale * (rows weight^T + bias))``.
 
-    Computed in float32 whatever the inputs' dtype (float64 stays float64), also under autocast.
-    Half-precision weights are widened slice by slice. On GPUs,
-    ``torch.set_float32_matmul_precision("high")`` lets these products use tensor cores.
+    Logits, sums and gradients are float32 whatever the inputs' dtype (float64 stays float64), also
+    under autocast. On GPUs, the logits of half-precision inputs come from tensor cores, which
+    multiply them exactly and add in float32, and gradients from bfloat16 inputs from the logits'
+    gradient in bfloat16. Everything else is widened slice by slice; there,
+    ``torch.set_float32_matmul_precision("high")`` lets the products use tensor cores. The host
+    never waits for the device.
 
     Args:
         rows: ``(N, D)`` floating point, aligned hidden rows after the final norm; ``N`` may be 0.
@@ -155,8 +158,9 @@ class _FusedHead(torch.autograd.Function):
             top[chunk] = highest
             logits.sub_(highest[:, None])
             torch.exp(logits, out=probs)
-            # exp(-inf) is 0, but 0 * -inf is not.
-            logits.clamp_min_(lowest)
+            inside = forbidden.within(part)
+            if inside is not None:
+                logits.index_fill_(1, inside, 0.0)  # exp(-inf) is 0, but 0 * -inf is not
             # What came before was counted from a lower top; exp(-1e4) is 0 in every dtype.
             fall = (before - highest).clamp_min_(-1e4)
             kept = fall.exp()
@@ -204,9 +208,9 @@ class _FusedHead(torch.autograd.Function):
                     # A forbidden target has an infinite loss but no logit to blame.
                     grad.index_fill_(1, inside, 0.0)
                 if grad_rows is not None:
-                    grad_rows[chunk].addmm_(grad, weight[part].to(dtype), alpha=ctx.scale)
+                    _add_product(grad_rows[chunk], grad, weight[part], ctx.scale)
                 if grad_weight is not None:
-                    grad_weight[part].addmm_(grad.T, rows[chunk].to(dtype), alpha=ctx.scale)
+                    _add_product(grad_weight[part], grad.T, rows[chunk], ctx.scale)
                 if grad_bias is not None:
                     grad_bias[part] += ctx.scale * grad.sum(0)
         return (
@@ -233,12 +237,11 @@ def _logit_gradient(
     if grad_entropy is None:
         grad = probs.zero_() if grad_ce is None else probs.mul_(grad_ce)
     else:
-        # p (g_ce - g_H (log p + H)); a forbidden id has p = 0 and log p = -inf.
+        # p (g_ce - g_H (log p + H)); not a number at forbidden ids, which the caller overwrites.
         offset = -grad_entropy * entropy
         if grad_ce is not None:
             offset = offset + grad_ce
-        lowest = torch.finfo(log_probs.dtype).min
-        grad = log_probs.clamp_min_(lowest).mul_(-grad_entropy).add_(offset).mul_(probs)
+        grad = log_probs.mul_(-grad_entropy).add_(offset).mul_(probs)
     if grad_ce is not None:
         is_here = (targets >= 0) & (targets < probs.shape[1])
         share = torch.where(is_here, -grad_ce, 0.0).to(grad.dtype)
@@ -249,6 +252,30 @@ def _logit_gradient(
 def _full_precision(rows: Tensor) -> torch.autocast:
     """Autocast would round the products to half precision."""
     return torch.autocast(rows.device.type, enabled=False)
+
+
+def _has_tensor_cores(tensor: Tensor) -> bool:
+    """Whether the device multiplies half precision into float32."""
+    return tensor.is_cuda
+
+
+def _products(rows: Tensor, weight: Tensor, *, out: Tensor) -> None:
+    """``out = rows weight^T``, ``(n, S)`` of the dtype computed in."""
+    if _has_tensor_cores(rows) and rows.dtype == weight.dtype != out.dtype:
+        torch.mm(rows, weight.T, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(rows.to(out.dtype), weight.to(out.dtype).T, out=out)
+
+
+def _add_product(total: Tensor, grad: Tensor, other: Tensor, scale: float) -> None:
+    """``total += scale * grad other``, where ``grad`` is the logits' gradient or its transpose.
+
+    In float16 that gradient would lose its smallest numbers, in bfloat16 it keeps their range.
+    """
+    if _has_tensor_cores(grad) and other.dtype == torch.bfloat16:
+        torch.addmm(total, grad.bfloat16(), other, out_dtype=total.dtype, alpha=scale, out=total)
+    else:
+        total.addmm_(grad, other.to(total.dtype), alpha=scale)
 
 
 def _compute_dtype(rows: Tensor) -> torch.dtype:
@@ -273,13 +300,13 @@ def _logit_slices(
     logits_buffer, spare_buffer = rows.new_empty(2, height * width, dtype=dtype)
     for first in range(0, len(rows), chunk_rows):
         chunk = slice(first, min(first + chunk_rows, len(rows)))
-        picked = rows[chunk].to(dtype)
+        picked = rows[chunk]
         for begin in range(0, len(weight), width):
             part = slice(begin, min(begin + width, len(weight)))
             size = (chunk.stop - first, part.stop - begin)
             # Narrower views of one buffer, contiguous whatever their size.
             logits = logits_buffer[: size[0] * size[1]].view(size)
-            torch.mm(picked, weight[part].to(dtype).T, out=logits)
+            _products(picked, weight[part], out=logits)
             if bias is not None:
                 logits += bias[part].to(dtype)
             if scale != 1.0:

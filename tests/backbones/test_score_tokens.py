@@ -106,11 +106,17 @@ def test_no_cells_give_zero_gradients_everywhere() -> None:
     assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())
 
 
+def test_a_forbidden_target_is_impossible() -> None:
+    model = backbone()
+    ids, _, rows, _ = canvas()
+    forbidden = torch.isin(ids[rows], torch.tensor(model.spec.forbidden_ids))
+    assert forbidden.any()
+    assert torch.equal(model.score_tokens(ids, ids, rows).ce.isinf(), forbidden)
+
+
 def test_wrong_arguments_are_named() -> None:
     model = backbone()
     ids, targets, rows, _ = canvas()
-    with pytest.raises(ValueError, match="id 22 is forbidden"):
-        model.score_tokens(ids, ids, rows)
     with pytest.raises(ValueError, match="temperature: expected a positive number, got 0"):
         model.score_tokens(ids, targets, rows, temperature=0.0)
     with pytest.raises(ValueError, match="boolean rows of one shape"):

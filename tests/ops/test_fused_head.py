@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dlm.ops import fused_head
 from lit_dlm.ops.fused_head import TokenStats, token_stats
@@ -183,6 +185,54 @@ def test_half_precision_is_computed_in_float32(
         assert ours.dtype == dtype
         # Rounded once, at the end.
         torch.testing.assert_close(ours, exact.to(dtype), rtol=1e-2, atol=1e-6)
+
+
+class TensorCores(TorchDispatchMode):
+    """Products with an ``out_dtype``, which CPUs do not have: exact, then rounded once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, kwargs = func.overloadpacket, dict(kwargs or {})
+        if packet not in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            return func(*args, **kwargs)
+        self.calls.append((packet.__name__, args[-1] if "dtype" in func._overloadname else None))
+        if "dtype" not in func._overloadname:
+            return func(*args, **kwargs)
+        *factors, out_dtype = args
+        assert {factor.dtype for factor in factors[-2:]} <= {torch.bfloat16, torch.float16}
+        out = kwargs.pop("out")
+        assert out.dtype == out_dtype == torch.float32
+        return out.copy_(packet(*(factor.double() for factor in factors), **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tensor_cores_multiply_half_precision_as_it_is(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64 on the rounded inputs.
+
+    Scores differ by float32 roundings. Gradients from bfloat16 inputs do by one rounding of the
+    logits' gradient (2^-9 of each of its elements) and one of the result; those from float16 inputs
+    by that of the result (2^-11).
+    """
+    monkeypatch.setattr(fused_head, "_has_tensor_cores", lambda tensor: True)
+    tensors = inputs(6, 8, 3000, dtype=dtype)
+    tensors = (tensors[0], tensors[1] / 4, *tensors[2:])
+    exact = [t.double() if t.is_floating_point() else t for t in tensors]
+    with TensorCores() as cores:
+        found = token_stats(*tensors[:3], bias=tensors[3], forbidden_ids=(0, 2))
+        ours = gradients(token_stats, *tensors, forbidden_ids=(0, 2))
+    expected = naive(*exact[:3], bias=exact[3], forbidden_ids=(0, 2))
+    torch.testing.assert_close(found[:2], expected, check_dtype=False, rtol=1e-5, atol=1e-5)
+    wanted = gradients(naive, *exact, forbidden_ids=(0, 2))
+    for one, other in zip(ours, wanted, strict=True):
+        error = float((one.double() - other).norm() / other.norm())
+        assert error < (2**-8 if dtype == torch.bfloat16 else 2**-11)
+    is_wide = {name for name, out_dtype in cores.calls if out_dtype is None}
+    assert is_wide == (set() if dtype == torch.bfloat16 else {"addmm_"})
 
 
 def test_autocast_changes_nothing() -> None:
