@@ -1,0 +1,91 @@
+"""What the documents say of the code is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import lit_dlm
+from lit_dlm.decoding import Decoder, NoQuota
+from lit_dlm.rl.advantages import as_advantage
+
+ROOT = Path(__file__).resolve().parents[1]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+PAGES = sorted(ROOT.glob("docs/*.md")) + sorted(ROOT.glob("*.md"))
+
+
+@cache
+def defined(path: str) -> frozenset[str]:
+    """Classes, functions and methods of a file, methods as ``Class.method``."""
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, kinds):
+            names.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            names |= {f"{node.name}.{one.name}" for one in inner if isinstance(one, kinds)}
+    return frozenset(names)
+
+
+def test_architecture_names_functions_that_are_where_it_says():
+    """A name in backticks right behind a file, or behind another such name, is in that file."""
+    cells = re.findall(r"`(\w+/[\w/]+\.py)`((?:,? `[A-Za-z_.]+`)+)", ARCHITECTURE)
+    named = [(path, name) for path, names in cells for name in re.findall(r"`(.+?)`", names)]
+    assert len(named) > 60
+    assert not [(path, name) for path, name in named if name not in defined(path)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_linked_and_named_files_exist(page: Path):
+    text = page.read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    folders = "lit_dlm|datamodules|callbacks|configs|examples|experiments|benchmarks|docs|tests"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+\.(?:py|yaml|md))`", text)
+    assert not [name for name in links if not (page.parent / name).exists()]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_picture_is_the_order_that_the_linter_enforces():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(one["layers"] for one in contracts["contracts"] if one["type"] == "layers")
+    picture = re.findall(r"```text\n(.*?)```", ARCHITECTURE, re.DOTALL)[0]
+    rows = re.findall(r"^([\w.]+(?: \| [\w.]+)*)(?:  |$)", picture, re.MULTILINE)
+    assert rows == ["cli.py", *layers]
+
+
+def test_the_classes_shown_in_the_architecture_work():
+    """Of three masked cells the policy takes the first and the third."""
+    found: dict[str, type] = {}
+    for code in re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL):
+        exec(compile(code, "architecture.md", "exec"), found)
+    done = lit_dlm.generate(
+        "tiny",
+        ["Tom has 34 pens, finds 7, loses 5. How many pens?"],
+        decode=Decoder(policy=found["EveryOther"](), quota=NoQuota()),
+        response_length=32,
+    )
+    assert done.num_steps == [6]  # 32, 16, 8, 4, 2, 1 masks
+    advantages = as_advantage(found["BestOnly"]()).compute(torch.tensor([1.0, 0.0, 1.0]))
+    assert advantages.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_identifiers_of_the_glossary_are_those_of_the_code():
+    """A name in the first column, or in the second one with a capital, occurs in the packages."""
+    rows = [line.split(" | ") for line in GLOSSARY.splitlines() if line.startswith("| ")]
+    ours = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    ours += [name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row[1])]
+    assert len(ours) > 10
+    source = "".join(
+        path.read_text()
+        for folder in ("lit_dlm", "datamodules", "callbacks")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    words = set(re.findall(r"\w+", source))
+    assert not [name for name in ours if name not in words]
