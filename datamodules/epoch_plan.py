@@ -56,7 +56,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             blocks: block number of every example.
             batch_size: examples per batch and rank.
             seed: seed of the shuffles.
-            rank: number of this process.
+            rank: global rank.
             world_size: number of processes.
             blocks_per_group: blocks whose examples are mixed.
             numbers: number of every example in its dataset; counted from 0 by default.
@@ -147,7 +147,7 @@ class FixedPlan(DistributedSampler[list[ExampleRef]]):
         Args:
             indices: examples of all ranks.
             batch_size: examples per batch and rank.
-            rank: number of this process.
+            rank: global rank.
             world_size: number of processes.
         """
         if not len(indices):

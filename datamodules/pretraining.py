@@ -60,7 +60,7 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
             dense_drill_steps: until this step every second batch has drills.
             drill_every: every so many steps a batch has drills, throughout.
             seed: seed of problems, styles and masks.
-            rank: number of this process.
+            rank: global rank.
             first_step: asked at each start of iteration.
         """
         super().__init__()

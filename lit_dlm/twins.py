@@ -393,7 +393,7 @@ _HF_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def _sized(config: Mapping[str, Any], width: int | None, num_layers: int | None) -> dict[str, Any]:
-    """The configuration in its own words, less wide and deep."""
+    """The family's original configuration, less wide and deep."""
     own = "d_model" in config
     sized = dict(config)
     if width is not None:

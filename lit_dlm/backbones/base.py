@@ -75,7 +75,7 @@ class BackboneSpec:
 
 @dataclass(frozen=True)
 class Denoised:
-    """Result of one forward, already aligned: entry ``i`` speaks of token ``i``."""
+    """Result of one forward, already aligned: entry ``i`` predicts token ``i``."""
 
     logits: Tensor
     """``(B, K, V)`` floating point; forbidden ids are ``-inf``."""

@@ -272,7 +272,7 @@ def original_config(
 
     Args:
         architecture: of a family in :data:`~lit_dlm.backbones.families.FAMILIES`, or of a plain
-            decoder, whose own words are transformers'.
+            decoder, whose configuration is transformers' own.
         source: configuration of the files it came from, in the same words. What it says beyond the
             architecture is kept.
 

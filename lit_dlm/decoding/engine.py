@@ -28,7 +28,7 @@ from lit_dlm.ops.scores import top_quota
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """Rules of the loop that belong to no plug. They are recorded with every result."""
+    """Engine options: step budget, end-of-text handling, stall rule. Recorded with every result."""
 
     max_steps: int | None = None
     """Most steps a row may take; ``None``: as many as it has masks."""
@@ -79,7 +79,7 @@ def decode(
         policy: which of them become final.
         cache: what steps take from earlier forwards; nothing by default.
         settings: rules of the loop.
-        observers: lookers-on; they do not change the result.
+        observers: read-only callbacks.
 
     Returns:
         The final canvas and the counts of every row.
@@ -127,7 +127,7 @@ def decode(
             looked = time.perf_counter()
             for observer in observers:
                 observer.on_step(record)
-            clock += time.perf_counter() - looked  # looking on is not part of a method's time
+            clock += time.perf_counter() - looked  # observers are not part of a method's time
             masked = state.editable & (new_ids == state.mask_id)
             tally.add(state, new_ids, record.commit, decision.stalled, ended)
             if decision.policy_span is not None:

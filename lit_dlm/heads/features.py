@@ -75,7 +75,7 @@ def acceptance_features(
 
     Args:
         projector: frozen projection of the snapshots.
-        hidden: ``(..., H, D)`` aligned snapshots: entry ``i`` speaks of token ``i``.
+        hidden: ``(..., H, D)`` aligned snapshots: entry ``i`` belongs to token ``i``.
         prob: ``(...)`` probability of the proposed token at temperature 1, unfiltered.
         settings: which extras to append.
         entropy: ``(...)`` nats; needed when ``settings.entropy``.

@@ -44,7 +44,7 @@ class RandomMasking(Corruption):
             nothing (``token``: what dLLM-RL does for block models, masking at rate one half in
             effect).
         copies: states per sample (35 in dLLM-RL for Dream).
-        weight: how targets are weighed.
+        weight: how targets are weighted.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class FixedRatio(Corruption):
 
     Args:
         ratio: the share, or the two ends of a range from which each sample draws one.
-        weight: how targets are weighed.
+        weight: how targets are weighted.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class SemiAutoregressive(Corruption):
             with full attention only.
         rows_per_sample: states per sample and pass with full attention, drawn among its blocks;
             ``None`` takes them all.
-        weight: how targets are weighed.
+        weight: how targets are weighted.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class TraceMasking(Corruption):
     Args:
         shrink: consecutive distinct steps that form a group.
         rows_per_sample: states per sample and pass, drawn among all; ``None`` takes them all.
-        weight: how targets are weighed.
+        weight: how targets are weighted.
         padding: cells behind the answer, which are no targets: ``hidden`` in every state, as in
             dLLM-RL, or ``replayed``, shown from the step on that wrote them, so that a state is
             exactly what its step saw while it was decoded. States without a target are left out.
@@ -267,7 +267,7 @@ class Autoregressive(Corruption):
     response without a prompt is no target, since there is nothing that it could follow from.
 
     Args:
-        weight: how targets are weighed.
+        weight: how targets are weighted.
     """
 
     def __init__(self, *, weight: LossWeight = "1/num_targets") -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
-"""How the targets of a state are weighed. ``none``: every target of the batch alike. The others
+"""How the targets of a state are weighted. ``none``: every target of the batch alike. The others
 average over states: ``1/num_targets`` the mean of each state that has a target, ``1/length`` its
 sum divided by the length of the answer, ``1/t`` likewise with each target divided by its noise
 level (the bound of MDLM, 2406.07524, and LLaDA, 2502.09992). In the last two a state whose noise

@@ -36,7 +36,7 @@ class CoupledMasking(Corruption):
         max_t: largest.
         level: what shares a noise level: ``row``, ``block`` or ``token``.
         pairs: pairs per sample.
-        weight: how targets are weighed.
+        weight: how targets are weighted.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CoupledViews(Corruption):
 
     Three views of a response: all of it hidden, a random part hidden at noise level ``t``, and the
     complement of that part. A token's log-probability is the mean of the one in the first view and
-    the one in the view that hides it, the latter weighed by ``1 / t`` or ``1 / (1 - t)``.
+    the one in the view that hides it, the latter weighted by ``1 / t`` or ``1 / (1 - t)``.
 
     Args:
         min_t: smallest noise level.

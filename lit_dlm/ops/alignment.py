@@ -1,4 +1,4 @@
-"""The right shift: which raw output row speaks of which token.
+"""Undoes the right shift: row ``i`` predicts token ``i``.
 
 Dream-like models inherit next-token prediction from an autoregressive parent: their raw row
 ``i - 1`` predicts token ``i`` (Dream, arXiv:2508.15487, section on the shift operation). Everything
@@ -24,7 +24,7 @@ def first_real_columns(pad_mask: Tensor) -> Tensor:
 
 
 def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """Moves raw rows so that row ``i`` speaks of token ``i``.
+    """Moves raw rows so that row ``i`` predicts token ``i``.
 
     The first real token has no predictor under a shift; it keeps its own raw row. Left padding must
     not change that, hence ``starts``: otherwise it would receive the row of a padding token.
@@ -49,7 +49,7 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
 def gather_aligned(
     rows: Tensor, columns: Tensor, shift: int, *, starts: Tensor | None = None
 ) -> Tensor:
-    """Picks the raw rows that speak of the given canvas columns, which may differ between rows.
+    """Picks the raw rows that predict the given canvas columns, which may differ between rows.
 
     Args:
         rows: ``(B, L, D)`` raw outputs.

@@ -154,7 +154,7 @@ class ResultFolder:
 
         Args:
             rows: results of one or more samples.
-            rank: number of this process; each process writes its own file.
+            rank: global rank; each process writes its own file.
         """
         grouped: dict[Path, list[ResultRow]] = {}
         for row in rows:

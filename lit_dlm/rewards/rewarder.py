@@ -36,8 +36,8 @@ class Rewarder:
         filters: filters of the run. They decide here only whether there are verdicts and which
             groups are worth the rewards that ask to come after them; dropping a group is left to
             the caller.
-        overlong_is_wrong: calls a response that fills its budget wrong without grading it, as
-            dLLM-RL does in training.
+        overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
+            does in training.
         num_workers: threads that grade at the same time.
 
     Raises:
