@@ -7,6 +7,7 @@ to the module, which runs the backbone.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -42,24 +43,32 @@ Source = Literal["features", "tokens"]
 REMASKED = -1
 """Stands for a step in :class:`StateIndex`: the finished answer, masked again at random."""
 
+_BLOCK_SIZE = 64
+"""Records of a block: what is read, cached and mixed together."""
 _CACHED_RECORD_BLOCKS = 1024
-"""Blocks of records without features in memory: about 200 MB at 64 records of 256 + 256 tokens."""
+"""Blocks of records without features in memory: about 200 MB at 256 + 256 tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateIndex:
-    """Every example of a set of shards, by number only: the records stay on disk."""
+    """Every example of a set of shards, by number only: the records stay on disk.
+
+    Records are sorted by uid within each task and method, and cut anew into blocks: how a run
+    dealt and cut what it wrote depends on its processes and on the clock, and training must not.
+    """
 
     uids: list[str]
-    """Uid of each record that is used."""
+    """Uid of each record; one that is left out has no example."""
     tasks: list[str]
     """Task of each record, empty where its meta names none."""
     num_steps: NDArray[np.int64]
     """``(number of records,)`` executed steps."""
     blocks: NDArray[np.int64]
-    """``(number of records,)`` block of each record, counted over all shards."""
+    """``(number of records,)`` ascending: block of each record."""
+    stored: NDArray[np.int64]
+    """``(number of records,)`` stored block of each record, counted over all shards."""
     rows: NDArray[np.int64]
-    """``(number of records,)`` place of each record in its block."""
+    """``(number of records,)`` place of each record in its stored block."""
     trace: NDArray[np.int64]
     """``(N,)`` number of each example's record."""
     step: NDArray[np.int64]
@@ -75,7 +84,8 @@ class StateDataset(Dataset[StateBatch]):
     """Whole batches by lists of example references.
 
     Blocks are read when an example needs them, and kept while there is room. The plan of training
-    mixes the examples of few blocks at a time, so each block is read about once per pass.
+    mixes the examples of few blocks at a time, so each block is read about once per pass, together
+    with every stored block that holds a part of it.
     """
 
     def __init__(
@@ -94,6 +104,7 @@ class StateDataset(Dataset[StateBatch]):
         self.seed = seed
         self.cached_blocks = cached_blocks
         self._block_names = reader.blocks
+        self._starts = np.searchsorted(index.blocks, np.arange(index.blocks[-1] + 2))
         self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
@@ -102,11 +113,11 @@ class StateDataset(Dataset[StateBatch]):
         numbers = np.array([ref.number for ref in batch])
         traces = index.trace[numbers]
         steps = index.step[numbers].tolist()
+        blocks = index.blocks[traces]
+        places = traces - self._starts[blocks]
         records = [
-            self._block(block)[row]
-            for block, row in zip(
-                index.blocks[traces].tolist(), index.rows[traces].tolist(), strict=True
-            )
+            self._block(block)[place]
+            for block, place in zip(blocks.tolist(), places.tolist(), strict=True)
         ]
         if not self.reader.features and REMASKED not in steps:
             return collate_trace_states(records, steps, [ref.is_real for ref in batch])
@@ -135,13 +146,25 @@ class StateDataset(Dataset[StateBatch]):
     def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
         if records is None:
-            shard, number = self._block_names[block]
-            records = self._cache[block] = self.reader.read_block(shard, number)
+            records = self._cache[block] = self._read(block)
             if len(self._cache) > self.cached_blocks:
                 self._cache.popitem(last=False)
         else:
             self._cache.move_to_end(block)
         return records
+
+    def _read(self, block: int) -> list[Trajectory]:
+        first, end = self._starts[block : block + 2]
+        stored, rows = self.index.stored[first:end], self.index.rows[first:end]
+        found: dict[int, Trajectory] = {}
+        for name in np.unique(stored).tolist():
+            records = self.reader.read_block(*self._block_names[name])
+            places = np.flatnonzero(stored == name)
+            taken = [records[row] for row in rows[places].tolist()]
+            if len(taken) < len(records):
+                taken = copy.deepcopy(taken)  # their arrays are views that keep the others alive
+            found.update(zip(places.tolist(), taken, strict=True))
+        return [found[place] for place in range(len(found))]
 
 
 def _with_features(example: StateExample, kept: int) -> StateExample:
@@ -201,7 +224,7 @@ class TrajectoryDataModule(LightningDataModule):
             max_val_examples: size of the fixed validation subset, spread evenly over tasks and
                 over the course of the decodes.
             val_batch_size: states per validation batch; ``batch_size`` by default.
-            blocks_per_group: shard blocks whose examples are mixed in training.
+            blocks_per_group: blocks of 64 records whose examples are mixed in training.
             strict: compute the content digest of every record that is read anew, at about twice
                 the cost of reading. Checksums and the rules of the format are always checked.
             seed: seed of split, order and random masks.
@@ -285,46 +308,55 @@ class TrajectoryDataModule(LightningDataModule):
         uids: list[str] = []
         tasks: list[str] = []
         num_steps: list[int] = []
-        blocks: list[int] = []
+        stored: list[int] = []
         rows: list[int] = []
-        trace: list[int] = []
-        step: list[int] = []
-        kept: list[int] = []
+        steps: list[list[int]] = []
+        is_used: list[bool] = []
+        groups: dict[tuple[Path, str, str], int] = {}
+        keys: list[tuple[int, str]] = []
         for block, (shard, number) in enumerate(reader.blocks):
             outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
             if outline.features is not None:
                 self._check_features(outline.uids[0], outline.features)
             for row, (uid, meta) in enumerate(zip(outline.uids, outline.metas, strict=True)):
-                if self.only_correct and not self._is_correct(uid, meta):
-                    continue
-                steps = self._steps(outline, row)
-                trace += [len(uids)] * len(steps)
-                step += steps
-                kept += range(len(steps))
-                blocks.append(block)
+                prompt = uid.rpartition("@")[0] or uid
+                group = (shard.parent, str(meta.get("task", "")), uid[len(prompt) :])
+                keys.append((groups.setdefault(group, len(groups)), prompt))
+                steps.append(self._steps(outline, row))
+                is_used.append(not self.only_correct or self._is_correct(uid, meta))
+                stored.append(block)
                 rows.append(row)
                 uids.append(uid)
-                tasks.append(str(meta.get("task", "")))
+                tasks.append(group[1])
                 num_steps.append(int(outline.num_steps[row]))
-        if not trace:
+        order = sorted(range(len(uids)), key=keys.__getitem__)
+        has_steps = np.array([len(steps[record]) > 0 for record in order])
+        # Before records are left out, so that a block is mostly one stored block.
+        blocks = _blocks(has_steps if self.source == "features" else np.ones_like(has_steps))
+        for record in np.flatnonzero(~np.array(is_used)).tolist():
+            steps[record] = []
+        lengths = np.array([len(steps[record]) for record in order], dtype=np.int64)
+        trace = np.repeat(np.arange(len(order)), lengths)
+        if not len(trace):
             hint = (
                 "; generate them with level: features, or train with source: tokens"
                 if self.source == "features"
                 else ""
             )
             raise ValueError(
-                f"{self.shards}: {len(uids)} of {reader.num_records} records are used and "
+                f"{self.shards}: {sum(is_used)} of {reader.num_records} records are used and "
                 f"none of them holds {self.source} of a step{hint}"
             )
         return StateIndex(
-            uids,
-            tasks,
-            np.array(num_steps),
-            np.array(blocks),
-            np.array(rows),
-            np.array(trace),
-            np.array(step),
-            np.array(kept),
+            [uids[record] for record in order],
+            [tasks[record] for record in order],
+            np.array(num_steps)[order],
+            blocks,
+            np.array(stored)[order],
+            np.array(rows)[order],
+            trace,
+            np.array([step for record in order for step in steps[record]]),
+            np.concatenate([np.arange(length) for length in lengths]),
         )
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
@@ -395,6 +427,18 @@ class TrajectoryDataModule(LightningDataModule):
             self.val_indices, batch_size=self.val_batch_size, rank=rank, world_size=world_size
         )
         return planned_loader(self._dataset, plan, num_workers=self.num_workers)
+
+
+def _blocks(has_features: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """``(n,)`` block of each record: cut at full ones and where features begin or end.
+
+    The writer of shards cuts like this, too, where records come in this order and nothing hurries
+    it, so that a block is mostly one stored block.
+    """
+    at = np.arange(len(has_features))
+    is_first = np.diff(has_features, prepend=~has_features[:1])
+    run_start = np.maximum.accumulate(np.where(is_first, at, 0))
+    return np.cumsum((at - run_start) % _BLOCK_SIZE == 0) - 1
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
