@@ -6,7 +6,6 @@ import ast
 import difflib
 import inspect
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,8 +19,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_dlm.config_files import is_kind_of, own_modules, with_files
-
-logger = logging.getLogger(__name__)
 
 _UNKNOWN_OPTION = re.compile(
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
@@ -234,10 +231,7 @@ class Parser(LightningArgumentParser):
 
 
 class RunConfigCallback(SaveConfigCallback):
-    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``.
-
-    Also says where ``fit --ckpt_path last`` found nothing, which is how a first run begins.
-    """
+    """Saves the resolved configuration as ``{default_root_dir}/{subcommand}.yaml``."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes a file that re-runs as is (the base class calls this on rank 0 only)."""
@@ -246,12 +240,3 @@ class RunConfigCallback(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_none=False)
         (folder / f"{trainer.state.fn.value}.yaml").write_text(text)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Speaks of a missing checkpoint once Lightning has looked for it."""
-        is_new = trainer.ckpt_path is None and self.config.get("ckpt_path") == "last"
-        if is_new and trainer.is_global_zero:
-            found = (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)
-            folders = dict.fromkeys(str(one) for one in found if one is not None)
-            names = " or ".join(folders) or "no folder of checkpoints"
-            logger.info("nothing to go on from in %s, starting anew", names)

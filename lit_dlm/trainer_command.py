@@ -7,12 +7,16 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
 
 # Imported so that configurations may use short class names.
 import callbacks
@@ -26,6 +30,9 @@ import lit_dlm.tasks
 import lit_dlm.toy  # noqa: F401
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
+from lit_dlm.modules.checkpoint_files import LAST, CheckpointFiles, last_checkpoint, local
+
+logger = logging.getLogger(__name__)
 
 BASE_CONFIG = FOLDER / "base.yaml"
 
@@ -46,11 +53,44 @@ class CLI(LightningCLI):
         """Sets the precision of float32 products on GPUs, as a release's ``enable_tf32`` does."""
         torch.backends.cuda.matmul.allow_tf32 = self.config[self.subcommand].tf32
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Leaves out the option that lets a checkpoint run code."""
+        return {
+            name: {*skipped, "weights_only"} for name, skipped in LightningCLI.subcommands().items()
+        }
+
+    def _parse_ckpt_path(self) -> None:
+        """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Adds the progress bar unless it is switched off."""
-        if self.config_init[self.subcommand].trainer.enable_progress_bar is not False:
+        """Adds the progress bar unless it is switched off, and our checkpoint files."""
+        given = self.config_init[self.subcommand].trainer
+        if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"] = callbacks.ProgressBar()
-        return super().instantiate_trainer(**kwargs)
+        plugins = given.plugins or []
+        plugins = list(plugins) if isinstance(plugins, list) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(CheckpointFiles())
+        return super().instantiate_trainer(**kwargs, plugins=plugins)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """Finds the checkpoint that is meant."""
+        options = super()._prepare_subcommand_kwargs(subcommand)
+        path = options["ckpt_path"]
+        if path == LAST:
+            folders = [
+                Path(saver.dirpath)
+                for saver in self.trainer.checkpoint_callbacks
+                if isinstance(saver, ModelCheckpoint) and saver.dirpath
+            ]
+            options["ckpt_path"] = last_checkpoint(folders)
+            if options["ckpt_path"] is None and rank_zero_only.rank == 0:
+                names = " or ".join(dict.fromkeys(map(str, folders))) or "no folder of checkpoints"
+                logger.info("nothing to go on from in %s, starting anew", names)
+        elif path is not None and path != "best":
+            options["ckpt_path"] = local(path)
+        return options
 
     def before_predict(self) -> None:
         """Predictions go to disk batch by batch; none is kept in memory."""
@@ -66,8 +106,6 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status: 1 where a class or a file refused what it was given.
     """
-    # ``--ckpt_path last`` means "go on if there is something"; RunConfigCallback tells if not.
-    warnings.filterwarnings("ignore", message=r".*\.fit.*there is no last checkpoint available.*")
     # Advertisements for other services, and a deprecation inside Lightning itself.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()

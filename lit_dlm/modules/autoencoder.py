@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
+from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.projector import state_snapshots
 from lit_dlm.modules.state_batch import StateBatch
@@ -167,7 +168,7 @@ class AutoencoderModule(LightningModule):
             if isinstance(callback, ModelCheckpoint) and callback.monitor == _MONITOR
         ]
         if best and best[0]:
-            stored = torch.load(best[0], map_location="cpu", weights_only=True)["state_dict"]
+            stored = CheckpointFiles().load_checkpoint(best[0])["state_dict"]
             autoencoder = Autoencoder(autoencoder.config)
             autoencoder.load_state_dict(
                 {key.removeprefix("autoencoder."): value for key, value in stored.items()}

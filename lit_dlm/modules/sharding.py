@@ -12,7 +12,6 @@ float32; shards, optimiser states and what is exported keep the dtype of the wei
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +31,18 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import fold, restored
+from lit_dlm.modules.checkpoint_files import (
+    draft_of,
+    local,
+    put_in_place,
+    remove,
+    sound,
+    write_digests,
+)
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole.
+    """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole and checked.
 
     Lightning writes the processes' files into the folder that is there, so a save that is cut
     short mixes two training steps. Options are those of ``ModelParallelStrategy``.
@@ -46,8 +53,8 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> None:
         """Writes beside the target and renames at the end; every process must call it.
 
-        A former checkpoint stays under its name until the new one is complete. Between the two
-        renames it is ``{stem}-former{suffix}``, which ``--ckpt_path last`` finds, too.
+        A former checkpoint stays under its name until the new one is complete; a ``last`` is kept
+        beside it (:func:`~lit_dlm.modules.checkpoint_files.put_in_place`).
 
         Args:
             checkpoint: what the trainer collected, changed in place.
@@ -61,26 +68,38 @@ class ShardedStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        draft = path.with_name(f".{path.name}-partial")
+        draft = draft_of(path)
         if self.is_global_zero:
-            _remove(draft)
+            remove(draft)
         self.barrier("no former draft")
         super().save_checkpoint(checkpoint, draft, storage_options)
         if self.is_global_zero:  # its part of the save ends after those of the others
-            former = path.with_name(f"{path.stem}-former{path.suffix}")
-            if path.exists():
-                _remove(former)
-                path.rename(former)
-            draft.rename(path)
-            _remove(former)
+            write_digests(draft)
+            put_in_place(draft, path)
         self.barrier("checkpoint in place")
 
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint that the first process has checked; every process must call it.
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        Args:
+            checkpoint_path: folder or file. A damaged ``last`` is replaced by the one before it.
+            weights_only: ignored: nothing but tensors and plain values is ever loaded.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        found: Path | ValueError | OSError
+        try:
+            path = local(checkpoint_path)
+            found = sound(path) if self.is_global_zero else path
+        except (ValueError, OSError) as error:  # for all processes, or the others would wait
+            found = error
+        found = self.broadcast(found)
+        if not isinstance(found, Path):
+            raise found
+        return super().load_checkpoint(found, weights_only=True)
 
 
 def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-true") -> None:

@@ -35,6 +35,7 @@ from lit_dlm.losses.acceptance import (
     prefix_crop,
 )
 from lit_dlm.metrics.replay import f_beta
+from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.selection import (
     AcceptanceScores,
@@ -457,7 +458,7 @@ class TraceLockModule(DecodeModule):
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
         found = _best_checkpoints(self.trainer.checkpoint_callbacks) if self._trainer else {}
         if best := found.get(monitor):
-            stored = torch.load(best.best_model_path, map_location="cpu", weights_only=True)
+            stored = CheckpointFiles().load_checkpoint(best.best_model_path)
             prefix = "scorer."
             weights = {
                 key.removeprefix(prefix): value

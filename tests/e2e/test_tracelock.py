@@ -135,6 +135,38 @@ def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path
     assert all(resumed[name].equal(expected[name]) for name in expected)
 
 
+def test_last_is_the_last_validation_also_where_it_was_not_the_best(whole: Path, tmp_path: Path):
+    """A learning rate of zero: the first validation stays the best."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    run(*FIT, f"--run_dir={tmp_path}", "--model.init_args.lr_scheduler=null",
+        "--model.init_args.optimizer.init_args.lr=0")  # fmt: skip
+    saved = {path.stem for path in (tmp_path / "checkpoints").glob("*.ckpt")}
+    assert saved == {"tracelock-step=6", "last", "last-former"}
+    assert torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 12
+
+
+def test_a_checkpoint_leaves_the_settings_of_the_command_as_they_are(whole: Path, tmp_path: Path):
+    """Another run's are in it: Lightning's command line would take its class and its folder."""
+    stored = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    theirs = {"_class_path": "lit_dlm.modules.decode.DecodeModule", "export_dir": "elsewhere"}
+    torch.save({**stored, "hyper_parameters": theirs}, tmp_path / "foreign.ckpt")
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    run(*FIT[:-1], f"--ckpt_path={tmp_path / 'foreign.ckpt'}", f"--run_dir={tmp_path}")
+    assert (tmp_path / "policy" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("path", ["http://127.0.0.1:9/last.ckpt", "s3://bucket/last.ckpt"])
+def test_a_checkpoint_on_another_machine_is_refused(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+):
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    error = fails(capsys, *FIT[:-1], f"--ckpt_path={path}", f"--run_dir={tmp_path}")
+    assert f"ckpt_path: expected a local file, got {path}" in error
+
+
 def test_a_longer_run_goes_on_along_the_schedule_of_its_length(whole: Path, tmp_path: Path):
     """Up to step 18, from a checkpoint of a run that was to end at step 12."""
     for name in ("traces", "projector"):

@@ -1,0 +1,189 @@
+"""Checkpoint files are whole or refused, the one before stays, and nothing in them runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from lit_dlm.modules.checkpoint_files import (
+    CheckpointFiles,
+    last_checkpoint,
+    put_in_place,
+    sound,
+    write_digests,
+)
+
+FILES = CheckpointFiles()
+
+
+def checkpoint(step: int, size: int = 3000) -> dict[str, Any]:
+    weight = torch.arange(size, dtype=torch.float32) + step
+    return {"state_dict": {"weight": weight}, "global_step": step, "loops": {"epoch": [1, 2.5]}}
+
+
+def is_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(is_equal(one[key], two[key]) for key in one)
+    return torch.equal(one, two) if isinstance(one, Tensor) else bool(one == two)
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_save_that_finds_no_room_leaves_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on file sizes ends the write in the middle; no other folder is written to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    path = tmp_path / "run" / "last.ckpt"
+    FILES.save_checkpoint(checkpoint(1), path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"last\.ckpt: the checkpoint cannot be written \(.*File"):
+            FILES.save_checkpoint(checkpoint(2, size=100_000), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+    assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
+
+
+def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None:
+    path, wanted, refused = tmp_path / "best.ckpt", checkpoint(1), 0
+    FILES.save_checkpoint(wanted, path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for _ in range(400):
+        flip(path, rng.randrange(len(whole)), rng.randrange(8))
+        try:
+            found = FILES.load_checkpoint(path)
+        except ValueError:
+            refused += 1
+        else:
+            assert is_equal(found, wanted)
+        path.write_bytes(whole)
+    assert refused > 300
+    for length in (0, 1, 1000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="the checkpoint is damaged"):
+            FILES.load_checkpoint(path)
+
+
+def test_a_damaged_last_gives_way_to_the_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "last.ckpt"
+    for step in (1, 2, 3):
+        FILES.save_checkpoint(checkpoint(step), path)
+    assert is_equal(FILES.load_checkpoint(path), checkpoint(3))
+    assert not caplog.messages
+    flip(path, 2000)
+    assert is_equal(FILES.load_checkpoint(path), checkpoint(2))
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} is damaged (checksum of ")
+    assert message.endswith(
+        f"going on from {tmp_path / 'last-former.ckpt'}, which was saved before it"
+    )
+    flip(tmp_path / "last-former.ckpt", 2000)
+    with pytest.raises(ValueError, match=r"last\.ckpt: the checkpoint is damaged"):
+        FILES.load_checkpoint(path)
+
+
+def test_only_last_is_kept_twice(tmp_path: Path) -> None:
+    for step in (1, 2):
+        FILES.save_checkpoint(checkpoint(step), tmp_path / "best.ckpt")
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def test_last_is_the_newest_that_was_not_replaced_whatever_the_clock_said(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert last_checkpoint([one, two]) is None
+    for step in (1, 2):
+        FILES.save_checkpoint(checkpoint(step), one / "last.ckpt")
+    os.utime(one / "last.ckpt", (1000, 1000))
+    assert last_checkpoint([one, two]) == one / "last.ckpt"
+    FILES.save_checkpoint(checkpoint(3), two / "last-v1.ckpt")
+    assert last_checkpoint([one, two]) == two / "last-v1.ckpt"
+    (two / "last-v1.ckpt").unlink()
+    (one / "last.ckpt").unlink()  # as between the two renames of a save
+    assert last_checkpoint([one, two]) == one / "last-former.ckpt"
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.ckpt"
+    torch.save({"state_dict": {}, "hook": Runs(tmp_path / "ran")}, path)
+    for weights_only in (None, False):
+        with pytest.raises(ValueError, match="expected a checkpoint of tensors and plain values"):
+            FILES.load_checkpoint(path, weights_only=weights_only)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["http://127.0.0.1:1/last.ckpt", "s3://bucket/last.ckpt", "registry:name"]
+)
+def test_an_address_is_no_checkpoint(path: str) -> None:
+    with pytest.raises(ValueError, match="ckpt_path: expected a local file, got"):
+        FILES.load_checkpoint(path)
+
+
+def test_other_content_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    for content in ([1], {"weight": torch.zeros(2)}):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=r"weights\.pt: expected a checkpoint with a state_d"):
+            FILES.load_checkpoint(path)
+    with pytest.raises(ValueError, match="a folder, as ShardedStrategy writes"):
+        FILES.load_checkpoint(folder(tmp_path / "sharded.ckpt"))
+
+
+def folder(path: Path, step: int = 1) -> Path:
+    """A sharded checkpoint of one process."""
+    dcp.save({"state_dict": checkpoint(step)["state_dict"]}, checkpoint_id=path, no_dist=True)
+    write_digests(path)
+    return path
+
+
+def test_a_damaged_folder_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for step in (1, 2):
+        put_in_place(folder(tmp_path / "draft", step), path)
+    assert sound(path) == path
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        flip(file, len(whole) // 2)
+        assert sound(path) == tmp_path / "last-former.ckpt", file.name
+        file.write_bytes(whole)
+    next(path.glob("*.distcp")).unlink()
+    assert sound(path) == tmp_path / "last-former.ckpt"
+
+
+def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
+    path = folder(tmp_path / "foreign.ckpt")
+    (path / "digests.json").unlink()
+    assert sound(path) == path  # from before there were digests
+    (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(ValueError, match=r"damaged \(\.metadata names posix\.mkdir\)"):
+        sound(path)
+    assert not (tmp_path / "ran").exists()
