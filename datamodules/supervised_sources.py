@@ -20,7 +20,7 @@ from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.trajectories.store.files import MANIFEST_FILE
+from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
 
 logger = logging.getLogger(__name__)
 
@@ -187,15 +187,18 @@ class RecordedDecodes(SupervisedSource):
                 self.shards,
                 MANIFEST_FILE,
             )
-        reader = TrajectoryShardReader(self.shards, features=False)
-        yield from _examples_of(
-            reader,
-            str(self.shards),
-            model,
-            only_correct=self.only_correct,
-            wanted={"method": self.methods, "task": self.tasks},
-            limit=self.limit,
+        found = list(
+            _examples_of(
+                TrajectoryShardReader(self.shards, features=False),
+                str(self.shards),
+                model,
+                only_correct=self.only_correct,
+                wanted={"method": self.methods, "task": self.tasks},
+            )
         )
+        # However many processes wrote them, and whatever broke these off.
+        for number in uid_order([example.uid for example in found])[: self.limit]:
+            yield found[number]
 
 
 class TABOMFile(SupervisedSource):
@@ -253,7 +256,7 @@ def _examples_of(
     *,
     only_correct: bool,
     wanted: Mapping[str, Sequence[str] | None],
-    limit: int | None,
+    limit: int | None = None,
 ) -> Iterator[SupervisedExample]:
     taken = 0
     left_out: Counter[str] = Counter()

@@ -35,7 +35,7 @@ from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories.features import FeatureOutline
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.trajectories.store.files import shards_in, uid_order
 from lit_dlm.trajectories.store.reader import BlockOutline
 
 Source = Literal["features", "tokens"]
@@ -312,24 +312,19 @@ class TrajectoryDataModule(LightningDataModule):
         rows: list[int] = []
         steps: list[list[int]] = []
         is_used: list[bool] = []
-        groups: dict[tuple[Path, str, str], int] = {}
-        keys: list[tuple[int, str]] = []
         for block, (shard, number) in enumerate(reader.blocks):
             outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
             if outline.features is not None:
                 self._check_features(outline.uids[0], outline.features)
             for row, (uid, meta) in enumerate(zip(outline.uids, outline.metas, strict=True)):
-                prompt = uid.rpartition("@")[0] or uid
-                group = (shard.parent, str(meta.get("task", "")), uid[len(prompt) :])
-                keys.append((groups.setdefault(group, len(groups)), prompt))
                 steps.append(self._steps(outline, row))
                 is_used.append(not self.only_correct or self._is_correct(uid, meta))
                 stored.append(block)
                 rows.append(row)
                 uids.append(uid)
-                tasks.append(group[1])
+                tasks.append(str(meta.get("task", "")))
                 num_steps.append(int(outline.num_steps[row]))
-        order = sorted(range(len(uids)), key=keys.__getitem__)
+        order = uid_order(uids)
         has_steps = np.array([len(steps[record]) > 0 for record in order])
         # Before records are left out, so that a block is mostly one stored block.
         blocks = _blocks(has_steps if self.source == "features" else np.ones_like(has_steps))

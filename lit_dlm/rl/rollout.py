@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import ALONE, Ranks
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
+from lit_dlm.tasks.base import check_uids
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
@@ -348,20 +350,14 @@ def encoded_prompts(
         ValueError: no prompt is short enough, or two problems have one uid.
     """
     found, dropped = [], 0
-    owners: dict[str, Task] = {}
-    for task in tasks:
-        for example in task.examples():
-            if example.uid in owners:
-                raise ValueError(
-                    f"tasks: expected every uid once, got {example.uid!r} of "
-                    f"{owners[example.uid].name!r} and of {task.name!r}"
-                )
-            owners[example.uid] = task
-            ids = module.encode(example)
-            if len(ids) > max_length:
-                dropped += 1
-                continue
-            found.append(EncodedPrompt(example=example, ids=ids))
+    examples = {task.name: list(task.examples()) for task in tasks}
+    check_uids(examples)
+    for example in chain.from_iterable(examples.values()):
+        ids = module.encode(example)
+        if len(ids) > max_length:
+            dropped += 1
+            continue
+        found.append(EncodedPrompt(example=example, ids=ids))
     if dropped:
         logger.warning(
             "left out %d prompts with more than max_prompt_length = %d tokens", dropped, max_length

@@ -88,7 +88,7 @@ def test_uids_of_two_problems_must_differ() -> None:
             return WordProblems("train", num_examples=2).examples()
 
     tasks = [WordProblems("train", num_examples=2), Copies("train")]
-    message = r"got 'word_problems.*' of 'word_problems' and of 'copies'"
+    message = "for row 0 of task 'word_problems' and row 0 of task 'copies'"
     with pytest.raises(ValueError, match=message):
         encoded_prompts(learner(), tasks, max_length=100)
 

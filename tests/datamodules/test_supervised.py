@@ -136,6 +136,22 @@ def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
         list(RecordedDecodes(shards).examples(other))
 
 
+def test_recorded_decodes_come_in_one_order_however_they_were_written(
+    tmp_path: Path, model: ModelFacts
+) -> None:
+    records = recorded(small_backbone(), 12)
+    whole = write_shards(tmp_path / "whole", records)
+    dealt = tmp_path / "dealt"
+    for rank in (1, 0):
+        write_shards(dealt, records[rank::2], block_size=3, rank=rank)
+    for limit in (None, 3):
+        orders = [
+            [e.uid for e in RecordedDecodes(folder, limit=limit).examples(model)]
+            for folder in (whole, dealt)
+        ]
+        assert orders[0] == orders[1] == sorted(orders[0])
+
+
 def test_recorded_entropies_are_those_of_the_step_that_wrote(
     tmp_path: Path, model: ModelFacts
 ) -> None:

@@ -229,6 +229,25 @@ def completed_uids(folder: str | Path) -> set[str]:
     return {uid for side in side_files(folder) for uid in side.uids}
 
 
+def uid_order(uids: Sequence[str]) -> list[int]:
+    """Numbers of records in an order that does not depend on which process wrote them when.
+
+    Args:
+        uids: names ``{task}/{split}/{problem}@{method}`` of the records, in any order.
+
+    Returns:
+        The records sorted by uid within each set of problems and method; these come in the order of
+        their first records, which is that of the run.
+    """
+    groups: dict[tuple[str, str], int] = {}
+    keys = []
+    for uid in uids:
+        prompt = uid.rpartition("@")[0] or uid
+        group = (prompt.rpartition("/")[0], uid[len(prompt) :])
+        keys.append((groups.setdefault(group, len(groups)), prompt))
+    return sorted(range(len(uids)), key=keys.__getitem__)
+
+
 def merkle_root(digests: Sequence[bytes]) -> str:
     """Root over content digests, in order: leaves ``H(0 d)``, nodes ``H(1 left right)``.
 
