@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import secrets
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -74,3 +76,27 @@ def _child(
         link.send(("", function(rank, *args)))
     except BaseException:
         link.send((f"rank {rank}:\n{traceback.format_exc()}", None))
+
+
+@contextlib.contextmanager
+def no_sandbox_left() -> Iterator[None]:
+    """Fails if a process of a sandbox outlives the block."""
+    before = set(_sandbox_processes())
+    yield
+    deadline = time.monotonic() + 60
+    while (left := set(_sandbox_processes()) - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def _sandbox_processes() -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            # Only below this test process or orphaned: other test processes use sandboxes too.
+            if b"sandbox_child" in line and parent in (str(os.getpid()), "1"):
+                yield int(entry.name)

@@ -53,11 +53,16 @@ def test_no_file_has_a_name_that_says_nothing():
 
 
 def test_no_import_circles():
-    graph = grimp.build_graph(
-        "lit_dlm", "datamodules", "callbacks", exclude_type_checking_imports=True
-    )
+    graph = grimp.build_graph("lit_dlm", "datamodules", "callbacks", cache_dir=None)
     imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     graphlib.TopologicalSorter(imported).prepare()  # CycleError names the circle
+
+
+def test_no_test_imports_another():
+    graph = grimp.build_graph("tests", cache_dir=None)
+    tests = {name for name in graph.modules if name.rpartition(".")[2].startswith("test_")}
+    assert len(tests) > 100
+    assert not {name for name in tests if graph.find_modules_that_directly_import(name)}
 
 
 def test_command_line_holds_no_logic():

@@ -94,7 +94,7 @@ class MathEquality:
         """
         if not seconds > 0:
             raise ValueError(f"seconds must be positive, got {seconds!r}")
-        self._seconds = seconds
+        self.seconds = seconds
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
         self._owner = os.getpid()
@@ -115,7 +115,7 @@ class MathEquality:
         process = self._take()
         verdict = None
         try:
-            verdict = process.ask(gold, answer, seconds=self._seconds)
+            verdict = process.ask(gold, answer, seconds=self.seconds)
         finally:
             if verdict is None:
                 process.kill()
@@ -123,7 +123,7 @@ class MathEquality:
                 with self._lock:
                     self._idle.append(process)
         if verdict is None:
-            logger.info("no verdict on %r against %r in %s s", answer, gold, self._seconds)
+            logger.info("no verdict on %r against %r in %s s", answer, gold, self.seconds)
         return verdict
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ import torch
 from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from tests.backbones.conftest import tiny_architecture
+from tests.backbones.folders import IDS as WIDE_IDS
+from tests.backbones.folders import assert_logits, write
 from tests.backbones.reference import LLADA, random_tensors
-from tests.backbones.test_variants import IDS as WIDE_IDS
-from tests.backbones.test_variants import assert_logits, write
 
 Maker = Callable[..., HFBackbone]
 IDS = torch.tensor([[5, 9, 3, 7, 3, 11], [4, 3, 8, 3, 6, 2]])

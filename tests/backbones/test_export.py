@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones import Architecture, HFBackbone, load_backbone, resolve
 from lit_dlm.backbones.weights import weight_files
 from tests.backbones.conftest import SHARED, tiny_architecture
+from tests.backbones.folders import HF_CHANGES, IDS, LLADA_CHANGES, assert_logits, write
 from tests.backbones.reference import HF, LLADA, random_tensors
-from tests.backbones.test_variants import HF_CHANGES, IDS, LLADA_CHANGES, assert_logits, write
 
 pytestmark = pytest.mark.slow  # writes and reads whole models
 

@@ -20,8 +20,8 @@ from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
 from lit_dlm.backbones.lora import adapter_parameters, read_adapter_settings
 from lit_dlm.modules.checkpoint import export_trained
 from tests.backbones.conftest import SHARED
+from tests.backbones.folders import IDS, write
 from tests.backbones.reference import HF, LLADA, random_tensors, raw_logits
-from tests.backbones.test_variants import IDS, write
 
 Maker = Callable[..., HFBackbone]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -13,8 +13,8 @@ from lit_dlm.backbones import resolve
 from lit_dlm.backbones.base import UNKNOWN_ID
 from tests.backbones.conftest import SHARED
 from tests.backbones.reference import HF, LLADA
-from tests.backbones.test_families import DREAM
-from tests.backbones.test_families import LLADA as RELEASED_LLADA
+from tests.backbones.releases import DREAM
+from tests.backbones.releases import LLADA as RELEASED_LLADA
 
 SDAR: dict[str, Any] = {
     **DREAM,

@@ -13,6 +13,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_the_smoke_run_passes(capsys: pytest.CaptureFixture[str]) -> None:
     import gpu
 

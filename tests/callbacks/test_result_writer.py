@@ -10,7 +10,7 @@ from callbacks import ResultWriter, ShardWriter
 from datamodules import PromptDataModule
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from tests.callbacks.test_shard_writer import LENGTH, Letters, trace_module
+from tests.callbacks.letters import LENGTH, Letters, trace_module
 
 pytestmark = pytest.mark.slow  # whole predict loops
 

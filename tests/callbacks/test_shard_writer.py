@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -8,84 +9,9 @@ from lightning.pytorch import Trainer
 
 from callbacks import ShardWriter
 from datamodules import PromptDataModule
-from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
-from lit_dlm.grading import Verdict
-from lit_dlm.modules import DecodeModule
-from lit_dlm.modules.generate import TraceModule
-from lit_dlm.tasks import PromptExample, Task
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
-from lit_dlm.trajectories.store import writer as shard_writer
-from tests.fakes import MASK, TableBackbone, logits_for
-
-LENGTH = 4
-
-
-class Letters(Task):
-    """Prompts of one letter; the third completion is graded wrong."""
-
-    name = "letters"
-    split = "test"
-    runs_code = False
-
-    def __init__(self, count: int = 10) -> None:
-        self.count = count
-
-    def examples(self) -> list[PromptExample]:
-        return [
-            PromptExample(uid=f"letters/test/{n}", task=self.name, text=chr(97 + n))
-            for n in range(self.count)
-        ]
-
-    def reference_completion(self, example):
-        return example.text
-
-    def extract(self, example, completion):
-        return completion
-
-    def grade(self, example, completion):
-        wrong = example.uid.endswith("/2")
-        return Verdict(status="wrong" if wrong else "right", score=0.5 if wrong else None)
-
-
-class ByteTokenizer:
-    chat_template = None
-
-    def apply_chat_template(self, turns, *, add_generation_prompt: bool, return_dict: bool):
-        return [7, *(10 + byte for byte in turns[0]["content"].encode())]
-
-    def decode(self, ids, *, skip_special_tokens: bool):
-        return " ".join(str(int(i)) for i in ids)
-
-    def get_vocab(self):
-        return {"a": 1}
-
-
-def trace_module(*, seed: int = 0, capture: bool = True, fail_at: int | None = None):
-    table = logits_for([5, 6, 40, 41, 42, 43], [0.5, 0.5, 0.9, 0.8, 0.7, 0.6], vocab_size=300)
-    module = (TraceModule if capture else DecodeModule)(
-        FailingBackbone(table, fail_at),
-        tokenizer="bytes",
-        decoders={
-            "confidence": Decoder(policy=ConfidencePolicy()),
-            "random": Decoder(policy=RandomPolicy()),
-        },
-        seed=seed,
-    )
-    module.__dict__["tokenizer"] = ByteTokenizer()
-    return module
-
-
-class FailingBackbone(TableBackbone):
-    """Raises at one of its forwards."""
-
-    def __init__(self, table, fail_at: int | None) -> None:
-        super().__init__(table)
-        self.fail_at = fail_at
-
-    def denoise(self, ids, **options):
-        if self.forwards == self.fail_at:
-            raise RuntimeError("the machine broke")
-        return super().denoise(ids, **options)
+from tests.callbacks.letters import LENGTH, Letters, trace_module
+from tests.fakes import MASK
 
 
 def predict(folder: Path, module=None, *, count: int = 10, recover_first=True, **options) -> None:
@@ -182,15 +108,15 @@ def test_a_module_that_captures_nothing_is_one_clear_error(tmp_path):
 
 def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeypatch):
     """The third block cannot be written, nor anything after it."""
-    plain, calls = shard_writer.ShardFile._append, []
+    plain, calls = os.fsync, []
 
-    def append(self, data, **options):
-        calls.append(len(data))
+    def fsync(descriptor):
+        calls.append(descriptor)
         if len(calls) > 3:  # the run record and two blocks
-            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        plain(self, data, **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(descriptor)
 
-    monkeypatch.setattr(shard_writer.ShardFile, "_append", append)
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left on device") as error:
         predict(tmp_path)
     assert "demo-train-r00000-w000-000000.tar.tmp-" in error.value.filename

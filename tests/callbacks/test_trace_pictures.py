@@ -16,7 +16,7 @@ from callbacks.trace_pictures import log_images
 from datamodules import PromptDataModule
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.modules import DecodeModule
-from tests.callbacks.test_shard_writer import LENGTH, Letters
+from tests.callbacks.letters import LENGTH, Letters
 from tests.fakes import TableBackbone, logits_for
 from tests.reports.sample_sets import WordTokenizer
 

@@ -13,7 +13,7 @@ from lit_dlm.modules import DecodeModule
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task
 from tests.fakes import TableBackbone, logits_for
-from tests.reports.test_results import row
+from tests.reports.rows import row
 from tests.trajectories.samples import random_record, write_shards
 
 

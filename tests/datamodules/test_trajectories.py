@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from datamodules.resuming import batches_done
-from datamodules.trajectories import REMASKED, TrajectoryDataModule, is_validation
+from datamodules.trajectories import REMASKED, StateDataset, TrajectoryDataModule, is_validation
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
@@ -40,6 +40,10 @@ def ready(shards: Path, **options: object) -> TrajectoryDataModule:
     module = TrajectoryDataModule(shards, **{**values, **options})  # type: ignore[arg-type]
     module.setup("fit")
     return module
+
+
+def states(module: TrajectoryDataModule) -> StateDataset:
+    return module.train_dataloader().dataset
 
 
 def test_split_is_the_hash_of_the_prompt_uid() -> None:
@@ -84,8 +88,6 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
     module = TraceLockModule(
         small_backbone(), tokenizer="unused", projector=small_projector(), head=SMALL_HEAD
     )
-    dataset = ready(shards)._dataset
-    assert dataset is not None
     stored = next(iter(ready(shards).train_dataloader()))
     bare = type(stored)(**{**vars(stored), "features": None, "proposals": None})
     with_features, without = module.observe(stored), module.observe(bare)
@@ -97,7 +99,7 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
 
 def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Path) -> None:
     module = ready(shards, source="tokens", step_ratio=0.5, remasks_per_trace=2)
-    index = module._dataset.index
+    index = states(module).index
     per_record = np.bincount(index.trace)
     assert set(per_record.tolist()) == {4 + 2}
     loader = module.train_dataloader()
@@ -115,7 +117,7 @@ def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Pat
 def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
     """Eight of the validation states in four quarters of time: two of each."""
     module = ready(shards, max_val_examples=8)
-    index = module._dataset.index
+    index = states(module).index
     steps = index.step[module.val_indices]
     assert np.bincount(steps // 2).tolist() == [2, 2, 2, 2]
     assert ready(shards, max_val_examples=8).val_indices.tolist() == module.val_indices.tolist()
@@ -124,7 +126,7 @@ def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
 
 def test_wrong_answers_can_be_left_out(shards: Path) -> None:
     """Rows 0, 3, 6, ... are wrong: 16 of 24 remain."""
-    index = ready(shards, only_correct=True)._dataset.index
+    index = states(ready(shards, only_correct=True)).index
     used = [index.uids[record] for record in np.unique(index.trace)]
     rows = [int(uid.partition("@")[0][-5:]) for uid in used]
     assert rows == [row for row in range(24) if row % 3 > 0]
@@ -217,10 +219,10 @@ def test_two_ranks_get_equally_many_batches_of_different_states(shards: Path) ->
 def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
     """The batch replays its records together; the reference goes through ``state_at``."""
     module = ready(shards, source="tokens", step_ratio=1.0)
-    index = module._dataset.index
+    index = states(module).index
     by_uid = {r.uid: r for r in TrajectoryShardReader(shards)}
     batch_refs = module.train_dataloader().sampler.batch(0)
-    batch = module._dataset[batch_refs]
+    batch = states(module)[batch_refs]
     for row, ref in enumerate(batch_refs):
         record = by_uid[index.uids[index.trace[ref.number]]]
         state = record.state_at(int(index.step[ref.number]))
@@ -278,7 +280,7 @@ def test_record_that_kept_no_step_gives_no_examples(tmp_path: Path) -> None:
     records = recorded(small_backbone(), 12, features=feature_capture(small_projector()))
     bare = recorded(small_backbone(), 12)
     write_shards(tmp_path, [*records[:11], bare[11]])
-    index = ready(tmp_path, val_fraction=0.4)._dataset.index
+    index = states(ready(tmp_path, val_fraction=0.4)).index
     assert set(index.trace.tolist()) == set(range(11))
 
 

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -274,6 +276,24 @@ def test_seconds_are_shared_among_rows():
     result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 5, rows=3))
     assert (result.seconds > 0).all()
     torch.testing.assert_close(result.seconds[0], result.seconds[1])
+
+
+def test_time_of_observers_is_not_part_of_a_decode(monkeypatch: pytest.MonkeyPatch):
+    """Five forwards of one second for one row; looking on takes a hundred seconds a step."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def forward(ids: Tensor) -> Tensor:
+        now[0] += 1.0
+        return _hashed(ids)
+
+    class SlowRecorder(Recorder):
+        def on_step(self, record: StepRecord) -> None:
+            now[0] += 100.0
+
+    backbone = TableBackbone(forward, 12)
+    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 5), [SlowRecorder()])
+    assert result.seconds.tolist() == [5.0]
 
 
 def test_a_mask_in_the_prompt_is_refused():

@@ -19,6 +19,7 @@ from lit_dlm.grading.sandbox import (
     run_python_check,
     run_python_program,
 )
+from tests.processes import no_sandbox_left
 
 # Graded code runs in processes of its own.
 pytestmark = pytest.mark.slow
@@ -46,26 +47,9 @@ def level(request, monkeypatch):
 def nothing_left(tmp_path, monkeypatch):
     """Fails if a process or a scratch file of a sandbox outlives the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(_sandbox_processes())
-    yield
-    deadline = time.monotonic() + 60
-    while (left := set(_sandbox_processes()) - before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    with no_sandbox_left():
+        yield
     assert list(tmp_path.iterdir()) == []
-
-
-def _sandbox_processes():
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            # Only below this test process or orphaned: other test processes use sandboxes too.
-            if b"sandbox_child" in line and parent in (str(os.getpid()), "1"):
-                yield int(entry.name)
 
 
 def _check(code, check=SQUARE_TESTS, limits=None, **kwargs):

@@ -9,21 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lit_dlm.losses.ranking import entropy_ranking
 from lit_dlm.ops.masking import time_delay_mask
+from tests.losses.reference import entropy_of, slow_ranking
 
 CASES = Path(__file__).parents[2].parent / "shared" / "data" / "tabom_rank_cases.json"
 
 
 def cases(kind: str) -> list[dict[str, Any]]:
     return json.loads(CASES.read_text())[kind] if CASES.is_file() else []
-
-
-def entropy_of(logits: Tensor) -> Tensor:
-    log_probs = logits.log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
 
 
 @pytest.mark.skipif(not CASES.is_file(), reason=f"no reference cases at {CASES}")
@@ -49,42 +44,6 @@ def test_reference_cases(case: dict[str, Any], ties: Any) -> None:
     assert terms.row_terms.tolist() == pytest.approx(rows, abs=1e-12, rel=0)
     gradient = torch.tensor(wanted["grad_logits"], dtype=torch.float64)
     torch.testing.assert_close(logits.grad, gradient, atol=1e-12, rtol=0)
-
-
-def slow_ranking(
-    entropy: Tensor,
-    steps: list[list[int]],
-    supervised: list[list[bool]],
-    cuts: list[int],
-    *,
-    window: int | None,
-    margin: float,
-    ties: str,
-    decode_entropy: list[list[float]],
-) -> Tensor:
-    """One pair at a time."""
-    rows = []
-    for b, cut in enumerate(cuts):
-        hinges = []
-        for i in range(entropy.shape[1]):
-            for j in range(entropy.shape[1]):
-                usable = all(
-                    supervised[b][k]
-                    and steps[b][k] >= max(cut, 0)
-                    and (window is None or steps[b][k] < cut + window)
-                    for k in (i, j)
-                )
-                earlier = steps[b][i] < steps[b][j]
-                if steps[b][i] == steps[b][j] and i != j:
-                    if ties == "position":
-                        earlier = i < j
-                    elif ties == "rank":
-                        earlier = (decode_entropy[b][i], i) < (decode_entropy[b][j], j)
-                if usable and earlier:
-                    hinges.append((entropy[b, i] - entropy[b, j] + margin).relu())
-        if hinges:
-            rows.append(torch.stack(hinges).mean())
-    return torch.stack(rows).mean() if rows else entropy.sum() * 0.0
 
 
 @pytest.mark.parametrize("window", [4, None])

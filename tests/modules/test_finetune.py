@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,20 @@ def slow_ce(model: SFTModule, batch: SupervisedBatch) -> tuple[list[list[float]]
                 values[int(cell)] = -float(log_probs[cell, clean[cell]].detach())
         rows.append([values[cell] for cell in sorted(values)])
     return rows, states.weight, states.per_row
+
+
+@pytest.mark.parametrize(
+    ("loss_norm", "total", "divisor"),
+    [("global", 10, 2.5), ("global", 2, 0.5), ("global", 0, 0.25), ("local", 2, 1.0)],
+)
+def test_four_processes_divide_by_their_mean_count(
+    loss_norm: str, total: int, divisor: float
+) -> None:
+    """One that has no targets, among ``total`` of all: 10 / 4; 2 / 4, which 1 would halve."""
+    model = module(small(), RandomMasking(), loss_norm=loss_norm)
+    strategy = SimpleNamespace(reduce=lambda count, reduce_op: torch.tensor(float(total)))
+    model.trainer = SimpleNamespace(world_size=4, strategy=strategy)
+    assert model.divisor(torch.tensor(0)).item() == divisor
 
 
 @pytest.mark.parametrize(

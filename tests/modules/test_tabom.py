@@ -27,7 +27,7 @@ from lit_dlm.modules.supervised_batch import (
 )
 from lit_dlm.modules.tabom import TABOMModule
 from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained, two_processes
-from tests.losses.test_ranking import entropy_of, slow_ranking
+from tests.losses.reference import entropy_of, slow_ranking
 from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # training runs

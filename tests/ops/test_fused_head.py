@@ -320,6 +320,7 @@ def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> 
         token_stats(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_no_slice_waits_for_the_device() -> None:
     """A size that depends on values, or a value that is read, fails on fake tensors."""
     with FakeTensorMode():

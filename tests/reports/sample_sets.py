@@ -14,7 +14,7 @@ from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter, merge_manifest
-from tests.reports.test_results import row
+from tests.reports.rows import row
 
 MASK, EOS = 2, 1
 

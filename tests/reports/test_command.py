@@ -10,8 +10,8 @@ from lit_dlm.reports.command import main
 from lit_dlm.reports.page import failures_first
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.training_curves import read_curves
+from tests.reports.rows import row
 from tests.reports.sample_sets import record, write_run
-from tests.reports.test_results import row
 
 pytestmark = pytest.mark.slow  # whole pages
 

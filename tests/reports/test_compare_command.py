@@ -5,7 +5,7 @@ import pytest
 
 from lit_dlm.reports.compare_command import main
 from lit_dlm.reports.results import ResultFolder
-from tests.reports.test_results import row
+from tests.reports.rows import row
 
 
 def run(folder: Path, **methods: str) -> Path:

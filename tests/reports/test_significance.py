@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.reports.significance import compare_rows, exact_mcnemar, holm, paired_bootstrap
-from tests.reports.test_results import row
+from tests.reports.rows import row
 
 
 @pytest.mark.parametrize(

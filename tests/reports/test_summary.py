@@ -10,7 +10,7 @@ from lit_dlm.reports.plots import family, plot_front
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import pass_at_k, summarise, summarise_folder, write_summary
 from lit_dlm.reports.tables import markdown_tables
-from tests.reports.test_results import row
+from tests.reports.rows import row
 
 
 def test_means_and_standard_error_have_hand_computed_values():

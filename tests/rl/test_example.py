@@ -12,6 +12,7 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("advantage", "scale"),
     [

@@ -76,6 +76,7 @@ def one_update(folder: Path, *, packing: int, accumulate: int) -> tuple[torch.Te
     return trained(rl) - before, point["train/grad_norm_policy"]
 
 
+@pytest.mark.slow
 def test_packed_rows_make_the_update_of_separate_ones(tmp_path: Path) -> None:
     apart, norm = one_update(tmp_path / "1", packing=1, accumulate=1000)
     packed, packed_norm = one_update(tmp_path / "4", packing=4, accumulate=250)
@@ -107,6 +108,7 @@ def gradient_of(
     return flat(p.grad for p in rl.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
     """Two of four rows: the mean over all six pairs is the gradient without a cap."""
     every = module(policy(), corruption=TraceMasking(padding="replayed")).eval()

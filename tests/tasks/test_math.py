@@ -18,7 +18,7 @@ REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first comparison takes seconds on a busy machine."""
-    monkeypatch.setattr(shared_math_equality(), "_seconds", 100.0)
+    monkeypatch.setattr(shared_math_equality(), "seconds", 100.0)
 
 
 def _file(folder, *rows):

@@ -53,6 +53,7 @@ def _same(a, b):
     return a == b
 
 
+@pytest.mark.slow
 @given(_values)
 @settings(max_examples=60, deadline=None)
 def test_decoding_undoes_encoding_with_types(value):

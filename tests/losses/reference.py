@@ -1,0 +1,47 @@
+"""Entropy ranking as slow, obvious loops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def slow_ranking(
+    entropy: Tensor,
+    steps: list[list[int]],
+    supervised: list[list[bool]],
+    cuts: list[int],
+    *,
+    window: int | None,
+    margin: float,
+    ties: str,
+    decode_entropy: list[list[float]],
+) -> Tensor:
+    """One pair at a time."""
+    rows = []
+    for b, cut in enumerate(cuts):
+        hinges = []
+        for i in range(entropy.shape[1]):
+            for j in range(entropy.shape[1]):
+                usable = all(
+                    supervised[b][k]
+                    and steps[b][k] >= max(cut, 0)
+                    and (window is None or steps[b][k] < cut + window)
+                    for k in (i, j)
+                )
+                earlier = steps[b][i] < steps[b][j]
+                if steps[b][i] == steps[b][j] and i != j:
+                    if ties == "position":
+                        earlier = i < j
+                    elif ties == "rank":
+                        earlier = (decode_entropy[b][i], i) < (decode_entropy[b][j], j)
+                if usable and earlier:
+                    hinges.append((entropy[b, i] - entropy[b, j] + margin).relu())
+        if hinges:
+            rows.append(torch.stack(hinges).mean())
+    return torch.stack(rows).mean() if rows else entropy.sum() * 0.0
