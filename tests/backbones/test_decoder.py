@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
+from lit_dlm.backbones.decoder import FusedRMSNorm
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS as WIDE_IDS
@@ -30,6 +31,29 @@ def memory(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(field)
+
+
+@pytest.mark.parametrize("decoder", ["qwen2", "llama", "qwen3"])
+@torch.no_grad()
+def test_fused_norms_give_the_bits_of_transformers(make_backbone: Maker, decoder: str):
+    backbone = make_backbone(decoder=decoder)
+    for parameter in backbone.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    theirs = backbone.architecture.model_class(backbone.model.config).eval()
+    theirs.load_state_dict(backbone.model.state_dict())
+    for layer in theirs.model.layers:
+        layer.self_attn.is_causal = False
+    visible = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    expected = theirs(IDS, attention_mask=visible).logits
+    assert backbone.forward(IDS, visible).equal(expected)
+
+
+def test_a_fused_norm_stays_in_the_dtype_of_its_input():
+    """Weights 1.5 in float32: one cell of bfloat16 alone has a root mean square of itself."""
+    norm = FusedRMSNorm(1)
+    norm.weight.data.fill_(1.5)
+    assert norm(torch.full((2, 1), 4.0, dtype=torch.bfloat16)).tolist() == [[1.5], [1.5]]
+    assert norm(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.slow

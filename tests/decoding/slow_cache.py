@@ -13,7 +13,7 @@ from lit_dlm.backbones.hf import HFBackbone
 
 
 def rms(x: Tensor, norm: torch.nn.Module) -> Tensor:
-    eps = norm.variance_epsilon
+    eps = norm.eps
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * norm.weight
 
 

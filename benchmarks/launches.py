@@ -1,0 +1,391 @@
+"""What a step asks of a GPU, counted without one: launches, bytes, waits and mixed devices.
+
+The decode loop runs on meta tensors at the sizes of released models: every shape, branch and
+transfer is real and nothing is computed. ``meta`` stands for the GPU, so that a tensor of the CPU
+that meets one of meta is a mistake that a GPU would refuse or wait for.
+
+The roofline takes every launch as long as its bytes or its arithmetic need, whichever is longer,
+at 4.0 TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. SDPA under a mask
+counts three times its arithmetic, as the only kernel that takes one is so much slower than the
+flash kernel. Where the model waits for launches, at 5 to 10 microseconds each, the count is the
+time.
+
+    python benchmarks/launches.py
+    python benchmarks/launches.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    Canvas,
+    ConfidencePolicy,
+    Decoder,
+    DecodeResult,
+    DecodeSettings,
+    DecodeState,
+    DualCache,
+    SlidingWindow,
+    StepRecord,
+)
+from lit_dlm.twins import RELEASES
+
+DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
+BANDWIDTH = 4.0e12
+"""Bytes/s."""
+PEAK: dict[torch.dtype | None, float] = {torch.bfloat16: 700e12, torch.float16: 700e12}
+"""FLOP/s; of other dtypes 50e12."""
+MASKED_SLOWDOWN = 3
+
+_VIEWS = {
+    "view", "_unsafe_view", "_reshape_alias", "transpose", "permute", "expand", "slice", "select",
+    "unsqueeze", "squeeze", "t", "as_strided", "detach", "alias", "unflatten", "split",
+    "split_with_sizes", "unbind", "diagonal", "unfold", "lift_fresh", "empty", "empty_like",
+    "empty_strided", "new_empty",
+}  # fmt: skip
+_GATHERS = {"embedding", "gather", "index", "index_select"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_TOLD = (Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.item)
+
+
+@dataclass
+class Counts:
+    """Sums over the operations of one or more steps."""
+
+    launches: int = 0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    """By the roofline."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """Operations for which the host waits for the device."""
+    mixed: Counter[str] = field(default_factory=Counter)
+    """Operations on tensors of both devices."""
+    by_name: Counter[str] = field(default_factory=Counter)
+    """Launches of each operation."""
+    bytes_by_name: Counter[str] = field(default_factory=Counter)
+
+    def add(
+        self, name: str, size: float, flops: float = 0.0, dtype: torch.dtype | None = None
+    ) -> None:
+        """Counts a launch of so many bytes and operations."""
+        self.launches += 1
+        self.by_name[name] += 1
+        self.bytes += size
+        self.bytes_by_name[name] += int(size)
+        self.seconds += max(size / BANDWIDTH, flops / PEAK.get(dtype, 50e12))
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what reaches the device."""
+
+    def __init__(self, counter: LaunchCounter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in inputs + outputs):
+            self.counter.see(name, inputs, outputs, kwargs)
+        return result
+
+
+class LaunchCounter(TorchFunctionMode):
+    """Counts operations on meta tensors while it is entered.
+
+    Args:
+        answer: what the host reads where it asks for the values of a tensor.
+    """
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self._answer = answer
+        self._operations = _Operations(self)
+
+    def __enter__(self) -> LaunchCounter:
+        self._operations.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._operations.__exit__(*exception)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TOLD and args[0].is_meta:
+            self.counts.waits[func.__name__] += 1
+            return self._answer(args[0])
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
+            return self._attention(*args[:3], **kwargs)
+        if func is F.rms_norm and args[0].is_meta:  # one kernel on a GPU
+            output = torch.empty_like(args[0])
+            self.counts.add("rms_norm", 2 * _size(output))
+            return output
+        return func(*args, **kwargs)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        mask = kwargs.get("attn_mask")
+        size = 2 * _size(query) + _size(key) + _size(value)
+        flops = 4.0 * query.numel() * key.shape[-2]
+        if mask is not None:
+            if mask.dtype == torch.bool:  # an additive mask is made of it first, in every layer
+                dense = mask.numel() * query.element_size()
+                self.counts.add("mask", _size(mask) + dense)
+                size += dense
+            else:
+                size += _size(mask)
+            flops *= MASKED_SLOWDOWN
+        self.counts.add("attention", size, flops, query.dtype)
+        return torch.empty_like(query)
+
+    def see(
+        self, name: str, inputs: list[Tensor], outputs: list[Tensor], kwargs: dict[str, Any]
+    ) -> None:
+        """Counts an operation below the level of functions."""
+        devices = {tensor.device.type for tensor in inputs if tensor.ndim}
+        if name in ("_to_copy", "copy_"):
+            if {tensor.device.type for tensor in inputs[:2] + outputs} == {"cpu", "meta"}:
+                if not (kwargs.get("non_blocking") or name == "copy_"):
+                    self.counts.waits["copy"] += 1
+                self.counts.add("upload", 0)
+                return
+        elif len(devices) > 1:
+            self.counts.mixed[name] += 1
+        if name == "nonzero" or (
+            name == "index" and any(t.dtype == torch.bool for t in inputs[1:])
+        ):
+            self.counts.waits[name] += 1
+        in_place = name.endswith("_")
+        if name in _VIEWS or (
+            not in_place and inputs and all(_shares(inputs[0], tensor) for tensor in outputs)
+        ):
+            return
+        written = sum(map(_size, outputs))
+        size = sum(map(_size, inputs)) + (0 if in_place else written)
+        flops = 0.0
+        if name in _GATHERS:
+            size = 2 * written
+        elif name in ("index_put_", "index_copy_", "scatter_"):
+            size = 2 * _size(inputs[-1])
+        elif name == "index_fill_":
+            size = 0
+        elif name in _PRODUCTS:
+            left, right = inputs[-2:]
+            flops = 2.0 * left.numel() * right.shape[-1]
+        self.counts.add(name, size, flops, outputs[0].dtype if outputs else None)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes that a tensor's own memory takes; broadcast dimensions take none."""
+    cells = 1
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        cells *= length if stride else 1
+    return cells * tensor.element_size()
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def meta_backbone(release: str, **options: Any) -> HFBackbone:
+    """A release's model without its weights.
+
+    Args:
+        release: a key of :data:`~lit_dlm.twins.RELEASES`.
+        options: of :class:`~lit_dlm.backbones.hf.HFBackbone`.
+    """
+    architecture = resolve(RELEASES[release].config).architecture
+    with torch.device("meta"):
+        return HFBackbone(architecture=architecture, dtype="bfloat16", **options).eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase:
+    """A batch in the middle of its responses; every step fills a cell of each row."""
+
+    release: str
+    plugs: dict[str, Any]
+    rows: int
+    prompt: int
+    response: int
+    begin: int
+    """First masked cell of the response when the counting begins."""
+    steps: int = 2
+    """Steps to count: whole rounds of what the rows do in turns."""
+    is_padded: bool = False
+    phases: int = 1
+    """So many cells less one are the most that a row is ahead of another."""
+
+
+CASES = {
+    "dream_b1_dual": DecodeCase(
+        release=DREAM,
+        plugs={"window": BlockWindow(32), "cache": DualCache()},
+        rows=1, prompt=512, response=512, begin=260,
+    ),
+    "dream_b16": DecodeCase(
+        release=DREAM, plugs={"window": SlidingWindow(128)},
+        rows=16, prompt=512, response=512, begin=256,
+    ),
+    "dream_b16_padded": DecodeCase(
+        release=DREAM, plugs={"window": SlidingWindow(128)},
+        rows=16, prompt=512, response=512, begin=256, is_padded=True,
+    ),
+    "sdar_b1": DecodeCase(
+        release=SDAR,
+        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        rows=1, prompt=1024, response=1024, begin=376, steps=4,
+    ),
+    "sdar_b64": DecodeCase(
+        release=SDAR,
+        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        rows=64, prompt=1024, response=1024, begin=376, steps=4, is_padded=True,
+        phases=4,
+    ),
+}  # fmt: skip
+
+
+class _Steps:
+    """Counts from the end of one step to the end of another, and answers what the host asks.
+
+    The first forward fills the cache and is not counted, nor is the step behind it.
+    """
+
+    requires: frozenset[str] = frozenset()
+    SKIPPED = 2
+
+    def __init__(self, case: DecodeCase) -> None:
+        self.case = case
+        self.counter = LaunchCounter(self.answer)
+        self.counted = Counts()
+        self._asked = -1
+
+    def answer(self, tensor: Tensor) -> Any:
+        """Columns of the first tokens before the first step, then of every row's first mask."""
+        if tensor.ndim == 0:
+            return False
+        case = self.case
+        if self._asked < 0:
+            return [0] * case.rows
+        at = case.prompt + case.begin - self.SKIPPED + self._asked
+        self._asked += 1
+        return [at + 7 * row % case.phases for row in range(case.rows)]
+
+    def on_start(self, state: DecodeState) -> None:
+        """The session of the cache is ready; what is asked from now on are frontiers."""
+        self._asked = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        """Begins to count, or ends it."""
+        first, last = self.SKIPPED - 1, self.SKIPPED - 1 + self.case.steps
+        if record.state.step in (first, last):
+            self.counted, self.counter.counts = self.counter.counts, Counts()
+
+    def on_end(self, result: DecodeResult) -> None:
+        """Counted already."""
+
+
+def decode_counts(case: DecodeCase, **options: Any) -> Counts:
+    """Counts of the steps of a case, all together.
+
+    Args:
+        case: what is decoded.
+        options: of the backbone.
+    """
+    backbone = meta_backbone(case.release, **options)
+    shape = case.rows, case.prompt + case.response
+    canvas = Canvas(
+        ids=torch.empty(shape, dtype=torch.long, device="meta"),
+        editable=torch.empty(shape, dtype=torch.bool, device="meta"),
+        seeds=torch.empty(case.rows, dtype=torch.long, device="meta"),
+        start=case.prompt,
+        pad_mask=torch.empty(shape, dtype=torch.bool, device="meta") if case.is_padded else None,
+    )
+    steps = _Steps(case)
+    decoder = Decoder(
+        policy=ConfidencePolicy(),
+        settings=DecodeSettings(max_steps=steps.SKIPPED + case.steps),
+        **case.plugs,
+    )
+    with steps.counter:
+        decoder(backbone, canvas, observers=[steps])
+    return steps.counted
+
+
+def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any]:
+    """Counts a step, by case, and the figures that are held.
+
+    Args:
+        cases: names in :data:`CASES`.
+        options: of the backbones.
+    """
+    counted = {name: decode_counts(CASES[name], **options) for name in cases}
+    told: dict[str, Any] = {}
+    for name, counts in counted.items():
+        steps = CASES[name].steps
+        told[f"{name}_launches"] = counts.launches / steps
+        told[f"{name}_roofline_ms"] = 1e3 * counts.seconds / steps
+        told[f"{name}_gigabytes"] = counts.bytes / steps / 1e9
+    if "dream_b16_padded" in counted and "dream_b16" in counted:
+        told["dream_b16_padded_bytes_ratio"] = (
+            counted["dream_b16_padded"].bytes / counted["dream_b16"].bytes
+        )
+    told["host_waits_per_step"] = max(
+        counts.waits.total() / CASES[name].steps for name, counts in counted.items()
+    )
+    told["mixed_devices"] = sum(counts.mixed.total() for counts in counted.values())
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Counts and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--operations", action="store_true", help="what is launched most, by name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    if options.operations:
+        for name in options.cases:
+            counts, steps = decode_counts(CASES[name]), CASES[name].steps
+            print(f"{name}: launches and GB a step; waits {dict(counts.waits)}")
+            for operation, launches in counts.by_name.most_common(20):
+                size = counts.bytes_by_name[operation] / steps / 1e9
+                print(f"  {operation:<24}{launches / steps:>8.1f}{size:>10.3f}")
+        return
+    told = report(options.cases)
+    if options.json:
+        print(json.dumps(told))
+        return
+    for name, value in told.items():
+        print(f"{name:<36}{value:>10.4g}")
+
+
+if __name__ == "__main__":
+    main()

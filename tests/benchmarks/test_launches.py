@@ -1,0 +1,55 @@
+"""What decoding asks of a GPU, counted at released sizes: a regression shows without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+
+
+def test_a_product_counts_its_bytes_and_a_view_nothing() -> None:
+    """2 x 3 by 3 x 4 in bfloat16: (6 + 12 + 8) cells of two bytes; a broadcast row is read once."""
+    from launches import LaunchCounter
+
+    left = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    right = torch.empty(4, 3, dtype=torch.bfloat16, device="meta")
+    with LaunchCounter(lambda _: None) as counter:
+        left.view(6).unsqueeze(0)
+        torch.mm(left, right.T)
+        assert (counter.counts.launches, counter.counts.bytes) == (1, 52)
+        left + left[:1].expand(2, -1)
+    assert counter.counts.bytes == 52 + 2 * (6 + 3 + 6)
+    assert counter.counts.waits.total() == counter.counts.mixed.total() == 0
+
+
+def test_waits_and_mixed_devices_are_found() -> None:
+    from launches import LaunchCounter
+
+    values = torch.empty(4, dtype=torch.long, device="meta")
+    with LaunchCounter(lambda tensor: [7] * len(tensor) if tensor.ndim else True) as counter:
+        assert values.tolist() == [7] * 4
+        assert bool(values.any())
+        values[torch.arange(4)]
+        values + torch.tensor(4)  # a number
+        torch.arange(4).to("meta", non_blocking=True)
+        torch.arange(4).to("meta")
+    assert dict(counter.counts.waits) == {"tolist": 1, "__bool__": 1, "copy": 1}
+    assert dict(counter.counts.mixed) == {"index": 1}
+
+
+def test_a_step_of_released_models_waits_once_and_stays_within_its_launches() -> None:
+    from launches import report
+
+    told = report()
+    assert told["host_waits_per_step"] == 1.0
+    assert told["mixed_devices"] == 0
+    assert told["sdar_b64_launches"] <= 1320
+    assert told["sdar_b64_roofline_ms"] <= 16.5
+    assert told["dream_b1_dual_launches"] <= 880
+    assert told["dream_b16_padded_bytes_ratio"] <= 1.1
