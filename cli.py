@@ -88,6 +88,10 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     try:
         status = import_module(module).main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except (ValueError, OSError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise

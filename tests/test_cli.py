@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,15 @@ def test_a_missing_run_is_one_line_without_a_traceback(tmp_path: Path, capsys):
     assert error.startswith("lit-dlm: error: ")
     assert str(tmp_path / "nowhere") in error
     assert error.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough_gets_no_error():
+    """As in ``lit-dlm recipes | head``: nobody reads the other end of the pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import cli; cli.main(['recipes'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -105,6 +105,7 @@ def decode(
         frontier = _frontier(state.masked, state.masked.any(1))
         while (kept := _open_rows(frontier)) and state.step < budget:
             if len(kept) < len(frontier):
+                # Finished rows leave the batch, so that later forwards cost less.
                 index = torch.tensor(kept).to(canvas.ids.device, non_blocking=True)
                 state = state.take(index)
                 if session is not None:
@@ -206,6 +207,7 @@ def decide(
     """
     view = window.view(state)
     state = enter_block(state, view)
+    # The head runs at the window's columns alone, unless somebody reads the whole response.
     columns = view.columns
     if "region" in requires:
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
@@ -218,14 +220,16 @@ def decide(
             columns = columns.gather(1, masks_first(state, columns))
         denoised, forced = session.denoise(state, columns)
     proposal = sampler.propose(state, denoised, requires)
+    # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
     if settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposal.ids)
-    if forced is not None:
+    if forced is not None:  # cells that only the refresh of a cache can predict
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
     counts = quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
         selection = policy.select(state, candidates, proposal, counts)
+    # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
     commit = selection.commit & candidates
     if settings.max_commits_per_step is not None:
         commit = top_quota(selection.scores, commit, settings.max_commits_per_step)

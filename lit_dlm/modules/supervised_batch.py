@@ -326,6 +326,7 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
             f"has no predecessor in its copy, got shift {spec.shift}"
         )
     assert spec.block_size is not None
+    # Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
     layout = TwoCopyLayout.trace(
         batch.start,
         L,

@@ -469,6 +469,7 @@ def collate_items(
     """
     numbers = sorted({item.record for item, _ in items})
     place = {number: at for at, number in enumerate(numbers)}
+    # Without steps: the items know their states, so only the tokens are needed.
     length = _needed_length([item for item, _ in items], records, spec)
     examples = [
         replace(example, response_ids=example.response_ids[:length], steps=None)
@@ -486,7 +487,7 @@ def collate_items(
     advantage = joined("advantage")
     first = items[0][0]
     unit = None
-    if first.unit is not None:
+    if first.unit is not None:  # units are numbered within an item: move each behind the one before
         pairs = zip(items, offsets[:-1], strict=True)
         unit = torch.cat([item.unit + at for (item, _), at in pairs if item.unit is not None])
     factors = torch.tensor([factor for _, factor in items]).repeat_interleave(torch.tensor(sizes))

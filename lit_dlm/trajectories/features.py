@@ -148,6 +148,7 @@ def attach_features(
     if n != len(records):
         raise InvariantError(f"features block: {n} records, the record block has {len(records)}")
     read = ColumnReader(columns, _DTYPES)
+    # Features belong to a record by its name and its content: a changed one must not have them.
     uids = split_texts("<H", columns["SMID"], n)
     digests = read.raw("CDIG", 16 * n)
     for i, record in enumerate(records):
@@ -163,6 +164,7 @@ def attach_features(
     ends = np.cumsum(counts)
     masks: list[NDArray[np.bool_] | None] = [None] * n
     cells = counts * rows
+    # Which cells are stored is not: it follows from the record.
     if facts["layout"] == "masked":
         for i, record in enumerate(records):
             if counts[i]:
@@ -187,7 +189,7 @@ def attach_features(
         tokens = proposals[first:last]
         if masks[i] is None:
             tokens = tokens.reshape(S, R)
-        else:
+        else:  # where a token stood already, it stands for the proposal
             standing = np.stack([record.state_at(int(step)) for step in kept])
             standing[masks[i]] = tokens
             tokens = standing

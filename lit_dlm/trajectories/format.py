@@ -128,6 +128,7 @@ def encode_block(
     flat.check()
     statuses = status_codes(records)
     uids = uid_bytes(records)
+    # -1 goes in as 0: a mask or a given token tells the reader that no step wrote the cell.
     cstp = np.maximum(flat.commit_step, 0)
     narrow = int(flat.num_steps.max()) <= 256
     columns = [

@@ -254,6 +254,7 @@ def record_generate(
     recorder = TraceRecorder(
         mask_id=mask_id, vocab_size=vocab_size, top_k=top_k, step_times=step_times
     )
+    # The input of a forward shows what the step before it wrote; the loop itself is not touched.
     num_forwards = 0
     logits: Tensor | None = None
 

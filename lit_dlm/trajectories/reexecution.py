@@ -179,6 +179,7 @@ def teacher_forced(
         state = initial_state(backbone, canvas)
         session = decoder.cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
         while True:
+            # A row ends where its record does, whatever this model would do.
             running = num_steps[state.rows] > state.step
             full = running & ~state.masked.any(1)
             for row in state.rows[full].tolist():
@@ -211,8 +212,9 @@ def teacher_forced(
                 tally_step(tallies, decision, after, compared.margin, decoder)
                 if on_step is not None:
                     on_step(len(state.rows))
-            else:
+            else:  # without a decision, but quotas count the steps of a block
                 state = enter_block(state, window.view(state))
+            # On with the recorded tokens: one difference must not cause others.
             state = _advanced(state, after)
     return [tally.verdict(tolerance, independent=True) for tally in tallies]
 
