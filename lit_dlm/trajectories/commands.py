@@ -156,7 +156,7 @@ def inspect(shards: Sequence[Path]) -> dict[str, Any]:
     columns: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     lengths: dict[str, list[int]] = {"prompt": [], "response": [], "steps": []}
     statuses: Counter[str] = Counter()
-    methods: dict[str, list[Trajectory]] = defaultdict(list)
+    methods: dict[str, Counter[str]] = defaultdict(Counter)
     num_overwritten = num_features = 0
     with Bar() as bar:
         bar.start("Records", reader.num_records)
@@ -166,7 +166,12 @@ def inspect(shards: Sequence[Path]) -> dict[str, Any]:
                 lengths["response"].append(record.num_generated)
                 lengths["steps"].append(record.num_steps)
                 statuses[record.status] += 1
-                methods[str(record.meta.get("method", "-"))].append(record)
+                counts = methods[str(record.meta.get("method", "-"))]
+                counts["records"] += 1
+                counts["steps"] += record.num_steps
+                counts["committed"] += record.num_committed
+                counts["graded"] += "correct" in record.meta
+                counts["correct"] += bool(record.meta.get("correct"))
                 num_overwritten += record.superseded is not None
                 bar.advance(1)
             entry = reader.side_file(shard).blocks[index]
@@ -196,19 +201,17 @@ def inspect(shards: Sequence[Path]) -> dict[str, Any]:
             name: {"min": min(values), "mean": float(np.mean(values)), "max": max(values)}
             for name, values in lengths.items()
         },
-        "methods": {name: _method_facts(records) for name, records in sorted(methods.items())},
+        "methods": {name: _method_facts(counts) for name, counts in sorted(methods.items())},
         "columns": {tag: {"raw": raw, "stored": size} for tag, (raw, size) in columns.items()},
     }
 
 
-def _method_facts(records: Sequence[Trajectory]) -> dict[str, Any]:
-    steps = [record.num_steps for record in records]
-    correct = [record.meta["correct"] for record in records if "correct" in record.meta]
+def _method_facts(counts: Counter[str]) -> dict[str, Any]:
     return {
-        "num_records": len(records),
-        "mean_steps": float(np.mean(steps)),
-        "tokens_per_step": sum(r.num_committed for r in records) / max(sum(steps), 1),
-        "correct": float(np.mean(correct)) if correct else None,
+        "num_records": counts["records"],
+        "mean_steps": counts["steps"] / counts["records"],
+        "tokens_per_step": counts["committed"] / max(counts["steps"], 1),
+        "correct": counts["correct"] / counts["graded"] if counts["graded"] else None,
     }
 
 
