@@ -7,8 +7,6 @@ import os
 import sys
 from importlib import import_module
 
-# Read by webdataset when it is imported: refuse pickles and shell commands in shards.
-os.environ.setdefault("WDS_SECURE", "1")
 # Read by torch: no checkpoint is unpickled, parts of sharded ones included.
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

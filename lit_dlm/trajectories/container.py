@@ -2,7 +2,8 @@
 
 This module knows nothing about trajectories. It stores named columns of bytes, each raw or
 zstd-compressed, so that every bit of the block is covered by a checksum, nothing is executed on
-reading, and a damaged or hostile header cannot make the reader allocate more than its cap.
+reading, and a damaged or hostile header cannot make the reader allocate more than a multiple of
+the block.
 
 ===============  ==================================================================================
 header, 48 B     magic, u8 major, u8 minor, u16 columns, u32 records, u32 flags, u32 mask id,
@@ -19,6 +20,7 @@ All numbers are little-endian.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import zlib
@@ -48,7 +50,8 @@ UNDERSTOOD_FLAGS = 0x0001
 MUST_UNDERSTAND = 0x0001
 """Column flag: a reader that does not know the tag must refuse the block."""
 MAX_RAW_BYTES = 1 << 30
-"""Default cap on the unpacked columns of one block, together and hence each."""
+"""Cap on the unpacked columns of one block, together and hence each."""
+_RAW_SLACK, _RAW_RATIO = 32 << 20, 256
 
 _HEADER = struct.Struct("<8sBBHIIIII16s")
 _ENTRY = struct.Struct("<4sBBHQQI")
@@ -127,19 +130,29 @@ class _Head:
     """Bytes of the whole block, as the directory adds them up."""
 
 
+def raw_limit(stored: int) -> int:
+    """Most bytes that a block may unpack to, so that a small file cannot take much memory.
+
+    Args:
+        stored: bytes of the block.
+    """
+    return min(MAX_RAW_BYTES, _RAW_SLACK + _RAW_RATIO * stored)
+
+
 def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
     """Writes a block.
 
     Args:
         header: facts about the block.
         columns: in the order in which they are stored.
-        level: zstd level; a column that does not shrink is stored raw.
+        level: zstd level; a column that does not shrink, or would shrink so much that readers
+            took it for a bomb, is stored raw.
 
     Returns:
         The bytes of the block.
 
     Raises:
-        InvariantError: If a number does not fit its field.
+        InvariantError: If a number does not fit its field, or the columns are too large.
     """
     compressor = _compressor(level)
     for name in ("num_records", "flags", "mask_id", "vocab_size"):
@@ -147,13 +160,19 @@ def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
             raise InvariantError(
                 f"block: {name} must be in 0..2**32-1, got {getattr(header, name)}"
             )
+    raw_total = sum(len(column.data) for column in columns)
+    if raw_total > MAX_RAW_BYTES:
+        raise InvariantError(
+            f"block: {header.num_records} records take {raw_total} bytes, more than "
+            f"{MAX_RAW_BYTES}; put fewer into a block"
+        )
+    packed = [_packed(compressor, column.data) for column in columns]
+    while raw_total > raw_limit(sum(map(len, packed))):
+        least = max(range(len(columns)), key=lambda at: len(columns[at].data) - len(packed[at]))
+        packed[least] = columns[least].data
     directory, payloads = [], []
-    for column in columns:
-        stored, codec = column.data, Codec.RAW
-        if len(column.data) > 16:
-            packed = compressor.compress(column.data)
-            if len(packed) < len(column.data):
-                stored, codec = packed, Codec.ZSTD
+    for column, stored in zip(columns, packed, strict=True):
+        codec = Codec.RAW if len(stored) == len(column.data) else Codec.ZSTD
         entry = (len(column.data), len(stored), zlib.crc32(stored))
         tag = column.tag.encode("ascii")
         directory.append(_ENTRY.pack(tag, column.dtype, codec, column.flags, *entry))
@@ -175,6 +194,12 @@ def pack(header: Header, columns: Sequence[Column], *, level: int) -> bytes:
     return b"".join([head, crc.to_bytes(4, "little"), *payloads, _TRAILER.pack(length, crc, END)])
 
 
+def _packed(compressor: zstandard.ZstdCompressor, data: bytes) -> bytes:
+    """Compressed, where that makes it smaller."""
+    packed = compressor.compress(data) if len(data) > 16 else data
+    return packed if len(packed) < len(data) else data
+
+
 def stored_sizes(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
     """Bytes of every column of a block, also of unknown ones: raw, and as stored.
 
@@ -190,18 +215,12 @@ def read_header(data: bytes | memoryview) -> Header:
     return _header(_HEADER.unpack_from(data))
 
 
-def unpack(
-    data: bytes | memoryview,
-    *,
-    known: Collection[str],
-    max_raw_bytes: int = MAX_RAW_BYTES,
-) -> tuple[Header, dict[str, Column]]:
+def unpack(data: bytes | memoryview, *, known: Collection[str]) -> tuple[Header, dict[str, Column]]:
     """Reads a block and checks every byte of it.
 
     Args:
         data: exactly one block.
         known: tags that the caller understands; other columns are checked and dropped.
-        max_raw_bytes: refuse a block whose known columns unpack to more than this.
 
     Returns:
         The header and the known columns by tag.
@@ -217,7 +236,7 @@ def unpack(
             f"block: the trailer does not close a block of {len(view)} bytes (cut or extended)",
             offset=len(view) - _TRAILER.size,
         )
-    wanted = _wanted(head, known, known, max_raw_bytes)
+    wanted = _wanted(head, known, known)
     columns: dict[str, Column] = {}
     for entry in head.entries:
         stored = view[entry.at : entry.at + entry.stored_length]
@@ -234,7 +253,6 @@ def read_columns(
     *,
     known: Collection[str],
     wanted: Collection[str],
-    max_raw_bytes: int = MAX_RAW_BYTES,
 ) -> tuple[Header, dict[str, Column]]:
     """Reads some columns of a block in a file, and no more of the file than these need.
 
@@ -247,7 +265,6 @@ def read_columns(
         size: bytes of the block.
         known: tags that the caller understands.
         wanted: tags to read; those that the block lacks are left out.
-        max_raw_bytes: refuse columns that unpack to more than this.
 
     Returns:
         The header and the wanted columns by tag.
@@ -255,6 +272,9 @@ def read_columns(
     Raises:
         TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
     """
+    left = file.seek(0, os.SEEK_END) - offset
+    if size > left:
+        raise TruncatedBlockError(f"block: expected {size} bytes, the file has {max(left, 0)}")
     file.seek(offset)
     start = file.read(min(size, _HEAD_READ))
     if len(start) >= _HEADER.size:
@@ -262,7 +282,7 @@ def read_columns(
         if len(start) < needed <= size:
             start += file.read(needed - len(start))
     head = _read_head(memoryview(start), size)
-    tags = _wanted(head, known, wanted, max_raw_bytes)
+    tags = _wanted(head, known, wanted)
     columns = {}
     for entry in head.entries:
         if entry.tag not in tags:
@@ -327,9 +347,7 @@ def _header(fields: tuple[int, ...]) -> Header:
     )
 
 
-def _wanted(
-    head: _Head, known: Collection[str], wanted: Collection[str], max_raw_bytes: int
-) -> set[str]:
+def _wanted(head: _Head, known: Collection[str], wanted: Collection[str]) -> set[str]:
     """The wanted tags that the block has; nothing is unpacked before these checks."""
     tags: set[str] = set()
     raw_total = 0
@@ -346,9 +364,11 @@ def _wanted(
             raise InvariantError(f"block: column {entry.tag!r} appears twice", offset=entry.at)
         tags.add(entry.tag)
         raw_total += entry.raw_length
-    if raw_total > max_raw_bytes:
+    limit = raw_limit(head.length)
+    if raw_total > limit:
         raise InvariantError(
-            f"block: columns unpack to {raw_total} bytes, the cap is {max_raw_bytes}"
+            f"block: columns unpack to {raw_total} bytes, expected at most {limit} of a block of "
+            f"{head.length}"
         )
     return tags
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories.container import (
-    MAX_RAW_BYTES,
     Column,
     ColumnReader,
     Dtype,
@@ -37,6 +37,7 @@ from lit_dlm.trajectories.container import (
     make_column,
     pack,
     pack_texts,
+    raw_limit,
     read_columns,
     split_texts,
     unpack,
@@ -59,6 +60,10 @@ _DTYPES: dict[str, tuple[Dtype, ...]] = {
     "FSCL": (Dtype.F16,),
     "FEAT": (Dtype.I8, Dtype.F16),
 }
+
+
+_DENSE_SLACK = 256 << 20
+"""Values that a small block in layout ``masked`` may take when its zeros are put back."""
 
 
 def encode_features(
@@ -124,15 +129,12 @@ def encode_features(
 def attach_features(
     records: Sequence[Trajectory],
     data: bytes | memoryview,
-    *,
-    max_raw_bytes: int = MAX_RAW_BYTES,
 ) -> list[Trajectory]:
     """Joins a features block to the records it belongs to.
 
     Args:
         records: the decoded records of the same key.
         data: the features block.
-        max_raw_bytes: refuse a block that unpacks to more than this.
 
     Returns:
         The records, those with kept steps carrying their features (views of the block's columns).
@@ -140,7 +142,7 @@ def attach_features(
     Raises:
         TrajectoryFormatError: If the bytes are damaged or belong to other records.
     """
-    header, columns = unpack(data, known=tuple(_DTYPES), max_raw_bytes=max_raw_bytes)
+    header, columns = unpack(data, known=tuple(_DTYPES))
     n = header.num_records
     missing = [tag for tag in _DTYPES if tag not in columns and tag != "FSCL"]
     if missing:
@@ -162,6 +164,12 @@ def attach_features(
     counts, rows = read.integers("FCNT", n), read.integers("FROW", n)
     steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
     ends = np.cumsum(counts)
+    dense = sum(map(mul, counts.tolist(), rows.tolist())) * F
+    if facts["layout"] == "masked" and dense > max(_DENSE_SLACK, raw_limit(len(data))):
+        raise InvariantError(
+            f"features block: its rows take {dense} values, more than a block of {len(data)} bytes "
+            "may"
+        )
     masks: list[NDArray[np.bool_] | None] = [None] * n
     cells = counts * rows
     # Which cells are stored is not: it follows from the record.

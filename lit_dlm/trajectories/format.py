@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.trajectories.container import (
-    MAX_RAW_BYTES,
     Column,
     ColumnReader,
     Dtype,
@@ -175,7 +174,6 @@ def decode_block(
     data: bytes | memoryview,
     *,
     strict: bool = True,
-    max_raw_bytes: int = MAX_RAW_BYTES,
 ) -> list[Trajectory]:
     """Reads a block.
 
@@ -185,7 +183,6 @@ def decode_block(
         data: exactly one block.
         strict: also compute each record's content digest anew, and check the uids and the block
             flag. Checksums, lengths and the rules of the arrays are always checked.
-        max_raw_bytes: refuse a block whose columns unpack to more than this.
 
     Returns:
         The records in their stored order.
@@ -193,7 +190,7 @@ def decode_block(
     Raises:
         TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
     """
-    header, columns = unpack(data, known=DTYPES, max_raw_bytes=max_raw_bytes)
+    header, columns = unpack(data, known=DTYPES)
     n = header.num_records
     if not 1 <= n <= MAX_LENGTH:
         raise InvariantError(f"block: expected 1 to {MAX_LENGTH} records, got {n}")

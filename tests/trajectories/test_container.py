@@ -63,12 +63,13 @@ def test_a_newer_major_version_is_named_although_its_header_is_different() -> No
 
 
 def test_unknown_columns_do_not_count_towards_the_cap() -> None:
-    """1 MB of an optional column that is never unpacked, under a cap of 1 kB."""
-    data = block(AAAA=b"abc", ZZZZ=bytes(2**20))
-    _, columns = layout.unpack(data, known=KNOWN, max_raw_bytes=1024)
+    """256 MB of an optional column that is never unpacked, under a cap of 32 MB and a bit."""
+    data = block(AAAA=b"abc", ZZZZ=b"12345")
+    data = with_entry(data, 1, 8, 2**28, "<Q")
+    _, columns = layout.unpack(data, known=KNOWN)
     assert {tag: column.data for tag, column in columns.items()} == {"AAAA": b"abc"}
-    with pytest.raises(InvariantError, match=r"unpack to 1048579 bytes, the cap is 1024"):
-        layout.unpack(data, known=(*KNOWN, "ZZZZ"), max_raw_bytes=1024)
+    with pytest.raises(InvariantError, match=r"unpack to 268435459 bytes, expected at most 335"):
+        layout.unpack(data, known=(*KNOWN, "ZZZZ"))
 
 
 def test_a_column_that_appears_twice_is_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -189,8 +190,8 @@ def test_bit_flips_under_fresh_checksums_raise_only_format_errors():
     assert passed > 0
 
 
-def test_fuzzed_headers_never_allocate_above_the_cap():
-    """Directory entries claim gigabytes, with right header checksums; the cap is 1 MB."""
+def test_fuzzed_headers_never_allocate_what_they_claim():
+    """Directory entries claim gigabytes, with right header checksums."""
     _, data = small_block()
     num_columns = struct.unpack_from("<H", data, 10)[0]
     body = 48 + 28 * num_columns
@@ -204,7 +205,7 @@ def test_fuzzed_headers_never_allocate_above_the_cap():
         crc = struct.pack("<I", zlib.crc32(damaged[:body]))
         damaged[body : body + 4] = damaged[-8:-4] = crc
         try:
-            decode_block(bytes(damaged), max_raw_bytes=2**20)
+            decode_block(bytes(damaged))
         except TrajectoryFormatError:
             continue
     _, peak = tracemalloc.get_traced_memory()
@@ -212,20 +213,62 @@ def test_fuzzed_headers_never_allocate_above_the_cap():
     assert peak < 8 * 2**20
 
 
-def test_a_bomb_is_refused():
-    """A column of 64 MB of zeros packs into a few kB; a cap of 1 MB refuses it unread."""
+def with_payload(data: bytes, tag: str, raw: bytes) -> bytes:
+    """The block with another content of one column, compressed, whatever it unpacks to."""
+    stored = zstandard.compress(raw)
+    num_columns = struct.unpack_from("<H", data, 10)[0]
+    body = 48 + 28 * num_columns
+    head, payloads, at = bytearray(data[:body]), [], body + 4
+    for place in range(48, body, 28):
+        length = struct.unpack_from("<Q", head, place + 16)[0]
+        payload, at = data[at : at + length], at + length
+        if head[place : place + 4] == tag.encode():
+            payload = stored
+            sizes = (len(raw), len(stored), zlib.crc32(stored))
+            head[place + 5] = layout.Codec.ZSTD
+            struct.pack_into("<QQI", head, place + 8, *sizes)
+        payloads.append(payload)
+    crc = struct.pack("<I", zlib.crc32(head))
+    whole = bytes(head) + crc + b"".join(payloads)
+    return whole + struct.pack("<Q", len(whole) + 16) + crc + b"LDTE"
+
+
+@pytest.mark.parametrize("tag", ["META", "GTOK"])
+def test_a_bomb_is_refused(tag: str):
+    """A column of 256 MB of zeros packs into 8 kB, and is refused unread."""
     _, data = small_block()
-    bomb = rebuilt(
-        data,
-        lambda c: c | {"META": layout.Column("META", layout.Dtype.BYTES, bytes(64 * 2**20))},
-    )
-    assert len(bomb) < 20_000
+    tokens = layout.unpack(data, known=["PTOK"])[1]["PTOK"].data
+    assert len(decode_block(with_payload(data, "PTOK", tokens))) == 3
+    bomb = with_payload(data, tag, bytes(256 * 2**20))
+    assert len(bomb) < 12_000
     tracemalloc.start()
-    with pytest.raises(TrajectoryFormatError, match="the cap is"):
-        decode_block(bomb, max_raw_bytes=2**20)
+    with pytest.raises(TrajectoryFormatError, match="expected at most 35"):
+        decode_block(bomb)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_what_shrinks_like_a_bomb_is_stored_so_that_it_can_be_read():
+    """A record of 65,000 cells that proposes the same token at every one of 200 steps."""
+    G, T = 65_000, 200
+    record = Trajectory(
+        uid="u",
+        prompt_ids=np.array([1]),
+        tokens=np.full(G, 3),
+        commit_step=np.full(G, T - 1),
+        num_steps=T,
+        mask_id=2,
+        vocab_size=5,
+        seed=0,
+        status="complete",
+        signals={"step_proposal": np.full(G * T, 3, dtype=np.int32)},
+    )
+    data = encode_block([record])
+    (again,) = decode_block(data)
+    assert again.uid == "u"
+    assert (again.signals["step_proposal"] == 3).all()
+    assert len(data) > 3 * G * T
 
 
 def test_random_bytes_raise_only_format_errors():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.store.writer import TrajectoryShardWriter
+from lit_dlm.trajectories.store.writer import TrajectoryShardWriter, record_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ Source = Trajectory | Callable[[], Iterable[Trajectory]]
 
 _GROUP_BYTES = 8 * 2**20  # taken from the queue at a time: they share one wait for the disk
 _WAKE_SECONDS = 1.0  # how often an idle thread looks whether the program has ended
-_RECORD_OVERHEAD = 2048  # bytes of a record's Python objects, roughly
 
 
 class BackgroundWriter:
@@ -223,13 +222,3 @@ class BackgroundWriter:
                 self._num_finished = num_handled
             self._changed.notify_all()
         return not is_last
-
-
-def record_bytes(record: Trajectory) -> int:
-    """Memory that a record takes, to a good approximation."""
-    size = record.prompt_ids.nbytes + record.tokens.nbytes + record.commit_step.nbytes
-    for array in (record.given, record.superseded, *record.signals.values()):
-        size += 0 if array is None else array.nbytes
-    if record.features is not None:
-        size += record.features.nbytes
-    return size + _RECORD_OVERHEAD

@@ -113,6 +113,7 @@ def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
         the point where the file is cut; and whether the end marker was reached.
     """
     members: list[tuple[str, bytes]] = []
+    end = os.fstat(file.fileno()).st_size
     while True:
         header = file.read(tarfile.BLOCKSIZE)
         if header == bytes(tarfile.BLOCKSIZE):
@@ -121,9 +122,9 @@ def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
             info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.HeaderError:
             return members, False
-        data = file.read(info.size)
-        if len(data) < info.size:
+        if not 0 <= info.size <= end - file.tell():  # before memory for so much is taken
             return members, False
+        data = file.read(info.size)
         file.seek(-info.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
         members.append((info.name, data))
 
@@ -173,11 +174,31 @@ class SideFile:
                 raise ShardError(f"{path}: not a side file of version 1")
             blocks = tuple(BlockEntry(**entry) for entry in content.pop("blocks"))
             uids = tuple(content.pop("uids"))
-            return SideFile(blocks=blocks, uids=uids, **content)
+            side = SideFile(blocks=blocks, uids=uids, **content)
+            side._check()
+            return side
         except ShardError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ShardError(f"{path}: not a side file of a shard: {error!r}") from error
+
+    def _check(self) -> None:
+        """Sizes that nobody need trust: a reader takes as much memory as they say."""
+        numbers = [self.bytes, self.num_records]
+        for entry in self.blocks:
+            numbers += [entry.num_records, entry.offset, entry.size]
+            if entry.feature_offset is not None or entry.feature_size is not None:
+                numbers += [entry.feature_offset, entry.feature_size]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("expected sizes and places that are whole numbers of 63 bits")
+        if any(
+            entry.offset + entry.size > self.bytes
+            or (entry.feature_offset or 0) + (entry.feature_size or 0) > self.bytes
+            for entry in self.blocks
+        ):
+            raise ValueError(f"a block ends behind the {self.bytes} bytes of the shard")
+        if not all(type(uid) is str for uid in self.uids):
+            raise ValueError("expected uids that are texts")
 
 
 def side_path(shard: Path) -> Path:

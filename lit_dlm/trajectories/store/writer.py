@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 MAX_SHARD_BYTES = 256 * 2**20
 """A shard is closed at this size."""
 MAX_BLOCK_BYTES = 32 * 2**20
-"""A block is closed early when its features are this large."""
+"""A block is closed early when its records take this much memory."""
+_RECORD_OVERHEAD = 2048
+"""Bytes of a record's Python objects, roughly."""
 OPEN_FILES: set[Path] = set()
 """Unfinished shards of this very process; recovery must not take them for orphans."""
 
@@ -315,7 +317,7 @@ class TrajectoryShardWriter:
             self._pending_kind = _kind(record)
         self._uids.add(record.uid)
         self._pending.append(record)
-        self._pending_bytes += 0 if record.features is None else record.features.nbytes
+        self._pending_bytes += record_bytes(record)
         if (
             len(self._pending) >= self.block_size
             or self._pending_bytes >= MAX_BLOCK_BYTES
@@ -459,3 +461,13 @@ def _kind(record: Trajectory) -> tuple[object, ...]:
         layout = (features.layout, features.scheme, features.groups, features.projector_digest)
     signals = sorted((name, values.shape[1:]) for name, values in record.signals.items())
     return record.mask_id, record.vocab_size, tuple(signals), layout
+
+
+def record_bytes(record: Trajectory) -> int:
+    """Memory that a record takes, to a good approximation."""
+    size = record.prompt_ids.nbytes + record.tokens.nbytes + record.commit_step.nbytes
+    for array in (record.given, record.superseded, *record.signals.values()):
+        size += 0 if array is None else array.nbytes
+    if record.features is not None:
+        size += record.features.nbytes
+    return size + _RECORD_OVERHEAD
