@@ -14,8 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
+from lit_dlm.ops.batches import split_batches, token_batches
+
 _LENGTH_GROUP = 50
-"""Batches whose examples are sorted by length together."""
+"""Batches whose examples are sorted by length together; as many times ``max_tokens``."""
+
+_Batches = NDArray[np.int64] | list[NDArray[np.int64]]
 
 
 class ExampleRef(NamedTuple):
@@ -33,8 +37,11 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
     """Endless shuffled passes over examples that lie in blocks of files.
 
     Each pass shuffles the blocks, cuts them into groups and shuffles the examples of each group, so
-    that a reader touches few blocks at a time. Every rank gets equally many full batches; the few
+    that a reader touches few blocks at a time. Every rank gets equally many batches; the few
     examples left over at the end of a pass are others in the next one.
+
+    With ``max_tokens`` batches hold as many examples as fit, sorted by length. Every pass has as
+    many of them as the first: one more is left over, of one less the largest are cut in two.
     """
 
     def __init__(
@@ -48,20 +55,24 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         blocks_per_group: int = 64,
         numbers: Sequence[int] | NDArray[np.integer] | None = None,
         lengths: Sequence[int] | NDArray[np.integer] | None = None,
+        max_tokens: int | None = None,
         batches_done: Callable[[], int] = lambda: 0,
     ) -> None:
         """Sets up the plan.
 
         Args:
             blocks: block number of every example.
-            batch_size: examples per batch and rank.
+            batch_size: examples per batch and rank; not read with ``max_tokens``.
             seed: seed of the shuffles.
             rank: global rank.
             world_size: number of processes.
             blocks_per_group: blocks whose examples are mixed.
             numbers: number of every example in its dataset; counted from 0 by default.
             lengths: length of every example, to put similar ones into one batch; batches are mixed
-                at random by default. A pass holds the same examples either way.
+                at random by default. A pass holds the same examples either way. With
+                ``max_tokens`` ``(number of examples, parts)``, see
+                :func:`~lit_dlm.ops.batches.token_batches`.
+            max_tokens: most tokens of a batch of one rank, padding included.
             batches_done: asked at each start of iteration: batches that each rank has consumed
                 since the beginning of training.
         """
@@ -77,17 +88,29 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
                 f"got {len(self.numbers)}"
             )
         self.lengths = None if lengths is None else np.asarray(lengths)
+        if max_tokens is not None:
+            assert self.lengths is not None
+            longest = int(self.lengths.sum(1).max())
+            if max_tokens < longest:
+                raise ValueError(
+                    f"max_tokens_per_batch: expected at least {longest}, the tokens of the longest "
+                    f"example, got {max_tokens}"
+                )
+        self.max_tokens = max_tokens
         self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
         self.blocks_per_group = blocks_per_group
         self.batches_done = batches_done
-        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._pass: tuple[int, _Batches] | None = None
+        self._count = (
+            len(self.blocks) // batch_size if max_tokens is None else len(self._token_batches(0))
+        )
 
     def __len__(self) -> int:
         """Batches of one pass and rank."""
-        return max(1, len(self.blocks) // (self.batch_size * self.world_size))
+        return max(1, self._count // self.world_size)
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
         """One pass worth of batches, from where training stands."""
@@ -98,24 +121,52 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
     def batch(self, number: int) -> list[ExampleRef]:
         """This rank's batch ``number``, counted from the beginning of training."""
         epoch, offset = divmod(number, len(self))
-        first = (offset * self.world_size + self.rank) * self.batch_size
-        chosen = self.order(epoch)[first : first + self.batch_size]
+        chosen = self.batches(epoch)[offset * self.world_size + self.rank]
         if self.numbers is not None:
             chosen = self.numbers[chosen]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]
 
+    def batches(self, epoch: int) -> _Batches:
+        """Places in ``blocks`` of every batch of one pass, those of all ranks in turn.
+
+        Too few examples for a batch on each rank are repeated.
+        """
+        if self._pass is None or self._pass[0] != epoch:
+            count = len(self) * self.world_size
+            if self.max_tokens is None:
+                order = np.resize(self.order(epoch), count * self.batch_size)
+                found: _Batches = order.reshape(count, self.batch_size)
+            else:
+                cut = split_batches(self._token_batches(epoch), count)
+                found = [cut[number % len(cut)] for number in range(count)]
+            self._pass = (epoch, found)
+        return self._pass[1]
+
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Places in ``blocks`` in the order of one pass; repeated until they fill one batch."""
-        if self._order is None or self._order[0] != epoch:
-            rng = np.random.default_rng([self.seed, epoch])
-            names, block = np.unique(self.blocks, return_inverse=True)
-            group = rng.permutation(len(names))[block] // self.blocks_per_group
-            order = np.lexsort((rng.random(len(self.blocks)), group))
-            needed = len(self) * self.batch_size * self.world_size
-            if self.lengths is not None:
-                self._group_by_length(order[:needed], rng)
-            self._order = (epoch, np.resize(order, max(needed, len(order))))
-        return self._order[1]
+        """Places in ``blocks`` in the order of one pass."""
+        order, rng = self._shuffled(epoch)
+        if self.lengths is not None and self.max_tokens is None:
+            self._group_by_length(order[: len(self) * self.batch_size * self.world_size], rng)
+        return order
+
+    def _shuffled(self, epoch: int) -> tuple[NDArray[np.int64], np.random.Generator]:
+        rng = np.random.default_rng([self.seed, epoch])
+        names, block = np.unique(self.blocks, return_inverse=True)
+        group = rng.permutation(len(names))[block] // self.blocks_per_group
+        return np.lexsort((rng.random(len(self.blocks)), group)), rng
+
+    def _token_batches(self, epoch: int) -> list[NDArray[np.int64]]:
+        """Batches of one pass, made of runs of the shuffled examples and shuffled within them."""
+        assert self.lengths is not None
+        assert self.max_tokens is not None
+        order, rng = self._shuffled(epoch)
+        last_token = self.lengths[order].sum(1).cumsum() - 1
+        runs = np.flatnonzero(np.diff(last_token // (_LENGTH_GROUP * self.max_tokens))) + 1
+        found = []
+        for run in np.split(order, runs):
+            batches = token_batches(self.lengths[run], self.max_tokens)
+            found += [run[batches[number]] for number in rng.permutation(len(batches))]
+        return found
 
     def _group_by_length(self, order: NDArray[np.int64], rng: np.random.Generator) -> None:
         """Sorts runs of batches by length, and shuffles the batches of each run, in place."""

@@ -35,6 +35,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
     _loader: DataLoader[Any] | None = None
     _is_used = True  # whether the batches of ``_loader`` have been asked for
     _now = _before = RLProgress()
+    _accumulate = 1
     validation: RolloutValidation | None = None
     """Scores held-out prompts, if there are any."""
 
@@ -46,6 +47,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         if stage == "fit":
             size = {"batch_size": self.batch_size, "packing": module.rows.copies}
             set_accumulation(trainer, self.rows_per_update, **size)
+            self._accumulate = trainer.accumulate_grad_batches
         for reward in self.rewards:
             if isinstance(reward, RewardModel) and reward.device is None:
                 reward.device = str(trainer.strategy.root_device)
@@ -78,7 +80,8 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
                 as_advantage(self.advantage),
                 self._now,
                 batch_size=self.batch_size,
-                accumulate=trainer.accumulate_grad_batches,
+                accumulate=self._accumulate,
+                max_tokens=self.max_tokens_per_batch,
                 passes=self.passes,
                 smoothing=self.smoothing,
                 seed=self.seed,
@@ -86,6 +89,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
                 ranks=module.ranks,
                 report=RolloutProgress(trainer, self._now.step),
             )
+        trainer.accumulate_grad_batches = self._step.accumulate
         self._before, self._now, self._is_used = self._now, self._step.progress, False
         self._loader = computed_loader(self._batch, len(self._step.batches))
         return self._loader

@@ -28,6 +28,7 @@ from lit_dlm.modules.supervised_batch import (
     SupervisedExample,
     collate_supervised,
     needed_cells,
+    row_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,16 @@ class SupervisedDataset(Dataset[SupervisedBatch]):
             num_padding=self.num_padding,
         )
 
-    def row_length(self, number: int) -> int:
-        """Columns of the canvas that one example needs."""
+    def row_tokens(self, number: int) -> tuple[int, int]:
+        """Tokens of one example's training row, those of its prompt and those behind it."""
         example = self.examples[number]
-        return len(example.prompt_ids) + needed_cells(
+        cells = needed_cells(
             example,
             response_length=self.response_length,
             spec=self.spec,
             num_padding=self.num_padding,
         )
+        return row_tokens(len(example.prompt_ids), cells, self.spec)
 
 
 class SupervisedDataModule(LightningDataModule):
@@ -96,6 +98,9 @@ class SupervisedDataModule(LightningDataModule):
             padding (transformers' option of that name): runs of 50 batches of the shuffled order
             are sorted by length, and their batches shuffled. Useful with ``batch_size`` above 1 on
             block models, whose rows end with their answers.
+        max_tokens_per_batch: batches hold as many examples of similar length as fit into so many
+            tokens, padding included (both copies of a block model's response count), instead of
+            ``batch_size``. Each batch weighs the same in an update, whatever it holds.
         rows_per_update: examples of one update over all processes, from which the trainer's
             ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         max_prompt_length: examples with longer prompts are left out.
@@ -121,6 +126,7 @@ class SupervisedDataModule(LightningDataModule):
         response_length: int = 256,
         batch_size: int = 8,
         group_by_length: bool = False,
+        max_tokens_per_batch: int | None = None,
         rows_per_update: int | None = None,
         max_prompt_length: int = 256,
         overlong: Literal["cut", "drop"] = "cut",
@@ -142,6 +148,11 @@ class SupervisedDataModule(LightningDataModule):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if max_tokens_per_batch is not None and rows_per_update is not None:
+            raise ValueError(
+                "rows_per_update: expected null with max_tokens_per_batch, whose batches have any "
+                f"number of rows, got {rows_per_update}; set trainer.accumulate_grad_batches"
+            )
         if overlong not in ("cut", "drop"):
             raise ValueError(f"overlong: expected 'cut' or 'drop', got {overlong!r}")
         if missing_order not in ("none", "ltr"):
@@ -152,6 +163,7 @@ class SupervisedDataModule(LightningDataModule):
         self.response_length = response_length
         self.batch_size = batch_size
         self.group_by_length = group_by_length
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.rows_per_update = rows_per_update
         self.max_prompt_length = max_prompt_length
         self.overlong = overlong
@@ -173,7 +185,7 @@ class SupervisedDataModule(LightningDataModule):
                 update do not divide.
         """
         refuse_overfit_batches(self.trainer, instead="data.limit")
-        if stage == "fit" and self.trainer is not None:
+        if stage == "fit" and self.trainer is not None and self.max_tokens_per_batch is None:
             set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
         if self._dataset is not None:
             return
@@ -274,7 +286,8 @@ class SupervisedDataModule(LightningDataModule):
         """Shuffled examples; starts where training stands."""
         assert self._dataset is not None
         rank, world_size = place(self.trainer)
-        if len(self.train_numbers) < self.batch_size * world_size:
+        by_tokens = self.max_tokens_per_batch is not None
+        if not by_tokens and len(self.train_numbers) < self.batch_size * world_size:
             logger.warning(
                 "batch_size: %d on %d processes is more than the %d training examples, so a batch "
                 "repeats some of them",
@@ -282,6 +295,10 @@ class SupervisedDataModule(LightningDataModule):
                 world_size,
                 len(self.train_numbers),
             )
+        lengths = None
+        if by_tokens or self.group_by_length:
+            rows = [self._dataset.row_tokens(number) for number in self.train_numbers.tolist()]
+            lengths = np.array(rows) if by_tokens else np.sum(rows, axis=1)
         plan = EpochPlan(
             np.zeros(len(self.train_numbers), dtype=np.int64),  # all in memory: one block
             batch_size=self.batch_size,
@@ -289,9 +306,8 @@ class SupervisedDataModule(LightningDataModule):
             rank=rank,
             world_size=world_size,
             numbers=self.train_numbers,
-            lengths=[self._dataset.row_length(int(number)) for number in self.train_numbers]
-            if self.group_by_length
-            else None,
+            lengths=lengths,
+            max_tokens=self.max_tokens_per_batch,
             batches_done=lambda: batches_done(self.trainer, len(plan)),
         )
         return planned_loader(self._dataset, plan, num_workers=self.num_workers)

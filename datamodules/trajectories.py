@@ -63,6 +63,8 @@ class StateIndex:
     """Task of each record, empty where its meta names none."""
     num_steps: NDArray[np.int64]
     """``(number of records,)`` executed steps."""
+    lengths: NDArray[np.int64]
+    """``(number of records, 2)`` tokens of prompt and response."""
     blocks: NDArray[np.int64]
     """``(number of records,)`` ascending: block of each record."""
     stored: NDArray[np.int64]
@@ -196,6 +198,7 @@ class TrajectoryDataModule(LightningDataModule):
         more_shards: str | Path | None = None,
         source: Source = "features",
         batch_size: int = 64,
+        max_tokens_per_batch: int | None = None,
         step_ratio: float = 0.3,
         remasks_per_trace: int = 0,
         only_correct: bool = False,
@@ -216,6 +219,8 @@ class TrajectoryDataModule(LightningDataModule):
             source: ``features`` takes the stored features of kept steps, ``tokens`` rebuilds states
                 from the records.
             batch_size: states per batch and process.
+            max_tokens_per_batch: training batches hold as many states of similar length as fit into
+                so many tokens, padding included, instead of ``batch_size``.
             step_ratio: share of each record's steps that become examples; with ``tokens`` only.
             remasks_per_trace: randomly masked copies of each finished record, masked anew in every
                 pass; with ``tokens`` only.
@@ -247,6 +252,7 @@ class TrajectoryDataModule(LightningDataModule):
         self.shards = ", ".join(str(folder) for folder in folders)
         self.source: Source = source
         self.batch_size = batch_size
+        self.max_tokens_per_batch = max_tokens_per_batch
         self.step_ratio = step_ratio
         self.remasks_per_trace = remasks_per_trace
         self.only_correct = only_correct
@@ -308,6 +314,7 @@ class TrajectoryDataModule(LightningDataModule):
         uids: list[str] = []
         tasks: list[str] = []
         num_steps: list[int] = []
+        lengths: list[NDArray[np.int64]] = []
         stored: list[int] = []
         rows: list[int] = []
         steps: list[list[int]] = []
@@ -316,6 +323,7 @@ class TrajectoryDataModule(LightningDataModule):
             outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
             if outline.features is not None:
                 self._check_features(outline.uids[0], outline.features)
+            lengths.append(outline.lengths)
             for row, (uid, meta) in enumerate(zip(outline.uids, outline.metas, strict=True)):
                 steps.append(self._steps(outline, row))
                 is_used.append(not self.only_correct or self._is_correct(uid, meta))
@@ -330,8 +338,8 @@ class TrajectoryDataModule(LightningDataModule):
         blocks = _blocks(has_steps if self.source == "features" else np.ones_like(has_steps))
         for record in np.flatnonzero(~np.array(is_used)).tolist():
             steps[record] = []
-        lengths = np.array([len(steps[record]) for record in order], dtype=np.int64)
-        trace = np.repeat(np.arange(len(order)), lengths)
+        counts = np.array([len(steps[record]) for record in order], dtype=np.int64)
+        trace = np.repeat(np.arange(len(order)), counts)
         if not len(trace):
             hint = (
                 "; generate them with level: features, or train with source: tokens"
@@ -346,12 +354,13 @@ class TrajectoryDataModule(LightningDataModule):
             [uids[record] for record in order],
             [tasks[record] for record in order],
             np.array(num_steps)[order],
+            np.concatenate(lengths)[order],
             blocks,
             np.array(stored)[order],
             np.array(rows)[order],
             trace,
             np.array([step for record in order for step in steps[record]]),
-            np.concatenate([np.arange(length) for length in lengths]),
+            np.concatenate([np.arange(count) for count in counts]),
         )
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
@@ -402,14 +411,17 @@ class TrajectoryDataModule(LightningDataModule):
         assert self._dataset is not None
         index = self._dataset.index
         rank, world_size = place(self.trainer)
+        records = index.trace[self.train_indices]
         plan = EpochPlan(
-            index.blocks[index.trace[self.train_indices]],
+            index.blocks[records],
             batch_size=self.batch_size,
             seed=self.seed,
             rank=rank,
             world_size=world_size,
             blocks_per_group=self.blocks_per_group,
             numbers=self.train_indices,
+            lengths=None if self.max_tokens_per_batch is None else index.lengths[records],
+            max_tokens=self.max_tokens_per_batch,
             batches_done=lambda: batches_done(self.trainer, len(plan)),
         )
         return planned_loader(self._dataset, plan, num_workers=self.num_workers)

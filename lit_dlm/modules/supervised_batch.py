@@ -113,6 +113,24 @@ def needed_cells(
     return min(response_length, whole_blocks(last, len(example.prompt_ids), spec))
 
 
+def row_tokens(
+    num_prompt: int, num_cells: int, spec: BackboneSpec, *, copies: int = 1
+) -> tuple[int, int]:
+    """Tokens of a training row by part, prompt and response, as :func:`lay_out` makes it.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        num_cells: cells of the response.
+        spec: of the model.
+        copies: noisy copies of the response in one row, for block models.
+    """
+    if spec.attention != "block":
+        return num_prompt, num_cells
+    assert spec.block_size is not None
+    early = spec.block_size - 1 if spec.block_origin == "sequence" else 0
+    return num_prompt, num_cells + copies * (num_cells + early)
+
+
 def _answer_length(example: SupervisedExample, spec: BackboneSpec) -> int:
     """See :attr:`SupervisedBatch.answer_length`."""
     if not example.is_real:

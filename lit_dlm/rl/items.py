@@ -30,6 +30,7 @@ from lit_dlm.modules.supervised_batch import (
     collate_supervised,
     lay_out,
     responses_of,
+    row_tokens,
     whole_blocks,
 )
 from lit_dlm.ops.masking import TwoCopyLayout
@@ -528,6 +529,23 @@ def _needed_length(
         last = int(item.cells[-1]) if item.unit is not None else int(item.cells.max())
         needed = max(needed, whole_blocks(last + 1, records[item.record].num_prompt, spec))
     return min(needed, whole)
+
+
+def item_tokens(
+    item: RolloutItem, records: Sequence[Trajectory], spec: BackboneSpec
+) -> tuple[int, int]:
+    """Tokens of an item's training rows by part, prompts and responses.
+
+    Args:
+        item: the item.
+        records: the rollouts that items number.
+        spec: of the model.
+    """
+    num_prompt, states = records[item.record].num_prompt, len(item.hidden)
+    cells = _needed_length([item], records, spec)
+    if spec.attention == "block":  # all states of an item in one row
+        return row_tokens(num_prompt, cells, spec, copies=states)
+    return states * num_prompt, states * cells
 
 
 def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:

@@ -246,6 +246,9 @@ class RolloutSettings:
         max_prompt_length: prompts with more tokens are left out.
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; rows that are packed are one.
+        max_tokens_per_batch: cuts the items of an update into batches of similar lengths with at
+            most so many tokens, padding included, instead of ``batch_size`` items each, which then
+            only says how many an update has. An item with more is a batch of its own.
         rows_per_update: most rows of one update over all processes, from which the trainer's
             ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         filters: groups that one of them drops are not trained on.
@@ -280,6 +283,7 @@ class RolloutSettings:
     max_prompt_length: int = 784
     rollout_batch_size: int = 64
     batch_size: int = 8
+    max_tokens_per_batch: int | None = None
     rows_per_update: int | None = None
     filters: list[GroupFilter] | None = None
     max_rollout_rounds: int = 1

@@ -15,16 +15,19 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.states import Corruption
+from lit_dlm.ops.batches import split_batches, token_batches
 from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
 from lit_dlm.rl.items import (
     RolloutBatch,
     RolloutItem,
     RowBuilder,
     collate_items,
+    item_tokens,
     order_of_writing,
     pick,
 )
@@ -130,6 +133,8 @@ class RLStep:
     """Which items each batch of this process holds."""
     num_slots: int
     """Items of a full batch."""
+    accumulate: int
+    """Batches per update."""
     row_spec: BackboneSpec
     """Specification of training rows."""
     is_empty: bool
@@ -163,6 +168,7 @@ def rl_step(
     *,
     batch_size: int,
     accumulate: int = 1,
+    max_tokens: int | None = None,
     passes: int = 1,
     smoothing: float = 0.9,
     seed: int = 0,
@@ -179,6 +185,8 @@ def rl_step(
         progress: where training stands.
         batch_size: items per batch and process.
         accumulate: batches per update.
+        max_tokens: most tokens of a batch, padding included; updates have the same items, but as
+            many batches as these need.
         passes: passes over the items, each in updates of its own.
         smoothing: weight of the past in ``rollout/reward_smoothed``.
         seed: seed of the order of items.
@@ -226,10 +234,12 @@ def rl_step(
 
     # Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
-    batches = shard_items(
+    batches, accumulate = shard_items(
         *([item.size for item in part] for part in items_by_pass),
         batch_size=batch_size,
         accumulate=accumulate,
+        lengths=np.array([item_tokens(item, kept, policy.row_spec) for item in items]),
+        max_tokens=max_tokens,
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=(seed, progress.step),
@@ -275,6 +285,7 @@ def rl_step(
         items=items,
         batches=batches,
         num_slots=batch_size,
+        accumulate=accumulate,
         row_spec=policy.row_spec,
         is_empty=is_empty,
         facts=facts,
@@ -463,10 +474,12 @@ def shard_items(
     *sizes: Sequence[float],
     batch_size: int,
     accumulate: int = 1,
+    lengths: NDArray[np.integer] | None = None,
+    max_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     seed: tuple[int, ...] = (0,),
-) -> list[list[Slot]]:
+) -> tuple[list[list[Slot]], int]:
     """Shards shuffled items into equal-sized batches per rank.
 
     Every pass is shuffled and split on its own: no update mixes two passes. Its items are spread
@@ -480,13 +493,16 @@ def shard_items(
             before it.
         batch_size: items per batch and process, however many rows they are.
         accumulate: batches per update.
+        lengths: ``(number of items, 2)`` tokens of each item, needed with ``max_tokens``.
+        max_tokens: most tokens of a batch, padding included: the items of an update are dealt to
+            batches of similar lengths instead, as many in every update as one of them needs.
         rank: global rank.
         world_size: number of processes.
         seed: what the shuffles follow from, the same on all processes.
 
     Returns:
-        The batches of this process, in order: ``accumulate`` of each update, of the last one those
-        it needs.
+        The batches of this process, in order, and how many make an update; without ``max_tokens``
+        the last one has those it needs.
     """
     generator = np.random.default_rng(list(seed))
     per_update = batch_size * accumulate * world_size
@@ -497,19 +513,33 @@ def shard_items(
         order = first + generator.permutation(count)
         updates += np.array_split(order, -(-count // per_update))
         first += count
+    # Items of the batches of each update, of all processes in turn.
+    parts: list[list[np.ndarray]] = []
+    if max_tokens is None:
+        for at, chosen in enumerate(updates):
+            # The trainer counts batches, so only the last update may have fewer.
+            is_last = at == len(updates) - 1
+            needed = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
+            # Batch n of all processes lie next to each other, so that one process with twice the
+            # accumulation trains on the same.
+            count = needed * world_size
+            parts.append([chosen[number::count] for number in range(count)])
+    else:
+        assert lengths is not None
+        for chosen in updates:
+            fitting = token_batches(lengths[chosen], max_tokens)
+            parts.append([chosen[numbers] for numbers in fitting])
+        accumulate = max(-(-len(part) // world_size) for part in parts)
+        count = accumulate * world_size
+        parts = [split_batches(part, count) for part in parts]
+        parts = [part + [np.empty(0, np.int64)] * (count - len(part)) for part in parts]
     batches: list[list[Slot]] = []
-    for at, chosen in enumerate(updates):
-        # The trainer counts batches, so only the last update may have fewer.
-        is_last = at == len(updates) - 1
-        num_batches = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
-        factor = per_update / float(weight[chosen].sum())
-        # Batch n of all processes lie next to each other, so that one process with twice the
-        # accumulation trains on the same.
-        for number in range(num_batches):
-            mine = chosen[number * world_size + rank :: num_batches * world_size]
+    for chosen, part in zip(updates, parts, strict=True):
+        factor = batch_size * accumulate * world_size / float(weight[chosen].sum())
+        for mine in part[rank::world_size]:
             slots = [Slot(int(item), factor) for item in mine]
             batches.append(slots or [Slot(int(chosen[0]), 0.0)])
-    return batches
+    return batches, accumulate
 
 
 @torch.no_grad()

@@ -120,3 +120,72 @@ def test_grouped_batches_resume_and_are_shared_like_others() -> None:
     ranks = [indices(plan(lengths=lengths, rank=rank, world_size=2)) for rank in (0, 1)]
     dealt = [batch for pair in zip(*ranks, strict=True) for batch in pair]
     assert dealt == whole[: len(dealt)]
+
+
+LENGTHS = np.stack(
+    [np.random.default_rng(0).integers(1, 9, 400), np.random.default_rng(1).integers(1, 40, 400)],
+    axis=1,
+)
+
+
+def by_tokens(**changes: object) -> EpochPlan:
+    return plan(400, lengths=LENGTHS, max_tokens=100, **changes)
+
+
+def test_batches_by_tokens_fit_and_every_pass_has_as_many() -> None:
+    """What is left over at the end of a pass is less than two batches of about six."""
+    one = by_tokens()
+    passes = [one.batches(epoch) for epoch in range(6)]
+    for found in passes:
+        assert len(found) == len(one)
+        assert all(len(rows) * LENGTHS[rows].max(0).sum() <= 100 for rows in found)
+        seen = np.concatenate(found)
+        assert len(set(seen)) == len(seen) > 380
+    assert sorted(np.concatenate(passes[0])) == list(range(400))
+    assert [rows.tolist() for rows in passes[0]] != [rows.tolist() for rows in passes[1]]
+    assert LENGTHS.sum() / (100 * len(one)) > 0.7  # most of each batch is no padding
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_by_tokens_resume_and_are_the_same_for_any_number_of_processes(
+    world_size: int,
+) -> None:
+    alone = indices(by_tokens())
+    ranks = [by_tokens(rank=rank, world_size=world_size) for rank in range(world_size)]
+    dealt = [batch for batches in zip(*map(indices, ranks), strict=True) for batch in batches]
+    assert dealt == alone[: len(dealt)]
+    assert len(alone) - len(dealt) < world_size
+    again = by_tokens(world_size=world_size, batches_done=lambda: 7)
+    assert indices(again)[: len(ranks[0]) - 7] == indices(ranks[0])[7:]
+
+
+def test_batches_by_tokens_mix_few_blocks_at_a_time() -> None:
+    """Blocks of 100 examples, one a group; 50 batches of 8 tokens, or 200 examples, are mixed."""
+    one = EpochPlan(
+        np.arange(400) // 100,
+        batch_size=1,
+        seed=0,
+        blocks_per_group=1,
+        lengths=np.ones((400, 2), dtype=int),
+        max_tokens=8,
+    )
+    batches = one.batches(0)
+    for part in (batches[:49], batches[51:]):
+        assert len({place // 100 for rows in part for place in rows.tolist()}) == 2
+
+
+def test_a_limit_below_the_longest_example_is_named() -> None:
+    longest = int(LENGTHS.sum(1).max())
+    with pytest.raises(
+        ValueError, match=f"max_tokens_per_batch: expected at least {longest}, .* got 20"
+    ):
+        plan(400, lengths=LENGTHS, max_tokens=20)
+
+
+def test_fewer_batches_by_tokens_than_processes_are_repeated() -> None:
+    parts = [
+        indices(plan(2, lengths=LENGTHS[:2], max_tokens=100, rank=rank, world_size=3))
+        for rank in range(3)
+    ]
+    assert [len(part) for part in parts] == [1, 1, 1]
+    assert {number for part in parts for number in part[0]} == {0, 1}

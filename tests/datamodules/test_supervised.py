@@ -23,8 +23,8 @@ from datamodules.supervised_sources import (
 )
 from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.backbones import BackboneSpec, load_tokenizer
-from lit_dlm.losses.corruption import TraceMasking
-from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
+from lit_dlm.losses.corruption import RandomMasking, TraceMasking
+from lit_dlm.modules.supervised_batch import collate_supervised, lay_out, responses_of
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
@@ -346,6 +346,33 @@ def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
     assert uids[True] == uids[False] == sorted(example.uid for example in given)
     real = sum(len(e.prompt_ids) + min(number % G + 1, G) for number, e in enumerate(given))
     assert real <= columns[True] < 1.1 * real < columns[False]
+
+
+@pytest.mark.parametrize("attention", ["full", "block"])
+def test_batches_by_tokens_hold_what_fits(attention: str) -> None:
+    """The columns that the model sees: of a block model the clean and the noisy copy."""
+    given = examples(64)
+    for number, example in enumerate(given):
+        example.response_ids[number % G :] = EOS
+    data = Data(given, max_tokens_per_batch=80)
+    options = {"attention": "block", "block_size": 2, "decoder": "qwen3"}
+    spec = small(**(options if attention == "block" else {})).spec
+    data.set_examples(given, spec, num_padding=0)
+    batches = list(data.train_dataloader())
+    seen = []
+    for batch in batches:
+        states = RandomMasking().states(responses_of(batch, spec, seed=0, num_padding=0))
+        columns = lay_out(batch, states, spec).ids.numel()
+        assert columns <= 80
+        seen.append((columns, len(batch.uids)))
+    assert sorted(uid for batch in batches for uid in batch.uids) == sorted(e.uid for e in given)
+    assert np.mean([columns for columns, _ in seen]) > 60
+    assert len({rows for _, rows in seen}) > (1 if attention == "block" else 0)
+
+
+def test_rows_per_update_needs_batches_of_one_size() -> None:
+    with pytest.raises(ValueError, match="rows_per_update: expected null with max_tokens_per_bat"):
+        Data(examples(4), max_tokens_per_batch=80, rows_per_update=8)
 
 
 def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -216,6 +216,16 @@ def test_two_ranks_get_equally_many_batches_of_different_states(shards: Path) ->
     assert sorted(real) == sorted(module.val_indices.tolist())
 
 
+@pytest.mark.parametrize("source", ["features", "tokens"])
+def test_batches_by_tokens_hold_states_that_fit(shards: Path, source: str) -> None:
+    module = ready(shards, source=source, max_tokens_per_batch=60)
+    refs = [ref.number for batch in module.train_dataloader().sampler for ref in batch]
+    assert sorted(refs) == module.train_indices.tolist()
+    sizes = [batch.ids.numel() for batch in module.train_dataloader()]
+    assert max(sizes) <= 60
+    assert len(sizes) > 2
+
+
 def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
     """The batch replays its records together; the reference goes through ``state_at``."""
     module = ready(shards, source="tokens", step_ratio=1.0)

@@ -40,7 +40,7 @@ def prepared(rl: TraceRLModule, *, per_step: int = 1) -> list[RolloutBatch]:
     records = decoded(rl.backbone, 6, per_step=per_step)
     items = rl.rows.items(records)
     fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
-    batches = shard_items([item.size for item in items], batch_size=6)
+    batches = shard_items([item.size for item in items], batch_size=6)[0]
     fill_old_scores(rl, batches, items, records)
     return [
         collate_items([(items[s.item], s.factor) for s in slots], records, rl.row_spec, num_slots=6)
@@ -78,7 +78,7 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         fill_advantages(rl, items, records, advantage=RawReward(), batch_size=8)
         fill_old_scores(
             rl,
-            shard_items([item.size for item in items], batch_size=8),
+            shard_items([item.size for item in items], batch_size=8)[0],
             items,
             records,
         )
@@ -98,7 +98,7 @@ def test_copies_that_fill_a_batch_change_nothing() -> None:
     fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
     fill_old_scores(
         rl,
-        shard_items([item.size for item in items], batch_size=8),
+        shard_items([item.size for item in items], batch_size=8)[0],
         items,
         records,
     )

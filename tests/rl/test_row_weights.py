@@ -61,15 +61,17 @@ def standing(params: Any) -> torch.optim.Optimizer:
 
 def test_an_update_is_the_mean_over_the_rows_of_its_items() -> None:
     """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots."""
-    (batch,) = shard_items([4.0, 1.0, 1.0], batch_size=3)
+    (batch,) = shard_items([4.0, 1.0, 1.0], batch_size=3)[0]
     assert sorted(batch, key=lambda slot: slot.item) == [Slot(n, 0.5) for n in range(3)]
 
 
-def one_update(folder: Path, *, packing: int, accumulate: int) -> tuple[torch.Tensor, float]:
+def one_update(
+    folder: Path, *, packing: int, accumulate: int, max_tokens: int | None = None
+) -> tuple[torch.Tensor, float]:
     curve = RewardCurve(str(folder))
     rl = learner(family=BLOCK, packing=packing, optimizer=sgd)
     before = trained(rl)
-    data = rollout_data(rewards=[HashReward()], batch_size=1)
+    data = rollout_data(rewards=[HashReward()], batch_size=1, max_tokens_per_batch=max_tokens)
     fit(rl, data, folder, steps=1, callbacks=[curve], accumulate_grad_batches=accumulate)
     (point,) = curve.points
     assert point["updates"] == 1
@@ -86,6 +88,17 @@ def test_packed_rows_make_the_update_of_separate_ones(tmp_path: Path) -> None:
     assert packed_norm == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [1, 4])
+def test_batches_by_tokens_make_the_same_update(tmp_path: Path, packing: int) -> None:
+    """Rows of about 30 tokens: hundreds of batches of one item, or as few as 400 tokens allow."""
+    apart, norm = one_update(tmp_path / "1", packing=packing, accumulate=1000)
+    together, same = one_update(tmp_path / "2", packing=packing, accumulate=1000, max_tokens=400)
+    assert apart.abs().max() > 1e-3
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)
+    assert same == pytest.approx(norm, rel=1e-4)
+
+
 def one_response(rl: TraceRLModule) -> tuple[list[RolloutItem], list[Trajectory]]:
     """The items of the response that has most, each pushing its tokens elsewhere."""
     records = [max(decoded(rl.backbone, 12), key=lambda record: len(answer_cells(record)))]
@@ -100,7 +113,7 @@ def gradient_of(
     rl: TraceRLModule, items: list[RolloutItem], records: list[Trajectory]
 ) -> torch.Tensor:
     """Gradient of one update on all items."""
-    (slots,) = shard_items([item.size for item in items], batch_size=50)
+    (slots,) = shard_items([item.size for item in items], batch_size=50)[0]
     fill_old_scores(rl, [slots], items, records)
     chosen = [(items[slot.item], slot.factor) for slot in slots]
     rl.zero_grad()

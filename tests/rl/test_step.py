@@ -41,7 +41,7 @@ def one_update(batches: list[list[Slot]]) -> Counter[tuple[int, float]]:
 def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
     """21 items, at most 2 * 2 * 2 an update: three of seven, whose items weigh 8/7."""
     every = [
-        shard_items([1.0] * 21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))
+        shard_items([1.0] * 21, batch_size=2, accumulate=2, rank=rank, world_size=2, seed=(4,))[0]
         for rank in range(2)
     ]
     assert len(every[0]) == len(every[1]) == 6
@@ -57,7 +57,7 @@ def test_every_item_is_dealt_once_and_processes_take_equal_steps() -> None:
 
 def test_items_are_spread_evenly_over_updates() -> None:
     """65 at 64 an update: 33 and 32, never a step from a single row."""
-    found = [(len(batch), batch[0].factor) for batch in shard_items([1.0] * 65, batch_size=64)]
+    found = [(len(batch), batch[0].factor) for batch in shard_items([1.0] * 65, batch_size=64)[0]]
     assert found == [(33, 64 / 33), (32, 2.0)]
 
 
@@ -72,7 +72,7 @@ def test_no_update_mixes_passes(world_size: int) -> None:
             accumulate=6 // world_size,
             rank=rank,
             world_size=world_size,
-        )
+        )[0]
         for rank in range(world_size)
     ]
     step = 6 // world_size
@@ -104,9 +104,9 @@ def test_a_copy_that_fills_up_keeps_the_scores_of_the_trained_batch() -> None:
 
 @pytest.mark.parametrize("count", [5, 16, 17, 21])
 def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count: int) -> None:
-    alone = shard_items([1.0] * count, batch_size=2, accumulate=4, seed=(1,))
+    alone = shard_items([1.0] * count, batch_size=2, accumulate=4, seed=(1,))[0]
     pair = [
-        shard_items([1.0] * count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,))
+        shard_items([1.0] * count, batch_size=2, accumulate=2, rank=r, world_size=2, seed=(1,))[0]
         for r in (0, 1)
     ]
     steps = -(-count // 8)
@@ -115,10 +115,43 @@ def test_two_processes_train_on_what_one_does_with_twice_the_accumulation(count:
         assert one_update(alone[4 * step : 4 * step + 4]) == one_update(both)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_by_tokens_have_the_items_of_the_same_updates(world_size: int) -> None:
+    """30 items in updates of 16 and 14: the items and weights of batches of a fixed size."""
+    lengths = np.stack([np.arange(30) % 4 + 1, np.arange(30) % 7 + 1], axis=1)
+    options: dict[str, Any] = {"batch_size": 8 // world_size, "accumulate": 2, "seed": (1,)}
+    fixed = shard_items([1.0] * 30, **{**options, "batch_size": 8})[0]
+    found = [
+        shard_items(
+            [1.0] * 30,
+            **options,
+            lengths=lengths,
+            max_tokens=40,
+            rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+    (accumulate,) = {accumulate for _, accumulate in found}
+    for rank in found:
+        assert len(rank[0]) == 2 * accumulate
+    for update in (0, 1):
+        batches = [b for rank, _ in found for b in rank[update * accumulate :][:accumulate]]
+        for batch in batches:
+            chosen = lengths[[slot.item for slot in batch]]
+            assert len(batch) * chosen.max(0).sum() <= 40
+        slots = [slot for batch in batches for slot in batch if slot.factor]
+        wanted = [slot for batch in fixed[2 * update :][:2] for slot in batch]
+        assert sorted(s.item for s in slots) == sorted(s.item for s in wanted)
+        # Divided by slots, batches and processes, every update is a mean.
+        share = [slot.factor / (options["batch_size"] * accumulate * world_size) for slot in slots]
+        assert share == pytest.approx([1 / len(wanted)] * len(wanted))
+
+
 def test_a_short_process_gets_copies_without_weight() -> None:
     """One item for two processes."""
-    assert shard_items([1.0], batch_size=4, rank=0, world_size=2) == [[Slot(0, 8.0)]]
-    assert shard_items([1.0], batch_size=4, rank=1, world_size=2) == [[Slot(0, 0.0)]]
+    assert shard_items([1.0], batch_size=4, rank=0, world_size=2)[0] == [[Slot(0, 8.0)]]
+    assert shard_items([1.0], batch_size=4, rank=1, world_size=2)[0] == [[Slot(0, 0.0)]]
 
 
 def test_advantages_without_values_are_those_of_the_response() -> None:
@@ -248,7 +281,7 @@ def test_old_log_probs_are_those_of_the_training_forward() -> None:
     backbone = policy().eval()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
-    batches = shard_items([item.size for item in items], batch_size=5)
+    batches = shard_items([item.size for item in items], batch_size=5)[0]
     sums = fill_old_scores(rl, batches, items, records)
     table = unit_table(items, "old_log_prob", 6)
     for row, record in enumerate(records):
@@ -271,7 +304,7 @@ def test_behaviour_takes_the_samplers_record() -> None:
     rl = module(backbone, objective=PolicyObjective(old_log_prob="behaviour"), num_padding=None)
     records = decoded(backbone, 6)
     items = rl.rows.items(records)
-    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5), items, records)
+    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5)[0], items, records)
     drawn = 0
     for item in items:
         sampled = torch.from_numpy(records[item.record].signals["commit_log_prob"])[item.cells]
@@ -290,7 +323,7 @@ def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     rl = module(backbone, objective=PolicyObjective(kl_to="initial"))
     records = decoded(backbone, 4)
     items = rl.rows.items(records)
-    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5), items, records)
+    fill_old_scores(rl, shard_items([item.size for item in items], batch_size=5)[0], items, records)
     bare = policy(lora=False).eval()
     bare.load_state_dict(
         {

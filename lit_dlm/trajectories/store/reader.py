@@ -42,6 +42,8 @@ class BlockOutline:
     """``n`` names."""
     num_steps: NDArray[np.int64]
     """``(n,)`` executed steps."""
+    lengths: NDArray[np.int64]
+    """``(n, 2)`` tokens of prompt and response."""
     metas: list[dict[str, Any]]
     """``n`` metas, empty where a record has none."""
     has_written: NDArray[np.bool_] | None
@@ -259,7 +261,7 @@ def _located(path: Path, entry: BlockEntry, error: TrajectoryFormatError) -> Sha
 def _read_outline(
     file: BinaryIO, entry: BlockEntry, *, features: bool, written: bool
 ) -> BlockOutline:
-    needed = ("SMID", "NSTP", "GLEN", "GTOK") if written else ("SMID", "NSTP")
+    needed = ("SMID", "NSTP", "PLEN", "GLEN", *(("GTOK",) if written else ()))
     header, columns = read_columns(
         file, entry.offset, entry.size, known=DTYPES, wanted=(*needed, "META", "GIVN")
     )
@@ -268,16 +270,16 @@ def _read_outline(
     if missing:
         raise InvariantError(f"block: columns {missing} are missing")
     read = ColumnReader(columns, DTYPES)
+    lengths = np.stack([read.integers("PLEN", n), read.integers("GLEN", n)], axis=1)
     has_written = None
     if written:
-        lengths = read.integers("GLEN", n)
-        size = int(lengths.sum())
+        size = int(lengths[:, 1].sum())
         # Without a given token, whatever is no mask was written.
         cells = read.tokens("GTOK", size) != header.mask_id
         given = read_given(columns.get("GIVN"), size)
         if given is not None:
             cells &= ~given
-        record = np.repeat(np.arange(n), lengths)
+        record = np.repeat(np.arange(n), lengths[:, 1])
         has_written = np.bincount(record, weights=cells, minlength=n) > 0
     kept = None
     if features and entry.feature_offset is not None and entry.feature_size is not None:
@@ -287,6 +289,7 @@ def _read_outline(
     return BlockOutline(
         uids=unpack_texts("<H", columns["SMID"], n),
         num_steps=read.integers("NSTP", n),
+        lengths=lengths,
         metas=read_metas(columns.get("META"), n),
         has_written=has_written,
         features=kept,

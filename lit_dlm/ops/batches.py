@@ -1,0 +1,61 @@
+"""Batches bounded by the tokens that they hold with their padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:
+    """Puts rows of similar length together, as many as fit.
+
+    Args:
+        sizes: ``(N, 2)`` tokens of the two parts of each row, prompt and response: a batch pads
+            each part to its longest one, so ``n`` rows take ``n`` times the sum of these.
+        max_tokens: most tokens of a batch, padding included.
+
+    Returns:
+        Numbers of the rows of each batch. A row that is longer than ``max_tokens`` is a batch of
+        its own.
+    """
+    totals = sizes.sum(1)
+    most = max(1, max_tokens // max(1, int(totals.min(initial=max_tokens))))
+    # Rows must be alike in both parts: bands of the part that differs most, as many as batches in
+    # each of them, and in a band by the other part, up and down in turn.
+    major = int(sizes.std(axis=0).argmax())
+    by_major = np.argsort(sizes[:, major], kind="stable")
+    num_bands = max(1, round((totals.sum() / max_tokens) ** 0.5))
+    band = np.empty(len(sizes), dtype=np.int64)
+    band[by_major] = totals[by_major].cumsum() * num_bands // (totals.sum() + 1)
+    minor = np.where(band % 2 == 0, 1, -1) * sizes[:, 1 - major]
+    order = np.lexsort((sizes[:, major], minor, band))
+    batches = []
+    first = 0
+    while first < len(order):
+        padded = np.maximum.accumulate(sizes[order[first : first + most]]).sum(1)
+        fitting = int((padded * np.arange(1, len(padded) + 1) <= max_tokens).sum())
+        batches.append(order[first : first + max(1, fitting)])
+        first += max(1, fitting)
+    return batches
+
+
+def split_batches(batches: Sequence[NDArray[np.int64]], count: int) -> list[NDArray[np.int64]]:
+    """Cuts the batches with the most rows in two until there are so many.
+
+    Args:
+        batches: rows of each batch.
+        count: batches wanted.
+
+    Returns:
+        ``count`` batches, or fewer where each has one row left; more where more were given.
+    """
+    found = list(batches)
+    while len(found) < count:
+        largest = max(range(len(found)), key=lambda number: len(found[number]))
+        rows = found[largest]
+        if len(rows) < 2:
+            break
+        found[largest : largest + 1] = np.array_split(rows, 2)
+    return found
