@@ -85,9 +85,9 @@ class CLI(LightningCLI):
                 if isinstance(saver, ModelCheckpoint) and saver.dirpath
             ]
             options["ckpt_path"] = last_checkpoint(folders)
-            if options["ckpt_path"] is None and rank_zero_only.rank == 0:
+            if options["ckpt_path"] is None:
                 names = " or ".join(dict.fromkeys(map(str, folders))) or "no folder of checkpoints"
-                logger.info("nothing to go on from in %s, starting anew", names)
+                rank_zero_only(logger.info)("nothing to go on from in %s, starting anew", names)
         elif path is not None and path != "best":
             options["ckpt_path"] = local(path)
         return options
