@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.families import LLADA_MODULES, KeyMap, PEFTTask
 from lit_dlm.backbones.location import read_json_object
-from lit_dlm.backbones.weights import plain_tensor, save_weights
+from lit_dlm.backbones.weights import plain_tensor, read_weights, save_weights
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -391,7 +390,8 @@ def load_adapter(model: nn.Module, folder: Path, *, keys: KeyMap) -> Path:
         The file.
 
     Raises:
-        ValueError: the file is absent or unreadable, or a key or shape does not fit.
+        ValueError: the file is absent, unreadable or damaged, a key or shape does not fit, or a
+            number is not finite.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():
@@ -400,22 +400,17 @@ def load_adapter(model: nn.Module, folder: Path, *, keys: KeyMap) -> Path:
         raise ValueError(f"{folder}: expected {WEIGHTS_FILE}{also if pickled else ''}")
     wanted = dict(adapter_parameters(model))
     missing = set(wanted)
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - the handle is not a mapping
-                ours = _own_key(key, keys, wanted)
-                if ours is None:
-                    raise ValueError(f"{path}: unexpected key {key!r}")
-                tensor = file.get_tensor(key)
-                if tensor.shape != wanted[ours].shape:
-                    raise ValueError(
-                        f"{path}: {key} has shape {tuple(tensor.shape)}, "
-                        f"expected {tuple(wanted[ours].shape)} for this model"
-                    )
-                wanted[ours].copy_(tensor)
-                missing.discard(ours)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    for key, tensor in read_weights(path):
+        ours = _own_key(key, keys, wanted)
+        if ours is None:
+            raise ValueError(f"{path}: unexpected key {key!r}")
+        if tensor.shape != wanted[ours].shape:
+            raise ValueError(
+                f"{path}: {key} has shape {tuple(tensor.shape)}, "
+                f"expected {tuple(wanted[ours].shape)} for this model"
+            )
+        wanted[ours].copy_(tensor)
+        missing.discard(ours)
     if missing:
         raise ValueError(f"{path}: {len(missing)} keys are absent, such as {sorted(missing)[0]!r}")
     return path

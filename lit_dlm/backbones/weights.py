@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.location import read_json_object
+from lit_dlm.ops.digests import TensorDigest, is_finite, tensors_digest
 
 _SHOWN = 5
 _INDEX_FILE = "model.safetensors.index.json"
+_DIGEST = "sha256"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -67,25 +69,22 @@ def load_weights(
             is ignored where ``parameters`` does not list the key.
 
     Raises:
-        ValueError: a file is not safetensors, a key is unknown, or a key or shape does not fit.
+        ValueError: a file is damaged or not safetensors, a key is unknown, a key or shape does not
+            fit, or a number is not finite.
     """
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
     unknown: list[str] = []
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as shard:
-                for key in shard.keys():  # noqa: SIM118 - the handle is not a mapping
-                    ours = rename(key)
-                    if ours is None or (ours in optional and ours not in parameters):
-                        continue
-                    if ours not in parameters:
-                        unknown.append(key)
-                        continue
-                    _copy(parameters[ours], shard.get_tensor(key), key=key, path=path)
-                    missing.discard(ours)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+        for key, tensor in read_weights(path, is_wanted=lambda key: rename(key) is not None):
+            ours = rename(key)
+            if ours is None or (ours in optional and ours not in parameters):
+                continue
+            if ours not in parameters:
+                unknown.append(key)
+                continue
+            _copy(parameters[ours], tensor, key=key, path=path)
+            missing.discard(ours)
     if unknown:
         raise ValueError(
             f"{place}: {len(unknown)} unexpected keys, such as {unknown[:_SHOWN]}; "
@@ -95,6 +94,41 @@ def load_weights(
         raise ValueError(
             f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
         )
+
+
+def read_weights(
+    path: Path, *, is_wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a file, one at a time, checked against the digest that :func:`save_weights` left.
+
+    Args:
+        path: safetensors file; those of others have no digest.
+        is_wanted: whether a key is read at all, in a file without a digest.
+
+    Yields:
+        Key and tensor.
+
+    Raises:
+        ValueError: the file is damaged or not safetensors, or a number is not finite. A digest is
+            complete after the last tensor only.
+    """
+    try:
+        with safe_open(path, framework="pt") as shard:
+            stored = (shard.metadata() or {}).get(_DIGEST)
+            digest = TensorDigest()
+            for key in sorted(shard.keys()):
+                if not stored and not is_wanted(key):
+                    continue
+                tensor = shard.get_tensor(key)
+                if stored:
+                    digest.add(key, tensor)
+                if not is_finite(tensor):
+                    raise ValueError(f"{path}: {key} has numbers that are not finite")
+                yield key, tensor
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    if stored and digest.text() != stored:
+        raise ValueError(f"{path}: the weights are damaged: they have another digest")
 
 
 @torch.no_grad()
@@ -108,7 +142,7 @@ def _copy(target: Tensor, source: Tensor, *, key: str, path: Path) -> None:
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes one safetensors file; equal tensors give equal bytes.
+    """Writes one safetensors file with a digest in its header; equal tensors give equal bytes.
 
     Args:
         tensors: by key; each is stored contiguously on its own.
@@ -116,7 +150,7 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     """
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
     partial = path.with_name(path.name + ".partial")
-    save_file(plain, partial, metadata={"format": "pt"})
+    save_file(plain, partial, metadata={"format": "pt", _DIGEST: tensors_digest(plain)})
     partial.chmod(0o644)  # safetensors makes files that only their owner may read
     os.replace(partial, path)
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lit_dlm.heads.folder import fitting, read_folder, write_folder
 
 ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
@@ -172,12 +173,9 @@ class Projector(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Writes ``projector.json`` and ``projector.safetensors`` into a folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.detach().cpu().contiguous() for k, v in self.named_buffers()}
-        save_file(tensors, folder / _WEIGHTS_FILE)
         record = {"config": asdict(self.config), "digest": self.digest()}
-        (folder / _CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        tensors = dict(self.named_buffers())
+        write_folder(Path(folder), record, tensors, config=_CONFIG_FILE, weights=_WEIGHTS_FILE)
 
     @classmethod
     def load(cls, folder: str | Path) -> Projector:
@@ -188,21 +186,21 @@ class Projector(nn.Module):
                 autoencoder (hub id ``BOB12311/tracelock-dream-ae``), see :func:`read_released`.
 
         Raises:
-            ValueError: a file is missing, or its content does not match the stored digest.
+            ValueError: a file is missing or damaged, or its weights are not finite.
         """
         folder = Path(folder)
         if folder.is_file():
             return read_released(folder)
-        for name in (_CONFIG_FILE, _WEIGHTS_FILE):
-            if not (folder / name).is_file():
-                raise ValueError(f"projector folder {folder}: {name} is missing")
-        record = json.loads((folder / _CONFIG_FILE).read_text())
-        projector = cls(ProjectorConfig(**record["config"]))
-        projector.load_state_dict(load_file(folder / _WEIGHTS_FILE))
-        if projector.digest() != record["digest"]:
+        record, tensors = read_folder(
+            folder, config=_CONFIG_FILE, weights=_WEIGHTS_FILE, what="projector"
+        )
+        with fitting(folder / _CONFIG_FILE):
+            projector = cls(ProjectorConfig(**record["config"]))
+            projector.load_state_dict(tensors)
+            expected = record["digest"]
+        if projector.digest() != expected:
             raise ValueError(
-                f"projector folder {folder}: expected digest {record['digest']}, "
-                f"got {projector.digest()}"
+                f"projector folder {folder}: expected digest {expected}, got {projector.digest()}"
             )
         return projector
 

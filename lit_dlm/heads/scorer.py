@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lit_dlm.heads.acceptance import (
@@ -24,6 +23,7 @@ from lit_dlm.heads.acceptance import (
     PositionState,
 )
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, num_features
+from lit_dlm.heads.folder import fitting, read_folder, write_folder
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 
 FORMAT = "lit-dlm/acceptance"
@@ -153,10 +153,6 @@ class AcceptanceScorer(nn.Module):
 
     def save(self, folder: str | Path) -> None:
         """Writes ``config.json`` and ``model.safetensors`` (float32) into a folder."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.detach().float().cpu().contiguous() for k, v in self.state_dict().items()}
-        save_file(tensors, folder / _WEIGHTS_FILE)
         record = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
@@ -167,46 +163,45 @@ class AcceptanceScorer(nn.Module):
             "backbone": self.backbone,
             "training": self.training_facts,
         }
-        (folder / _CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
+        tensors = {key: value.detach().float() for key, value in self.state_dict().items()}
+        write_folder(Path(folder), record, tensors, config=_CONFIG_FILE, weights=_WEIGHTS_FILE)
 
     @classmethod
     def load(cls, folder: str | Path) -> AcceptanceScorer:
         """Reads a folder written by :meth:`save`; the result is in evaluation mode.
 
         Raises:
-            ValueError: a file is missing, is of another format or version, or the projector
-                does not match its digest.
+            ValueError: a file is missing or damaged, is of another format or version, or has
+                weights that are not finite.
         """
         folder = Path(folder)
-        for name in (_CONFIG_FILE, _WEIGHTS_FILE):
-            if not (folder / name).is_file():
-                raise ValueError(
-                    f"acceptance policy folder {folder}: {name} is missing (training exports it)"
-                )
-        record = json.loads((folder / _CONFIG_FILE).read_text())
+        what = "acceptance policy"
+        record, tensors = read_folder(folder, config=_CONFIG_FILE, weights=_WEIGHTS_FILE, what=what)
         found = (record.get("format"), record.get("version"))
         if found != (FORMAT, FORMAT_VERSION):
             raise ValueError(
-                f"acceptance policy folder {folder}: expected format {FORMAT!r} version "
+                f"{what} folder {folder}: expected format {FORMAT!r} version "
                 f"{FORMAT_VERSION}, got {found[0]!r} version {found[1]!r}"
             )
-        stored = record["settings"]
-        settings = ScorerSettings(
-            layout=stored["layout"],
-            hidden_layers=tuple(stored["hidden_layers"]),
-            features=FeatureSettings(**stored["features"]),
-        )
-        scorer = cls(
-            Projector(ProjectorConfig(**record["projector"])),
-            head=AcceptanceConfig(**record["head"]),
-            settings=settings,
-            backbone=record["backbone"],
-            training=record["training"],
-        )
-        scorer.load_state_dict(load_file(folder / _WEIGHTS_FILE))
-        if scorer.projector.digest() != record["projector_digest"]:
+        with fitting(folder / _CONFIG_FILE):
+            stored = record["settings"]
+            settings = ScorerSettings(
+                layout=stored["layout"],
+                hidden_layers=tuple(stored["hidden_layers"]),
+                features=FeatureSettings(**stored["features"]),
+            )
+            scorer = cls(
+                Projector(ProjectorConfig(**record["projector"])),
+                head=AcceptanceConfig(**record["head"]),
+                settings=settings,
+                backbone=record["backbone"],
+                training=record["training"],
+            )
+            scorer.load_state_dict(tensors)
+            expected = record["projector_digest"]
+        if scorer.projector.digest() != expected:
             raise ValueError(
-                f"acceptance policy folder {folder}: expected projector digest "
-                f"{record['projector_digest']}, got {scorer.projector.digest()}"
+                f"{what} folder {folder}: expected projector digest {expected}, got "
+                f"{scorer.projector.digest()}"
             )
         return scorer.eval()

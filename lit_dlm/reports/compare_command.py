@@ -232,10 +232,7 @@ def _setting_lines(
     """What was set differently, as far as the result folders say."""
     lines: dict[str, None] = {}
     for task, a, b in pairs:
-        settings = [
-            json.loads((folder.method_folder(task, method) / "settings.json").read_text())
-            for folder, method in ((first, a), (second, b))
-        ]
+        settings = [folder.settings(task, method) for folder, method in ((first, a), (second, b))]
         lines |= dict.fromkeys(setting_differences(*settings))
     if not lines:
         return ["The recorded settings are equal."]

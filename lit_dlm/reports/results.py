@@ -4,14 +4,19 @@ Layout::
 
     results/{task}/{method}/settings.json        what produced the lines beside it
     results/{task}/{method}/part-r00000.jsonl    one line per sample, one file per process
+
+The last key of every line, and of the settings, is a digest of what stands before it, which is
+checked when it is read. Lines from before there were digests are read as they are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,7 +115,7 @@ class ResultFolder:
         path = self.method_folder(task, method) / "settings.json"
         wanted = json.loads(json.dumps(settings))
         if path.exists():
-            found = json.loads(path.read_text())
+            found = self.settings(task, method)
             if found != wanted:
                 changes = "; ".join(setting_differences(found, wanted))
                 raise ValueError(
@@ -118,7 +123,18 @@ class ResultFolder:
                     "method name, or remove the folder"
                 )
             return
-        write_atomically(path, json.dumps(wanted, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(wanted, indent=2, sort_keys=True)
+        write_atomically(path, _with_digest(text, "\n") + "\n")
+
+    def settings(self, task: str, method: str) -> dict[str, Any]:
+        """The recorded settings of a method.
+
+        Raises:
+            ValueError: they are damaged.
+        """
+        path = self.method_folder(task, method) / "settings.json"
+        with _located(str(path)):
+            return _parsed(path.read_bytes().rstrip(b"\n"))
 
     def completed(self, task: str, method: str) -> set[str]:
         """Uids of the samples that are done."""
@@ -141,7 +157,7 @@ class ResultFolder:
             kept, removed = [], 0
             for row in self._rows_of(path):
                 if (row.get("trajectory") or {}).get("uid") in uids:
-                    kept.append(json.dumps(row, ensure_ascii=False) + "\n")
+                    kept.append(_line(row))
                 else:
                     removed += 1
             if removed:
@@ -165,7 +181,7 @@ class ResultFolder:
             _drop_torn_line(path)
             with path.open("a", encoding="utf-8") as file:
                 for row in group:
-                    file.write(json.dumps(asdict(row), ensure_ascii=False) + "\n")
+                    file.write(_line(asdict(row)))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -176,7 +192,7 @@ class ResultFolder:
             ValueError: a damaged line, or a uid that was decoded twice.
         """
         folder = self.method_folder(task, method)
-        rows = sorted((ResultRow(**line) for line in self._lines(folder)), key=lambda row: row.uid)
+        rows = sorted((_row(line, folder) for line in self._lines(folder)), key=lambda row: row.uid)
         for one, two in pairwise(rows):
             if one.uid == two.uid:
                 raise ValueError(f"{folder}: sample {one.uid} was written twice")
@@ -193,22 +209,78 @@ class ResultFolder:
 
     @staticmethod
     def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().split(b"\n")
         # A process that was killed while writing leaves a last line without its end.
         for number, line in enumerate(lines[:-1], start=1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: expected a JSON object, got {line[:40]!r}"
-                ) from error
+            with _located(f"{path}, line {number}"):
+                row = _parsed(line)
+                if not isinstance(row.get("uid"), str):
+                    raise ValueError("expected a uid")
+            yield row
+
+
+# Of its shape alone: the name and the digits may be damaged, too.
+_DIGEST = re.compile(rb',\s*"[^"]{6}": "([^"]{16})"\s*}$')
+
+
+def _with_digest(text: str, space: str = " ") -> str:
+    """A JSON object with the digest of its text as its last key."""
+    if text == "{}":
+        return text
+    body = text.removesuffix("}").rstrip()
+    indent = "  " if space == "\n" else ""
+    digest = hashlib.sha256(body.encode()).hexdigest()[:16]
+    return f'{body},{space}{indent}"digest": "{digest}"{space.strip(" ")}}}'
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return _with_digest(json.dumps(row, ensure_ascii=False)) + "\n"
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object without its digest.
+
+    Raises:
+        ValueError: it is no JSON object, or differs from what was written.
+    """
+    found = _DIGEST.search(text)
+    if found is not None:
+        text = text[: found.start()]
+        if hashlib.sha256(text).hexdigest()[:16].encode() != found.group(1):
+            raise ValueError("damaged: it has another digest")
+        text += b"}"
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text[:40].decode(errors='replace')!r}")
+    return value
+
+
+def _row(line: dict[str, Any], folder: Path) -> ResultRow:
+    try:
+        return ResultRow(**line)
+    except TypeError as error:
+        raise ValueError(f"{folder}: sample {line['uid']}: {error}") from None
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a text file under a temporary name and renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
 
 

@@ -78,6 +78,21 @@ def test_a_truncated_file_is_named(tmp_path: Path):
         load_weights([path], targets(), rename=lambda key: key)
 
 
+def test_a_flipped_weight_of_an_export_is_refused_and_one_that_is_no_number(tmp_path: Path):
+    """The last bytes of the file are weights."""
+    path = tmp_path / "model.safetensors"
+    save_weights(targets(), path)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"model\.safetensors: the weights are damaged"):
+        load_weights([path], targets(), rename=lambda key: key)
+    for bad in (torch.nan, -torch.inf):
+        save_file({**targets(), "b": torch.tensor([0.0, bad, 1.0])}, path)
+        with pytest.raises(ValueError, match="b has numbers that are not finite"):
+            load_weights([path], targets(), rename=lambda key: key)
+
+
 def test_a_renamer_may_drop_a_key(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     save_file({**targets(), "rotary.inv_freq": torch.ones(4)}, path)

@@ -1,11 +1,14 @@
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.features import FeatureSettings
+from lit_dlm.heads.folder import write_folder
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 
@@ -65,7 +68,10 @@ def test_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_unknown_version_is_refused(tmp_path: Path) -> None:
     scorer().save(tmp_path)
     record = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**record, "version": 99}))
+    write_folder(
+        tmp_path, {**record, "version": 99}, scorer().state_dict(),
+        config="config.json", weights="model.safetensors",
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"version 1, got .* version 99"):
         AcceptanceScorer.load(tmp_path)
 
@@ -73,3 +79,57 @@ def test_unknown_version_is_refused(tmp_path: Path) -> None:
 def test_projector_needs_one_snapshot_per_layer() -> None:
     with pytest.raises(ValueError, match=r"hidden_layers: expected 3 layers"):
         scorer(settings=ScorerSettings(hidden_layers=(-1,)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_flipped_bit_of_a_policy_is_refused_or_makes_no_difference(
+    tmp_path: Path, name: str
+) -> None:
+    scorer().save(tmp_path)
+    path, wanted, rng = tmp_path / name, AcceptanceScorer.load(tmp_path), random.Random(0)
+    whole, refused = path.read_bytes(), 0
+    for _ in range(150):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            found = AcceptanceScorer.load(tmp_path)
+        except ValueError:
+            refused += 1
+        else:
+            assert found.digest() == wanted.digest()
+            assert found.backbone == wanted.backbone
+            assert found.training_facts == wanted.training_facts
+    assert refused > 140
+
+
+def test_the_files_of_two_exports_are_no_policy(tmp_path: Path) -> None:
+    scorer().save(tmp_path)
+    former = (tmp_path / "config.json").read_bytes()
+    other = scorer()
+    other.training_facts = {"seed": 4}
+    other.save(tmp_path)
+    (tmp_path / "config.json").write_bytes(former)
+    with pytest.raises(ValueError, match=r"config\.json: damaged, or of another export"):
+        AcceptanceScorer.load(tmp_path)
+
+
+def test_a_policy_with_a_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    broken = scorer()
+    next(broken.head.parameters()).data.view(-1)[3] = torch.nan
+    broken.save(tmp_path)
+    with pytest.raises(ValueError, match=r"head\..* has numbers that are not finite"):
+        AcceptanceScorer.load(tmp_path)
+
+
+def test_settings_of_another_version_are_named(tmp_path: Path) -> None:
+    """Without digests, as folders had none once."""
+    scorer().save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path), path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    AcceptanceScorer.load(tmp_path)
+    for change in ({"head": {"depth": 3}}, {"settings": {}}, {"projector": None}):
+        (tmp_path / "config.json").write_text(json.dumps({**record, **change}))
+        with pytest.raises(ValueError, match=r"config\.json: other settings than this version"):
+            AcceptanceScorer.load(tmp_path)

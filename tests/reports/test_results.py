@@ -1,5 +1,7 @@
 import json
 import os
+import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,44 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path):
     path.write_text("{broken\n" + path.read_text())
     with pytest.raises(ValueError, match=r"part-r00000\.jsonl, line 1: expected a JSON object"):
         folder.completed("t", "m")
+
+
+def test_a_flipped_bit_is_an_error_or_makes_no_difference(tmp_path: Path):
+    folder, wanted = ResultFolder(tmp_path), [row("a"), row("b", completion="größer\n")]
+    settings = {"decoder": {"policy": {"threshold": 0.9}}, "seed": 0}
+    folder.claim("t", "m", settings)
+    folder.append(wanted)
+    rng = random.Random(0)
+    for name, refused in (("part-r00000.jsonl", 0), ("settings.json", 0)):
+        path = tmp_path / "t" / "m" / name
+        whole = path.read_bytes()
+        for place in rng.sample(range(len(whole) - 1), len(whole) // 4):
+            data = bytearray(whole)
+            data[place] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            try:
+                found = folder.rows("t", "m"), folder.settings("t", "m")
+            except ValueError as error:
+                refused += str(error).startswith(str(tmp_path))
+            else:
+                assert found == (wanted, settings)
+        path.write_bytes(whole)
+        assert refused > len(whole) // 5
+    assert folder.rows("t", "m") == wanted
+
+
+def test_lines_and_settings_from_before_there_were_digests_are_read(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.claim("t", "m", {"seed": 0})
+    folder.append([row("a")])
+    path = tmp_path / "t" / "m" / "part-r00000.jsonl"
+    path.write_text(json.dumps(asdict(row("b"))) + "\n" + path.read_text())
+    (tmp_path / "t" / "m" / "settings.json").write_text('{"seed": 0}\n')
+    folder.claim("t", "m", {"seed": 0})
+    assert [found.uid for found in folder.rows("t", "m")] == ["a", "b"]
+    path.write_text(json.dumps({**asdict(row("b")), "nfx": 3}) + "\n")
+    with pytest.raises(ValueError, match=r"m: sample b: .*'nfx'"):
+        folder.rows("t", "m")
 
 
 def test_the_same_sample_twice_is_an_error(tmp_path: Path):

@@ -1,0 +1,119 @@
+"""Folders of exported networks: a JSON file of settings beside a file of weights, with digests.
+
+The weights' header holds the digests of both, so a folder that was damaged, or whose files belong
+to two exports, is refused. Folders from before there were digests load as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lit_dlm.ops.digests import is_finite, tensors_digest
+
+
+def write_folder(
+    folder: Path,
+    record: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    config: str,
+    weights: str,
+) -> None:
+    """Writes both files, each as a whole.
+
+    Args:
+        folder: created when absent.
+        record: settings, as JSON types.
+        tensors: weights by key.
+        config: name of the file of settings.
+        weights: name of the file of weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=2) + "\n"
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    digests = {"sha256": tensors_digest(plain), "config_sha256": _sha256(text)}
+    partial = folder / f"{weights}.partial"
+    save_file(plain, partial, metadata=digests)
+    os.replace(partial, folder / weights)
+    partial = folder / f"{config}.partial"
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, folder / config)
+
+
+def read_folder(
+    folder: Path, *, config: str, weights: str, what: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Reads both files and checks them.
+
+    Args:
+        folder: written by :func:`write_folder`.
+        config: name of the file of settings.
+        weights: name of the file of weights.
+        what: what the folder holds, for messages.
+
+    Returns:
+        The settings, and the weights by key.
+
+    Raises:
+        ValueError: a file is missing, damaged, of another export, or has weights that are not
+            finite.
+    """
+    for name in (config, weights):
+        if not (folder / name).is_file():
+            raise ValueError(f"{what} folder {folder}: {name} is missing")
+    try:
+        text = (folder / config).read_text(encoding="utf-8")
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {text[:40]!r}")
+    except ValueError as error:
+        raise ValueError(f"{folder / config}: not the settings of an export ({error})") from None
+    try:
+        with safe_open(folder / weights, framework="pt") as file:
+            digests = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except SafetensorError as error:
+        raise ValueError(f"{folder / weights}: not a safetensors file ({error})") from None
+    if "sha256" in digests and tensors_digest(tensors) != digests["sha256"]:
+        raise ValueError(f"{folder / weights}: the weights are damaged: they have another digest")
+    if "config_sha256" in digests and _sha256(text) != digests["config_sha256"]:
+        raise ValueError(
+            f"{folder / config}: damaged, or of another export than {weights}: the digest differs"
+        )
+    for key, value in tensors.items():
+        if not is_finite(value):
+            raise ValueError(f"{folder / weights}: {key} has numbers that are not finite")
+    return record, tensors
+
+
+@contextmanager
+def fitting(place: Path) -> Iterator[None]:
+    """Names the file where what was read does not fit the classes it is for.
+
+    Args:
+        place: of the settings.
+
+    Raises:
+        ValueError: the block met settings or weights of other names, types or sizes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{place}: other settings than this version writes ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
