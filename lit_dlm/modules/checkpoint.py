@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -54,9 +55,16 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
 
     Raises:
         ValueError: naming some of the weights that are missing or have no place, or the settings
-            that differ.
+            that differ; or the state of the optimiser is absent where training is to go on.
     """
+    trainer = module.trainer if isinstance(module, LightningModule) and module._trainer else None
     if "state_dict" in checkpoint:
+        goes_on = trainer is not None and trainer.state.fn == "fit"
+        if goes_on and not {"optimizer_states", "lr_schedulers"} <= checkpoint.keys():
+            raise ValueError(
+                "ckpt_path: the checkpoint has weights only, so training cannot go on from it; "
+                "expected one with the state of the optimiser"
+            )
         found = set(checkpoint["state_dict"])
         trained = {name for name, value in module.named_parameters() if value.requires_grad}
         places = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -25,6 +25,16 @@ from lightning.pytorch.utilities import rank_zero_only
 LAST = "last"
 """Stem of the checkpoint that a run goes on from; the one before it is kept."""
 
+_KINDS = {
+    "pytorch-lightning_version": str,
+    "state_dict": dict,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+_REQUIRED = ("pytorch-lightning_version", "state_dict", "loops")
+
 _DIGESTS = "digests.json"
 _PLAN = ".metadata"
 """What torch.distributed.checkpoint reads with an unrestricted pickle."""
@@ -115,9 +125,10 @@ class CheckpointFiles(TorchCheckpointIO):
             raise ValueError(
                 f"{path}: expected a checkpoint of tensors and plain values ({_reason(error)})"
             ) from error
-        if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
-            raise ValueError(f"{path}: expected a checkpoint with a state_dict, got other content")
-        return found
+        problem = _misfit(found)
+        if problem:
+            raise ValueError(f"{path}: expected a checkpoint of Lightning, got {problem}")
+        return dict(found)
 
 
 def local(path: str | Path) -> Path:
@@ -265,6 +276,20 @@ class _PlanReader(pickle.Unpickler):
         if name not in _FACTS.get(module, ()):
             raise pickle.UnpicklingError(f"{_PLAN} names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _misfit(found: Any) -> str:
+    """What Lightning would stumble over, or nothing."""
+    if not isinstance(found, dict):
+        return f"a {type(found).__name__}"
+    for key, kind in _KINDS.items():
+        if key not in found and key not in _REQUIRED:
+            continue
+        value = found.get(key)
+        inner = value if kind is list and isinstance(value, list) else []
+        if not isinstance(value, kind) or not all(isinstance(one, dict) for one in inner):
+            return f"{key} = {str(value)[:40]!r}" if key in found else f"no {key}"
+    return "" if "fit_loop" in found["loops"] else "loops without a fit_loop"
 
 
 def _synced_digest(path: Path) -> str:

@@ -64,6 +64,16 @@ def test_a_run_is_scored_by_its_own_settings_only(tmp_path: Path) -> None:
         Trainer(**options).predict(decode(bare), [0], ckpt_path=path, weights_only=True)
 
 
+def test_training_does_not_go_on_from_weights_alone(tmp_path: Path) -> None:
+    data = Data(examples(), batch_size=4)
+    run(sft(), data, tmp_path, steps=2, total=4)
+    path = tmp_path / "run.ckpt"
+    content = torch.load(path, weights_only=True)
+    torch.save({key: content[key] for key in content if key != "optimizer_states"}, path)
+    with pytest.raises(ValueError, match="ckpt_path: the checkpoint has weights only"):
+        run(sft(), data, tmp_path, steps=4, total=4, resume=path)
+
+
 def test_some_of_the_targets_are_not_enough() -> None:
     """Two layers: 2 matrices for each of 7 modules, of which the other has one."""
     every, one = adapted(), adapted(targets=["q_proj"])

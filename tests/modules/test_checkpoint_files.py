@@ -28,7 +28,13 @@ FILES = CheckpointFiles()
 
 def checkpoint(step: int, size: int = 3000) -> dict[str, Any]:
     weight = torch.arange(size, dtype=torch.float32) + step
-    return {"state_dict": {"weight": weight}, "global_step": step, "loops": {"epoch": [1, 2.5]}}
+    return {
+        "pytorch-lightning_version": "2.6.0",
+        "state_dict": {"weight": weight},
+        "global_step": step,
+        "loops": {"fit_loop": [1, 2.5]},
+        "optimizer_states": [{"step": step}],
+    }
 
 
 def is_equal(one: Any, two: Any) -> bool:
@@ -148,11 +154,28 @@ def test_an_address_is_no_checkpoint(path: str) -> None:
         FILES.load_checkpoint(path)
 
 
-def test_other_content_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"state_dict": None}, "state_dict = 'None'"),
+        ({"loops": {}}, "loops without a fit_loop"),
+        ({"pytorch-lightning_version": 7}, "pytorch-lightning_version = '7'"),
+        ({"optimizer_states": [1]}, r"optimizer_states = '\[1\]'"),
+        ({"callbacks": "x"}, "callbacks = 'x'"),
+    ],
+)
+def test_other_content_is_named(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    path = tmp_path / "foreign.pt"
+    torch.save({**checkpoint(1), **change}, path)
+    with pytest.raises(ValueError, match=rf"foreign\.pt: expected a checkpoint of .* got {named}$"):
+        FILES.load_checkpoint(path)
+
+
+def test_other_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
-    for content in ([1], {"weight": torch.zeros(2)}):
+    for content, named in (([1], "a list"), ({"weight": torch.zeros(2)}, "no pytorch-lightning_v")):
         torch.save(content, path)
-        with pytest.raises(ValueError, match=r"weights\.pt: expected a checkpoint with a state_d"):
+        with pytest.raises(ValueError, match=rf"weights\.pt: expected .* got {named}"):
             FILES.load_checkpoint(path)
     with pytest.raises(ValueError, match="a folder, as ShardedStrategy writes"):
         FILES.load_checkpoint(folder(tmp_path / "sharded.ckpt"))
