@@ -147,6 +147,8 @@ def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert [f"exp/{line.split()[0]}" for line in lines] == packaged("exp")
     assert all("Needs: " in line for line in lines)
+    # No GPU's memory was measured at real size.
+    assert all("(estimated)" in line for line in lines if " GPU" in line.partition("Needs: ")[2])
     assert recipes.main(["tracerl_tiny_value"]) == 0
     text = capsys.readouterr().out
     assert "run_dir: runs/tracerl_tiny_value" in text
