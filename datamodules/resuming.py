@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,7 +28,7 @@ class ResumableLoader(DataLoader[Any]):
 def planned_loader(
     dataset: Dataset[Any], plan: EpochPlan | FixedPlan, *, num_workers: int = 0
 ) -> ResumableLoader:
-    """A loader over whole batches that a plan lists.
+    """A loader over whole batches that a plan lists, in page-locked memory where there is a GPU.
 
     Args:
         dataset: gives a collated batch for a list of example references.
@@ -35,7 +36,12 @@ def planned_loader(
         num_workers: loader processes.
     """
     return ResumableLoader(
-        dataset, sampler=plan, batch_size=None, collate_fn=_as_is, num_workers=num_workers
+        dataset,
+        sampler=plan,
+        batch_size=None,
+        collate_fn=_as_is,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
     )
 
 

@@ -62,8 +62,10 @@ class StoredDecoder(nn.Module):
             nothing per forward but can no longer be undone.
         compile: whether to compile the decoder layers with ``torch.compile``; forwards with a cache
             run uncompiled.
-        gradient_checkpointing: whether training recomputes each layer's activations in the
-            backward instead of keeping them.
+        gradient_checkpointing: which activations training computes again in the backward instead
+            of keeping them: ``true`` those of every layer but its input, a number ``n`` those of
+            every ``n``-th layer, ``selective`` what is cheap, all but the outputs of matrix
+            products and attention.
 
     Raises:
         ValueError: not exactly one of ``path`` and ``architecture``, the folder is unusable, or
@@ -86,7 +88,7 @@ class StoredDecoder(nn.Module):
         adapter: str | None = None,
         merge_adapter: bool = False,
         compile: bool = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | int | Literal["selective"] = False,
     ) -> None:
         super().__init__()
         if (path is None) == (architecture is None):
@@ -166,10 +168,19 @@ class StoredDecoder(nn.Module):
         if merge_adapter:
             self.merge_adapter()
         if gradient_checkpointing:
+            is_selective = gradient_checkpointing == "selective"
+            every = 1 if is_selective else int(gradient_checkpointing)
+            if every < 1:
+                raise ValueError(
+                    "HFBackbone.gradient_checkpointing: expected true, false, 'selective' or a "
+                    f"number of layers, got {gradient_checkpointing}"
+                )
             # What transformers' own switch sets, less its hook that lets embeddings need gradients.
-            for layer in self.model.model.layers:
+            for layer in self.model.model.layers[every - 1 :: every]:
                 layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = adapters.recomputed(layer)
+                layer._gradient_checkpointing_func = adapters.recomputed(
+                    layer, keep_products=is_selective
+                )
         if compile:
             # Layer by layer: one graph serves all of them, and the hooks that read hidden states
             # stay outside. nn.Module.compile would put them inside, where later ones are not seen.

@@ -12,7 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.families import LLADA_MODULES, KeyMap, PEFTTask
@@ -36,6 +36,18 @@ _GROUPS = {"attn": _ATTENTION, "all": (*_ATTENTION, *_FEED_FORWARD), "all-linear
 POLICY = "default"
 """Name of the adapter that a backbone trains, loads and writes. peft's own default."""
 _PREFIX = "base_model.model."
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+)
+"""What is dear to compute again: products of matrices and attention."""
 
 # What a PEFT configuration may say besides rank, alpha, dropout, targets and layers.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -245,7 +257,7 @@ def using_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
             layer._active_adapter = names
 
 
-def recomputed(layer: nn.Module) -> Callable[..., Any]:
+def recomputed(layer: nn.Module, *, keep_products: bool = False) -> Callable[..., Any]:
     """Gradient checkpointing of a layer: its backward runs it again, with the adapter it ran with.
 
     Without that, a layer that ran under :func:`using_adapter` would be computed again with the
@@ -253,24 +265,32 @@ def recomputed(layer: nn.Module) -> Callable[..., Any]:
 
     Args:
         layer: of a decoder.
+        keep_products: keeps the outputs of matrix products and attention.
 
     Returns:
         A function that takes another one and its arguments, as transformers expects.
     """
     from peft.tuners.lora import LoraLayer
 
+    @contextmanager
+    def again(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, kept = nullcontext(), nullcontext()
+        if keep_products:
+            forward, kept = create_selective_checkpoint_contexts(list(_PRODUCTS))
+        adapted = next((part for part in layer.modules() if isinstance(part, LoraLayer)), None)
+        if adapted is None:
+            return forward, kept
+        name = next(iter(adapted._active_adapter), None)
+        return forward, again(kept, using_adapter(layer, name))
+
     def run(function: Callable[..., Any], *args: Any) -> Any:
-        adapted = (part for part in layer.modules() if isinstance(part, LoraLayer))
-        first = next(adapted, None)
-        if first is None:
-            return checkpoint(function, *args, use_reentrant=False)
-        name = next(iter(first._active_adapter), None)
-        return checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), using_adapter(layer, name)),
-        )
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
     return run
 

@@ -7,13 +7,14 @@ ended with. It comes from a step of the trace, or from masking a finished trace 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -34,7 +35,7 @@ class StateExample:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StateBatch:
+class StateBatch(TensorBatch):
     """States of one batch: prompts padded on the left, responses on the right."""
 
     ids: Tensor
@@ -58,15 +59,6 @@ class StateBatch:
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None
     """``(B, R)`` int64 stored proposals."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> StateBatch:
-        """The same batch on a device."""
-        tensors = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
-        }
-        return replace(self, **tensors)
 
 
 def trace_state(trace: Trajectory, step: int) -> StateExample:

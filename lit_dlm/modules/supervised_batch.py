@@ -16,6 +16,7 @@ from lit_dlm.backbones.visibility import position_ids_for
 from lit_dlm.losses.states import NoisyStates, Responses
 from lit_dlm.losses.views import hidden_prompt
 from lit_dlm.ops.alignment import first_real_columns
+from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.ops.cuts import non_ltr_positions
 from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
 from lit_dlm.ops.noise import sample_seed
@@ -45,7 +46,7 @@ class SupervisedExample:
 
 
 @dataclass
-class SupervisedBatch:
+class SupervisedBatch(TensorBatch):
     """Prompts with responses of one length ``G``, on a canvas of ``L = start + G`` columns."""
 
     ids: Tensor

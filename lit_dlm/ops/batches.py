@@ -1,11 +1,42 @@
-"""Batches bounded by the tokens that they hold with their padding."""
+"""Batches that move as one, and batches bounded by the tokens that they hold with their padding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+
+class TensorBatch:
+    """A dataclass whose tensors, those of batches within it too, move together."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy on a device; the host does not wait where the memory is pinned.
+
+        Args:
+            device: the target.
+        """
+        is_cuda = torch.device(device).type == "cuda"
+        return self._each(lambda value: value.to(device, non_blocking=is_cuda))
+
+    def pin_memory(self) -> Self:
+        """A copy in page-locked memory, for loaders."""
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        moved: dict[str, Tensor | TensorBatch] = {}
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if isinstance(value, TensorBatch):
+                moved[one.name] = value._each(change)
+            elif isinstance(value, Tensor):
+                moved[one.name] = change(value)
+        return replace(self, **moved)  # type: ignore[type-var]
 
 
 def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:

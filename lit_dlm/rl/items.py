@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from lit_dlm.modules.supervised_batch import (
     row_tokens,
     whole_blocks,
 )
+from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.ops.masking import TwoCopyLayout
 from lit_dlm.ops.packing import PackedLayout
 from lit_dlm.trajectories.record import Trajectory
@@ -43,8 +44,6 @@ Normalise = Literal["group_mean", "response_length", "max_gen_length", "referenc
 ``response_length``: the tokens of the answer. ``max_gen_length``: the cells of a response, a
 constant. ``reference``: what dLLM-RL does, the longest answer of the RL step for block models, else
 the targets of a state, where it leaves the divergence undivided."""
-
-_Batch = TypeVar("_Batch", "RolloutBatch", SupervisedBatch)
 
 _CHUNK = 64
 """Records whose states are drawn together: their tensors are much larger than the items."""
@@ -357,7 +356,7 @@ def pick(values: NDArray[np.float32] | Tensor, item: RolloutItem) -> Tensor:
 
 
 @dataclass
-class RolloutBatch:
+class RolloutBatch(TensorBatch):
     """Items of one micro-batch: ``S`` responses, ``R`` states, ``M`` units, ``N`` cells."""
 
     responses: SupervisedBatch
@@ -404,14 +403,6 @@ class RolloutBatch:
         """``M``."""
         return len(self.weight)
 
-    def to(self, device: torch.device) -> RolloutBatch:
-        """A copy whose tensors lie on a device.
-
-        Args:
-            device: the target.
-        """
-        return replace(_moved(self, device), responses=_moved(self.responses, device))
-
     def states(self) -> NoisyStates:
         """The states of the batch."""
         return NoisyStates(
@@ -437,14 +428,6 @@ class RolloutBatch:
             return values
         weighted = values * self.coefficient.to(values.dtype)
         return values.new_zeros(self.num_units).index_add(0, self.unit, weighted)
-
-
-def _moved(batch: _Batch, device: torch.device) -> _Batch:
-    values = {one.name: getattr(batch, one.name) for one in fields(batch)}
-    moved: dict[str, Any] = {
-        name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)
-    }
-    return replace(batch, **moved)
 
 
 def collate_items(

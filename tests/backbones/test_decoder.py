@@ -8,9 +8,11 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
 from lit_dlm.backbones.decoder import FusedRMSNorm
@@ -90,10 +92,13 @@ def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     assert grown <= weights + max(shards) + 2 * MEBIBYTE
 
 
-def test_gradient_checkpointing_recomputes_and_changes_nothing():
-    """Each of 3 layers runs once forward and once more in the backward."""
+@pytest.mark.parametrize(
+    ("choice", "layers"), [(True, 3), (2, 1), (3, 1), (4, 0), ("selective", 3)]
+)
+def test_gradient_checkpointing_recomputes_and_changes_nothing(choice: Any, layers: int):
+    """Of 3 layers so many run once more in the backward, in each of two forwards."""
     gradients = []
-    for recompute in (False, True):
+    for recompute in (False, choice):
         torch.manual_seed(0)
         backbone = HFBackbone(
             architecture=tiny_architecture(),
@@ -106,10 +111,31 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
             layer.mlp.register_forward_pre_hook(lambda *_args, calls=calls: calls.append(1))
         denoised = backbone.denoise(IDS, hidden_layers=(1, -1))
         (backbone(IDS).square().mean() + denoised.hidden.square().mean()).backward()
-        assert len(calls) == (12 if recompute else 6)
+        assert len(calls) == (6 + 2 * layers if recompute else 6)
         assert backbone.model.config.use_cache is False
         gradients.append({name: p.grad for name, p in backbone.named_parameters()})
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_selective_checkpointing_computes_no_product_twice() -> None:
+    """A training step multiplies three times what a forward does, four times what it recomputes."""
+    flops = {}
+    for choice in (False, "selective", True):
+        backbone = HFBackbone(
+            architecture=tiny_architecture(), trainable=True, gradient_checkpointing=choice
+        ).train()
+        with FlopCounterMode(display=False) as counter:
+            loss = backbone.encode_rows(IDS, torch.ones_like(IDS, dtype=torch.bool)).square().mean()
+            forward = counter.get_total_flops()
+            loss.backward()
+        flops[choice] = counter.get_total_flops() / forward
+    assert flops["selective"] == flops[False] == pytest.approx(3, abs=0.2)
+    assert flops[True] == pytest.approx(flops[False] + 1, abs=0.2)
+
+
+def test_checkpointing_of_a_negative_number_of_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gradient_checkpointing: expected .* got -1"):
+        HFBackbone(architecture=tiny_architecture(), gradient_checkpointing=-1)
 
 
 @pytest.mark.slow

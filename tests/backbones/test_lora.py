@@ -430,10 +430,11 @@ def test_a_side_adapter_counts_only_where_it_is_asked_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int) -> None:
+@pytest.mark.parametrize("choice", [True, 2, "selective"])
+def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choice: Any) -> None:
     """Gradients are taken after ``using_adapter`` has ended, where the policy's is in use again."""
     gradients = []
-    for recompute in (False, True):
+    for recompute in (False, choice):
         model = HFBackbone("tiny", lora=LoRASettings(rank=2), gradient_checkpointing=recompute)
         model.add_side_adapter("value", LoRASettings(rank=rank, targets="all"))
         generator = torch.Generator().manual_seed(0)

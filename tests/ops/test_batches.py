@@ -1,10 +1,39 @@
 """Batches by tokens: nothing is lost, nothing exceeds the limit, little of them is padding."""
 
+from dataclasses import dataclass
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_dlm.ops.batches import split_batches, token_batches
+from lit_dlm.ops.batches import TensorBatch, split_batches, token_batches
+
+
+@dataclass
+class Inner(TensorBatch):
+    ids: torch.Tensor
+
+
+@dataclass
+class Outer(TensorBatch):
+    inner: Inner
+    weight: torch.Tensor
+    values: torch.Tensor | None
+    start: int
+
+
+def test_a_batch_moves_with_the_batches_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Outer(inner=Inner(torch.arange(3)), weight=torch.ones(2), values=None, start=4)
+    moved = batch.to("meta")
+    assert moved.inner.ids.device.type == moved.weight.device.type == "meta"
+    assert (moved.values, moved.start) == (None, 4)
+    assert batch.weight.device.type == "cpu"
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda value: value + 1)  # needs a GPU
+    pinned = batch.pin_memory()
+    assert pinned.inner.ids.tolist() == [1, 2, 3]
+    assert pinned.weight.tolist() == [2, 2]
 
 
 def padded(sizes: np.ndarray, rows: np.ndarray) -> int:
