@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from lit_dlm.grading.math_equality import MathEquality, shared_math_equality
+from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-+]?\.\d+")
-_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}")
-_SLASH = re.compile(r"([-+]?\d+)\s*/\s*(\d+)")
+_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*(-?\d{1,400})\s*\}")
+_SLASH = re.compile(r"([-+]?\d{1,400})\s*/\s*(\d{1,400})")
 _EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
+_BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _MAX_DIGITS = 400
 """Longer digit strings are no answer; parsing them costs quadratic time."""
+MAX_ANSWER_CHARACTERS = 1000
+"""Longer formulas are wrong without a comparison; gold answers of MATH have at most about 150."""
+MATH_SECONDS = 5.0
+"""Wall limit of one comparison of formulas."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -22,23 +28,19 @@ def last_boxed(text: str) -> str | None:
     Nested braces are followed; ``\fbox{...}`` counts as well, and so does ``\boxed 5`` as TeX
     reads it (one token).
     """
-    for match in reversed(list(re.finditer(r"\\f?box(?:ed)?(?![a-zA-Z])\s*", text))):
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    for match in reversed(list(_BOX.finditer(text))):
         start = match.end()
-        if start < len(text) and text[start] != "{":
-            if text[match.start() + 1] == "b" and text[start].isalnum():
-                return text[start]
-            continue
-        depth = 0
-        for position in range(start, len(text)):
-            if text[position] == "\\":
-                continue
-            escaped = position > 0 and text[position - 1] == "\\"
-            if text[position] == "{" and not escaped:
-                depth += 1
-            elif text[position] == "}" and not escaped:
-                depth -= 1
-                if depth == 0:
-                    return text[start + 1 : position].strip()
+        if start in closing:
+            return text[start + 1 : closing[start]].strip()
+        if match["name"][0] == "b" and text[start : start + 1].isalnum():
+            return text[start]
     return None
 
 
@@ -179,7 +181,7 @@ def extract_math(completion: str) -> str | None:
     return marked.rstrip(".").strip("$ ") or None if marked else None
 
 
-def grade_math(completion: str, gold: str, *, equality: MathEquality | None = None) -> Verdict:
+def grade_math(completion: str, gold: str) -> Verdict:
     r"""Grades a solution by mathematical equality of its final expression.
 
     Only the extracted expression is passed on to math-verify, never the whole text, which could
@@ -188,10 +190,13 @@ def grade_math(completion: str, gold: str, *, equality: MathEquality | None = No
     Args:
         completion: A model's solution; see :func:`extract_math`.
         gold: The true answer in LaTeX, without ``\boxed``.
-        equality: The pool of comparing processes; ``None`` takes the shared one.
 
     Returns:
-        ``right``, ``wrong``, ``no_answer``, or ``timeout`` if the comparison did not end.
+        ``right``, ``wrong``, ``no_answer``, or ``timeout`` if the comparison did not end within
+        :data:`MATH_SECONDS`.
+
+    Raises:
+        SandboxError: If the comparing process cannot be started.
     """
     answer = extract_math(completion)
     if answer is None:
@@ -200,7 +205,10 @@ def grade_math(completion: str, gold: str, *, equality: MathEquality | None = No
         return Verdict(status="right", answer=answer)
     # "20\\%" answers a question for a percentage as well as "20" does.
     truth, candidate = (text.rstrip().removesuffix("%").rstrip("\\ ") for text in (gold, answer))
-    equal = (equality or shared_math_equality()).equal(truth, candidate)
+    equal = False
+    if len(candidate) <= MAX_ANSWER_CHARACTERS:
+        question = {"gold": truth, "answer": candidate}
+        equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
     if equal is None:
         return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
     detail = "" if equal else f"expected {gold}"

@@ -2,11 +2,11 @@
 
 One driver process per job, started with an empty environment in its own session; see
 :mod:`.child.driver` for what it does. A result counts only if it carries the nonce of this run.
+Everything of a job ends with its first process, and that one ends with the run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
-import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,18 +27,23 @@ from lit_dlm.grading.child import isolate, wire
 
 logger = logging.getLogger(__name__)
 
-IsolationLevel = Literal["namespaces", "process"]
+IsolationMethod = Literal["bubblewrap", "namespaces", "landlock"]
+IsolationLevel = Literal["namespaces", "landlock"]
 
-_BOOT = (
-    "import sys, types; package = types.ModuleType('sandbox_child'); "
-    "package.__path__ = [sys.argv.pop(2)]; sys.modules['sandbox_child'] = package; "
-    "from sandbox_child.driver import main; main()"
+CHILD_FOLDER = str(Path(isolate.__file__).resolve().parent)
+BOOT = (
+    "import sys, types; from importlib import import_module; "
+    "package = types.ModuleType('sandbox_child'); package.__path__ = [sys.argv.pop(1)]; "
+    "sys.modules['sandbox_child'] = package; "
+    "import_module('sandbox_child.' + sys.argv.pop(1)).main()"
 )
-_GRACE_SECONDS = 10.0
-"""Time for interpreter start and clean-up on a busy machine, outside the candidate's own limit."""
+"""Runs ``main`` of a module of :mod:`.child` in a bare interpreter, as a package of its own."""
 
-_FIRST_USER = 2_100_000_000
-_USERS = 1_000_000
+_READY = wire.pack([b"ready"])
+_SETUP_SECONDS = 30.0
+"""Time for interpreter start and walls on a busy machine, outside the candidate's own limit."""
+_TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
+
 _next_user = itertools.count(os.getpid() * 1000)
 
 
@@ -49,22 +53,21 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What one sample may use. Exceeding any limit is a wrong answer, never an error here."""
+    """What one sample may use. Exceeding any limit is a wrong answer, never an error here.
+
+    A sample can start threads but no process, and can write no file.
+    """
 
     wall_seconds: float = 10.0
     """Wall time for loading the code and all tests together."""
     cpu_seconds: float = 10.0
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
-    """Address space of each process."""
+    """Address space of the candidate, and of the process that runs the tests."""
     output_bytes: int = 1 << 20
     """Captured standard output of a program; more is refused."""
     value_bytes: int = 1 << 25
     """Largest argument or returned value."""
-    file_bytes: int = 0
-    """Size of the private ``/tmp``; 0 means that no file can be made or changed at all."""
-    processes: int = 1
-    """Processes; 1 means that none can be started (a few threads always can)."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -73,8 +76,6 @@ class SandboxLimits:
             ("memory_bytes", 1 << 26),
             ("output_bytes", 0),
             ("value_bytes", 1 << 10),
-            ("file_bytes", 0),
-            ("processes", 1),
         ):
             value = getattr(self, name)
             if not value >= least:
@@ -82,48 +83,50 @@ class SandboxLimits:
 
 
 @functools.cache
-def isolation_level() -> IsolationLevel:
-    """Probes once what the kernel allows here and logs it.
+def isolation_method() -> IsolationMethod:
+    """Probes once what this machine allows, the strongest first, and logs it.
 
     Returns:
-        ``namespaces`` (own file system view, processes and network, all torn down together) or
-        ``process`` (resource limits, a system-call filter and, for root, a user id per sample).
+        ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
+        ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
 
     Raises:
-        SandboxError: If not even a limited process can be started.
+        SandboxError: If none of them works; says why.
     """
-    levels: tuple[IsolationLevel, ...] = ("namespaces", "process")
-    for level in levels:
+    reasons = []
+    methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
+    for method in methods:
         try:
-            _probe(level, user=None)
+            probe(method)
         except SandboxError as error:
-            logger.debug("isolation level %s is not available: %s", level, error)
+            reasons.append(f"{method}: {error}")
             continue
-        if level == "process":
+        if method == "landlock":
             logger.warning(
-                "user namespaces are not available: model-written code runs under resource limits "
-                "and a system-call filter only, in your file system view"
+                "model-written code runs without namespaces (%s), see SECURITY.md",
+                "; ".join(reasons),
             )
         else:
-            logger.info("model-written code runs in its own namespaces")
-        return level
-    raise SandboxError("no sandboxed Python process can be started on this machine")
+            logger.info("model-written code runs in its own namespaces (%s)", method)
+        return method
+    raise SandboxError(f"no sandbox can be set up on this machine: {'; '.join(reasons)}")
 
 
-@functools.cache
-def _can_change_user() -> bool:
-    """Whether a root parent can run each sample under a user id that owns nothing."""
-    if os.geteuid() != 0:
-        return False
-    try:
-        _probe("process", user=_FIRST_USER)
-    except SandboxError as error:
-        logger.debug("samples keep the parent's user id: %s", error)
-        return False
-    return True
+def isolation_level() -> IsolationLevel:
+    """What :func:`isolation_method` guarantees, by whatever means.
+
+    Raises:
+        SandboxError: If there is no sandbox here.
+    """
+    return "landlock" if isolation_method() == "landlock" else "namespaces"
 
 
-def _probe(level: IsolationLevel, *, user: int | None) -> None:
+def probe(method: IsolationMethod) -> None:
+    """Runs a small test behind the walls of one method.
+
+    Raises:
+        SandboxError: If that does not work here; says why.
+    """
     job = {
         "mode": "check",
         # A module that is not loaded yet: the interpreter's files must be readable in there.
@@ -132,147 +135,142 @@ def _probe(level: IsolationLevel, *, user: int | None) -> None:
         "entry_point": "half",
         "preamble": "",
     }
-    head, _ = _run_driver(job, SandboxLimits(), level=level, user=user)
+    head, _ = _run_driver(job, (), SandboxLimits(), method)
     if head["status"] != "right":
-        raise SandboxError(f"probe: {head['status']}: {head['detail']}")
+        raise SandboxError(f"the probe gave {head['status']}: {head['detail']}")
 
 
-def run_job(job: dict[str, Any], limits: SandboxLimits) -> tuple[dict[str, Any], list[bytes]]:
-    """Runs one job in a driver at the best isolation level there is.
+def run_job(
+    job: dict[str, Any], limits: SandboxLimits, *, values: Sequence[bytes] = ()
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Runs one job in a driver behind the strongest walls there are.
 
     Args:
-        job: What the driver reads: ``mode`` (``check``, ``calls`` or ``program``) and its data.
+        job: What the driver reads: ``mode`` (``check``, ``record``, ``compare`` or ``program``)
+            and its data.
         limits: What the candidate may use.
+        values: Expected values, for ``compare``.
 
     Returns:
-        The head of the result (``status`` and ``detail`` at least) and the encoded replies.
+        The head of the result (``status`` and ``detail`` at least) and the values of ``record``.
 
     Raises:
         SandboxError: If the sandbox cannot be set up.
     """
-    level = isolation_level()
-    user = None
-    if level == "process" and _can_change_user():
-        user = _FIRST_USER + 1 + next(_next_user) % _USERS
-    return _run_driver(job, limits, level=level, user=user)
+    return _run_driver(job, values, limits, isolation_method())
 
 
 def _run_driver(
-    job: dict[str, Any], limits: SandboxLimits, *, level: IsolationLevel, user: int | None
+    job: dict[str, Any], values: Sequence[bytes], limits: SandboxLimits, method: IsolationMethod
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Starts one driver, waits for it, makes sure that nothing of it is left.
-
-    Returns:
-        The head of the result (``status`` and ``detail`` at least) and the encoded replies.
-    """
     nonce = secrets.token_hex(16)
-    scratch = tempfile.mkdtemp(prefix="lit-dlm-sandbox-")
-    if user is not None:
-        os.chown(scratch, user, user)
     config = {
         **asdict(limits),
-        "grace_seconds": _GRACE_SECONDS,
-        "level": level,
-        "user": user,
-        "scratch": os.path.realpath(scratch),
+        "level": method,
+        "setup_seconds": _SETUP_SECONDS,
+        "user": _spare_user(),
+        "parent": os.getpid(),
+        "folders": _shown_folders(),
         "library_paths": _library_paths(),
-        "shown_folders": _shown_folders(),
     }
-    child_folder = str(Path(isolate.__file__).parent)
-    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT]
-    command += [json.dumps(config), child_folder]
-    # Only what the dynamic loader may need to start this interpreter; the worker drops it too.
-    environment = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
+    command = _bubblewrap() if method == "bubblewrap" else []
+    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", BOOT]
+    command += [CHILD_FOLDER, "driver", json.dumps(config)]
     try:
         driver = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment,
-            cwd=scratch,
+            # Only what the dynamic loader may need to start this interpreter; the worker drops it.
+            env={k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
+            cwd="/",
             start_new_session=True,
         )
+    except OSError as error:
+        raise SandboxError(f"{command[0]}: {error.strerror}") from error
+    with driver:
         try:
-            text = json.dumps({**job, "nonce": nonce}).encode()
-            timeout = limits.wall_seconds + 2 * _GRACE_SECONDS
-            output, errors = driver.communicate(text, timeout=timeout)
+            sent = wire.pack([json.dumps({**job, "nonce": nonce}).encode(), *values])
+            timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
+            output, errors = driver.communicate(sent, timeout=timeout)
         except subprocess.TimeoutExpired:
-            return {"status": "timeout", "detail": "the tests did not end in time"}, []
+            return dict(_TIMEOUT), []
         finally:
-            _kill_tree(driver)
-    finally:
-        shutil.rmtree(scratch)
+            driver.kill()
     return _read_result(output, nonce, driver.returncode, errors)
 
 
 def _read_result(
     output: bytes, nonce: str, returncode: int, errors: bytes
 ) -> tuple[dict[str, Any], list[bytes]]:
+    code = returncode if returncode >= 0 else 128 - returncode
+    last = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
+    if not output.startswith(_READY):
+        raise SandboxError(last)
     try:
-        messages = wire.unpack(output)
+        messages = wire.unpack(output[len(_READY) :])
         head = wire.parse(messages[0]) if messages else None
     except wire.WireError:
         head = None
-    if head is None and returncode in (124, -signal.SIGALRM):
-        return {"status": "timeout", "detail": "the tests did not end in time"}, []
-    if head is None and returncode == -signal.SIGKILL:
-        return {"status": "runtime_error", "detail": "the machine killed the tests"}, []
-    if head is None:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        if "MemoryError" in last[0]:
-            return {"status": "runtime_error", "detail": "the tests ran out of memory"}, []
-        raise SandboxError(f"the driver ended with exit code {returncode}: {last[0]}")
-    if not secrets.compare_digest(str(head.get("nonce")), nonce):
-        return {"status": "runtime_error", "detail": "the result is not of this run"}, []
-    if head["status"] == "setup_error":
-        raise SandboxError(head["detail"])
-    return head, messages[1:]
+    if head is not None:
+        if not secrets.compare_digest(str(head.pop("nonce", None)), nonce):
+            return {"status": "runtime_error", "detail": "the result is not of this run"}, []
+        return head, messages[1:]
+    if code == 128 + signal.SIGALRM:
+        return dict(_TIMEOUT), []
+    if code > 128:
+        last = f"ended by {signal.Signals(code - 128).name}"
+    return {"status": "runtime_error", "detail": f"the tests broke off: {last[:400]}"}, []
 
 
-def _kill_tree(driver: subprocess.Popen[bytes]) -> None:
-    """Ends a driver and all below it; a driver that ended by itself has done so already.
-
-    The driver is stopped first: it stays the parent of every orphan below it, so nothing can
-    leave the tree while it is taken down.
-    """
-    if driver.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(driver.pid, signal.SIGSTOP)
-        for _ in range(200):
-            living = [pid for pid in isolate.descendants(driver.pid) if not _is_zombie(pid)]
-            for pid in living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not living:
-                break
-            time.sleep(0.005)
-        driver.kill()
-    for stream in (driver.stdin, driver.stdout, driver.stderr):
-        if stream is not None:
-            stream.close()
-    driver.wait()
+def _spare_user() -> int | None:
+    """For root, a user id that owns nothing, another one for each sample."""
+    if os.geteuid() != 0:
+        return None
+    # In a container not all ids exist; the last ones there are belong to nobody.
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    end = min(max(int(start) + int(count) for start, _, count in ranges), 2_100_000_000)
+    # A root with no id but its own is some plain user outside.
+    return end - 1 - next(_next_user) % (end // 20) if end > 1000 else None
 
 
-def _is_zombie(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == b"Z"
+def _bubblewrap() -> list[str]:
+    """The beginning of a command that runs the rest of it in bubblewrap."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("not installed")
+    words = ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    if os.geteuid() == 0:  # the driver gives them up with its user id
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    paths = [*isolate.SYSTEM_FOLDERS, *_shown_folders(), *isolate.SYSTEM_FILES, *isolate.DEVICES]
+    # It makes missing parents for their owner only, who is another one when root starts it.
+    parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
+    for folder in sorted(parents - set(isolate.SYSTEM_FOLDERS)):
+        words += ["--dir", folder]
+    for path in paths:
+        if os.path.islink(path) and path in isolate.SYSTEM_FOLDERS:
+            words += ["--symlink", os.readlink(path), path]
+        else:
+            words += ["--dev-bind-try" if path in isolate.DEVICES else "--ro-bind-try", path, path]
+    return [program, *words, "--remount-ro", "/", "--chdir", "/", "--"]
 
 
 @functools.cache
 def _library_paths() -> list[str]:
     """Folders of installed packages, importable by the candidate."""
-    paths = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    return [path for path in paths if path and os.path.isdir(path)]
+    paths = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    return [os.path.realpath(path) for path in dict.fromkeys(paths) if os.path.isdir(path)]
 
 
 @functools.cache
 def _shown_folders() -> list[str]:
-    """Folders outside the system's own that the interpreter and its packages live in."""
-    prefixes = [sys.base_prefix, sys.base_exec_prefix, *_library_paths()]
-    real = [os.path.realpath(folder) for folder in prefixes]
-    # Parents sort before their children, which are then already in view.
-    return sorted({*prefixes, *real} - {"/"})
+    """Folders outside the system's own that the interpreter, its packages and we live in."""
+    wanted = [sys.base_prefix, sys.base_exec_prefix, *_library_paths(), CHILD_FOLDER]
+    shown: list[str] = []
+    for folder in sorted({os.path.realpath(folder) for folder in wanted} - {"/"}):
+        # Parents sort before their children, which are then already in view.
+        if not any(folder.startswith(f"{top}/") for top in (*isolate.SYSTEM_FOLDERS, *shown)):
+            shown.append(folder)
+    return [folder for folder in shown if folder not in isolate.SYSTEM_FOLDERS]

@@ -1,13 +1,12 @@
 """Grading by inputs and a reference solution: the tests of HumanEval+ and MBPP+ (arXiv 2305.01210).
 
-Both the candidate and the reference solution run in the sandbox; what they returned is compared in
-this process by EvalPlus's rules. Expected outputs are computed when a problem is first graded, kept
-in memory, and optionally as JSON in a private folder. Nothing is pickled.
+Both the candidate and the reference solution run in the sandbox, where what they returned is
+compared by EvalPlus's rules (:mod:`.child.compare`). Expected outputs are computed when a problem
+is first graded, kept in memory, and optionally in a private folder. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
@@ -15,20 +14,18 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from lit_dlm.grading.child import wire
-from lit_dlm.grading.code import outputs_match
-from lit_dlm.grading.launch import SandboxLimits
-from lit_dlm.grading.sandbox import read_reply, run_python_calls
-from lit_dlm.grading.verdict import Verdict
+from lit_dlm.grading.launch import SandboxLimits, run_job
+from lit_dlm.grading.sandbox import require_permission
+from lit_dlm.grading.verdict import Status, Verdict
 
 logger = logging.getLogger(__name__)
 
-MatchRule = Callable[[Sequence[Any], Any, Any], bool]
-"""``(inputs, output, expected) -> whether the output is right``."""
+Rule = Literal["close", "same_set", "found_alike", "either", "root", "anything"]
 
 _LEAST_SECONDS = 1.0
 _REFERENCE_FACTOR = 4.0
@@ -55,35 +52,21 @@ class PlusProblem:
     """Argument lists of the added tests."""
     atol: float = 0.0
     """Absolute tolerance of floats."""
-    match: MatchRule | None = None
-    """A rule in place of the comparison with tolerance, where one output is not the only right."""
+    rule: Rule = "close"
+    """How outputs are compared, see :data:`.child.compare.RULES`."""
+    alternative: Callable[..., Any] | None = None
+    """For the rule ``either``: another right output for given inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Expected:
-    replies: bytes
-    """Packed and compressed values of the reference solution; empty where one is left out."""
+    values: list[bytes]
+    """What the reference solution returned for each input, encoded and compressed."""
     seconds: list[float]
 
-    @classmethod
-    def of(cls, values: Sequence[bytes], seconds: Sequence[float]) -> _Expected:
-        return cls(replies=zlib.compress(wire.pack(values), 1), seconds=list(seconds))
 
-    def unpack(self) -> list[bytes]:
-        return wire.unpack(zlib.decompress(self.replies))
-
-
-@dataclass(frozen=True)
-class _Opaque:
-    """Stands for a value that did not leave the sandbox, such as a regular expression's match."""
-
-    number: int = field(compare=False)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+_LEFT_OUT = zlib.compress(b"", 1)
+"""Stands for a value of the reference solution that is too large to be sent."""
 
 
 class PlusGrader:
@@ -109,10 +92,6 @@ class PlusGrader:
             memory_bytes=4 << 30,
             value_bytes=1 << 28,  # Mbpp/255 returns lists of millions of tuples
         )
-        # The reference is trusted and must get through, also on a busy machine.
-        self._reference_limits = replace(
-            self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
-        )
         self._allow = allow_code_execution
         self._folder = None if cache_dir is None else _private_folder(cache_dir)
         self._expected: dict[str, _Expected] = {}
@@ -134,6 +113,7 @@ class PlusGrader:
         Raises:
             ValueError: If code execution was not allowed, or the reference solution itself fails.
         """
+        require_permission(self._allow)
         parts = [("base", problem.base_inputs)]
         if not base_only:
             parts.append(("plus", problem.plus_inputs))
@@ -152,31 +132,32 @@ class PlusGrader:
         if not inputs:
             return Verdict(status="right", answer=code), 0
         expected = self._expected_of(problem, part, inputs)
-        truths = expected.unpack()
-        kept = [index for index, truth in enumerate(truths) if truth]
+        kept = [index for index, value in enumerate(expected.values) if value != _LEFT_OUT]
         spent = [expected.seconds[index] for index in kept]
         seconds = max(self._limits.wall_seconds, _RUN_FACTOR * sum(spent))
-        result = run_python_calls(
-            code,
-            problem.entry_point,
-            [inputs[index] for index in kept],
-            call_seconds=[max(_LEAST_SECONDS, _REFERENCE_FACTOR * s) for s in spent],
-            limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
-            allow_code_execution=self._allow,
+        other = problem.alternative
+        job = {
+            "mode": "compare",
+            "code": code,
+            "entry_point": problem.entry_point,
+            "calls": [wire.encode(tuple(inputs[index])) for index in kept],
+            "call_seconds": [max(_LEAST_SECONDS, _REFERENCE_FACTOR * s) for s in spent],
+            "rule": problem.rule,
+            "atol": problem.atol,
+            "alternatives": [
+                None if other is None else wire.encode(other(*inputs[index])) for index in kept
+            ],
+        }
+        head, _ = run_job(
+            job,
+            replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
+            values=[expected.values[index] for index in kept],
         )
-        matches = len(inputs) - len(kept)
-        first_failure: Verdict | None = None
-        for index, reply in zip(kept, result.replies, strict=False):
-            failure = _judge(problem, inputs[index], _value_part(reply), truths[index])
-            matches += failure is None
-            if failure is not None and first_failure is None:
-                status, detail = failure
-                detail = f"{part} input {index}: {detail}"
-                first_failure = Verdict(status=status, answer=code, detail=detail)  # type: ignore[arg-type]
-        if first_failure is None and result.status != "right":
-            detail = f"{part} input {kept[len(result.replies)]}: {result.detail}"
-            first_failure = Verdict(status=result.status, answer=code, detail=detail)
-        return first_failure or Verdict(status="right", answer=code), matches
+        detail, failed = head["detail"], head.get("failed")
+        if failed is not None:
+            detail = f"{part} input {kept[failed]}: {detail}"
+        verdict = Verdict(status=cast(Status, head["status"]), answer=code, detail=detail)
+        return verdict, head.get("passed", 0) + len(inputs) - len(kept)
 
     def _expected_of(
         self, problem: PlusProblem, part: str, inputs: Sequence[Sequence[Any]]
@@ -190,82 +171,27 @@ class PlusGrader:
             return self._expected[key]
 
     def _load_or_compute(self, problem: PlusProblem, inputs: Sequence[Sequence[Any]]) -> _Expected:
-        encoded = json.dumps([wire.encode(tuple(args)) for args in inputs])
-        digest = hashlib.sha256(f"{problem.reference_code}\n{encoded}".encode()).hexdigest()
-        path = None if self._folder is None else self._folder / f"{digest}.json.gz"
-        if path is not None and (stored := _read_expected(path, len(inputs))) is not None:
+        calls = [wire.encode(tuple(args)) for args in inputs]
+        code = problem.reference_code
+        digest = hashlib.sha256(f"{code}\n{json.dumps(calls)}".encode()).hexdigest()
+        path = None if self._folder is None else self._folder / f"{digest}.expected"
+        if path is not None and (stored := _read_expected(path)) is not None:
             return stored
-        result = run_python_calls(
-            problem.reference_code,
-            problem.entry_point,
-            inputs,
-            call_seconds=_REFERENCE_SECONDS,
-            limits=self._reference_limits,
-            allow_code_execution=self._allow,
+        job = {"mode": "record", "code": code, "entry_point": problem.entry_point, "calls": calls}
+        # The reference is trusted and must get through, also on a busy machine.
+        limits = replace(
+            self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
         )
-        if result.status != "right":
-            raise ValueError(
-                f"{problem.name}: the reference solution failed on input {len(result.replies)}: "
-                f"{result.detail}"
-            )
-        values = [_value_part(reply) for reply in result.replies]
-        for index, value in enumerate(values):
-            if value.startswith(b'"error":["WireError"'):
-                # EvalPlus compares these in one process. It is 1 input of 41,015 in MBPP+.
-                logger.info(
-                    "%s: input %d is left out, its output is too large", problem.name, index
-                )
-                values[index] = b""
-            elif not value.startswith(b'"value":'):
-                raise ValueError(
-                    f"{problem.name}: the reference solution failed on input {index}: "
-                    f"{_read_value(value)[1]}"
-                )
+        head, values = run_job(job, limits)
+        if head["status"] != "right":
+            raise ValueError(f"{problem.name}: the reference solution failed: {head['detail']}")
+        # EvalPlus compares these in one process. It is 1 input of 41,015 in MBPP+.
+        if num_left_out := values.count(_LEFT_OUT):
+            logger.info("%s: %d outputs are too large and left out", problem.name, num_left_out)
+        expected = _Expected(values=values, seconds=head["taken"])
         if path is not None:
-            _write_expected(path, values, result.seconds)
-        return _Expected.of(values, result.seconds)
-
-
-def _value_part(reply: bytes) -> bytes:
-    """A reply without the number of its call: ``"value":...}`` or ``"error":...}``."""
-    return reply.partition(b",")[2]
-
-
-def _read_value(part: bytes) -> tuple[bool, Any]:
-    return read_reply(b"{" + part, from_handle=_Opaque)
-
-
-def _judge(
-    problem: PlusProblem, inputs: Sequence[Any], reply: bytes, truth: bytes
-) -> tuple[str, str] | None:
-    """How a reply fails, or ``None``."""
-    # Equal bytes are equal values. Some problems return megabytes for each of a thousand inputs:
-    # decode only what may differ.
-    if reply == truth and b'["h"' not in reply:
-        return None
-    expected = _read_value(truth)[1]
-    ok, value = _read_value(reply)
-    if not ok:
-        return "runtime_error", str(value)
-    try:
-        if problem.match is not None:
-            right = problem.match(inputs, value, expected)
-        else:
-            right = outputs_match(value, expected, atol=problem.atol)
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError, RecursionError):
-        right = False  # a value of a shape the rule cannot take
-    return None if right else ("wrong", f"expected {_short(expected)}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    # repr of a huge integer is refused by Python beyond 4300 digits.
-    if isinstance(value, int) and abs(value) >= 1 << 256:
-        return f"an integer of {value.bit_length()} bits"
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 120 else f"{text[:117]}..."
+            _write_expected(path, expected)
+        return expected
 
 
 def _private_folder(folder: str) -> Path:
@@ -280,23 +206,20 @@ def _private_folder(folder: str) -> Path:
     return path
 
 
-def _read_expected(path: Path, count: int) -> _Expected | None:
+def _read_expected(path: Path) -> _Expected | None:
     try:
-        stored = json.loads(gzip.decompress(path.read_bytes()))
-        replies = [text.encode() for text in stored["replies"]]
-        seconds = [float(spent) for spent in stored["seconds"]]
+        stored = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+    if stored[:32] != hashlib.sha256(stored[32:]).digest():
         logger.warning("%s is damaged and is computed again", path)
         return None
-    if not len(replies) == len(seconds) == count:
-        return None
-    return _Expected.of(replies, seconds)
+    seconds, *values = wire.unpack(stored[32:])
+    return _Expected(values=values, seconds=json.loads(seconds))
 
 
-def _write_expected(path: Path, replies: Sequence[bytes], seconds: Sequence[float]) -> None:
-    body = json.dumps({"replies": [r.decode() for r in replies], "seconds": list(seconds)})
+def _write_expected(path: Path, expected: _Expected) -> None:
+    body = wire.pack([json.dumps(expected.seconds).encode(), *expected.values])
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.write_bytes(gzip.compress(body.encode(), 1))
+    temporary.write_bytes(hashlib.sha256(body).digest() + body)
     temporary.replace(path)

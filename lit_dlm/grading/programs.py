@@ -1,46 +1,16 @@
-"""Whole programs in completions: finding them, and running them on given standard input."""
+"""Whole programs in completions, graded by what they print on given standard input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_dlm.grading.code import ExtractedCode, fenced_blocks, ungradable
+from lit_dlm.grading.code import extract_program, ungradable
 from lit_dlm.grading.launch import SandboxLimits
-from lit_dlm.grading.sandbox import CANDIDATE_FILE, run_python_program
+from lit_dlm.grading.sandbox import run_python_program
 from lit_dlm.grading.verdict import Status, Verdict
 
 MAX_TIMEOUTS = 2
 """A program that ran out of time so often is not started on its other inputs: they fail."""
-
-
-def extract_program(completion: str) -> ExtractedCode:
-    """Finds the program of an answer: the last fenced Python block, else the whole text.
-
-    Blocks that do not compile are passed over while another one does.
-
-    Args:
-        completion: What the model wrote.
-
-    Returns:
-        The program or the reason why there is none.
-    """
-    pieces = [block for block in reversed(fenced_blocks(completion)) if block.strip()]
-    if not pieces and completion.strip():
-        pieces = [completion]
-    if not pieces:
-        return ExtractedCode(code=None, problem="the completion holds no code")
-    for piece in pieces:
-        if _compiles(piece):
-            return ExtractedCode(code=piece)
-    return ExtractedCode(code=pieces[0], problem="the code does not parse", is_syntax_error=True)
-
-
-def _compiles(code: str) -> bool:
-    try:
-        compile(code, CANDIDATE_FILE, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        return False
-    return True
 
 
 def grade_by_outputs(

@@ -23,6 +23,14 @@ class Verdict:
     score: float | None = None
     """Partial credit in 0..1 (fraction of tests passed); ``None`` means 1 if right else 0."""
 
+    def __post_init__(self) -> None:
+        # What a candidate raised or returned may hold halves of surrogate pairs, which no file in
+        # UTF-8 can hold.
+        for name in ("answer", "detail"):
+            text = getattr(self, name)
+            if text is not None:
+                object.__setattr__(self, name, text.encode("utf-8", "replace").decode())
+
     @property
     def is_correct(self) -> bool:
         """Whether the completion is right."""

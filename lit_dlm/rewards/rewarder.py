@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from lit_dlm.grading import SandboxError, Verdict
-from lit_dlm.grading.math_equality import MathEqualityError
 from lit_dlm.protocols import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
@@ -166,7 +165,7 @@ class Rewarder:
             return Verdict(status="ungraded", answer=rollout.text)
         try:
             return task.grade(rollout.example, rollout.text)
-        except (ValueError, SandboxError, MathEqualityError) as error:
+        except (ValueError, SandboxError) as error:
             raise type(error)(f"{rollout.trajectory.uid}: {error}") from error
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from lit_dlm.grading.answers import last_boxed, text_after_marker
-from lit_dlm.grading.code import extract_code, fenced_blocks
-from lit_dlm.grading.programs import extract_program
+from lit_dlm.grading.child.extraction import fenced_blocks
+from lit_dlm.grading.code import extract_code, extract_program
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 Requirement = Literal["boxed", "marked", "fenced", "parses", "entry_point"]

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
-from lit_dlm.grading.programs import extract_program, grade_by_outputs
+from lit_dlm.grading.code import extract_code, extract_program, grade_by_tests, python_block
+from lit_dlm.grading.programs import grade_by_outputs
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 from lit_dlm.tasks.templates import PromptTemplate

@@ -7,11 +7,10 @@ reference solution. The two scores are different things and have different task 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
 from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
-from lit_dlm.grading.plus import MatchRule, PlusProblem
+from lit_dlm.grading.plus import PlusProblem
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.plus import PlusTask, problem_number
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
@@ -130,15 +129,9 @@ class HumanEvalPlus(PlusTask):
     def problem(self, example: PromptExample) -> PlusProblem:
         """The inputs and the reference solution in the form the grader takes."""
         reference = example.reference
-        match = _root_rule(reference["atol"]) if reference["entry_point"] == "find_zero" else None
-        return self._problem(example, reference["base_input"], reference["plus_input"], match=match)
-
-
-def _root_rule(tolerance: float) -> MatchRule:
-    """HumanEval/32 asks for any root of a polynomial: its value there must be about 0."""
-
-    def is_root(inputs: Sequence[Any], output: Any, _expected: Any) -> bool:
-        value = sum(factor * output**power for power, factor in enumerate(inputs[0]))
-        return abs(value) <= tolerance
-
-    return is_root
+        return self._problem(
+            example,
+            reference["base_input"],
+            reference["plus_input"],
+            rule="root" if reference["entry_point"] == "find_zero" else "close",
+        )

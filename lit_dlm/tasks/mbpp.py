@@ -9,13 +9,12 @@ of it executes code here, and none of the functions called reads a file or the n
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
-from lit_dlm.grading.plus import MatchRule, PlusProblem
-from lit_dlm.grading.sandbox import CANDIDATE_FILE
+from lit_dlm.grading.code import CANDIDATE_FILE, extract_code, grade_by_tests, python_block
+from lit_dlm.grading.plus import PlusProblem, Rule
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
@@ -162,11 +161,13 @@ class MBPPPlus(PlusTask):
         """The inputs, re-typed, and the reference solution in the form the grader takes."""
         reference = example.reference
         restore = _evalplus_restore()
+        rule, alternative = _special_rule(reference["entry_point"])
         return self._problem(
             example,
             restore(reference["task_id"], reference["base_input"]),
             restore(reference["task_id"], reference["plus_input"]),
-            match=_special_rule(reference["entry_point"], reference["atol"]),
+            rule=rule,
+            alternative=alternative,
         )
 
 
@@ -211,32 +212,22 @@ def _evalplus_missing(error: ImportError) -> ValueError:
     )
 
 
-def _special_rule(entry_point: str, atol: float) -> MatchRule | None:
+def _special_rule(entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
     """EvalPlus's rules for problems that have more than one right output."""
     try:
         from evalplus.eval import _special_oracle as special
     except ImportError as error:
         raise _evalplus_missing(error) from None
     if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
-        return lambda _inputs, output, expected: set(output) == set(expected)
+        return "same_set", None
     if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:
-        return _same_presence
+        return "found_alike", None
     if entry_point == "are_equivalent":
-        return lambda _inputs, _output, _expected: True
-    if entry_point == "sum_div":
-        return lambda _inputs, output, expected: output in (expected, 0)
-    if entry_point == "surface_Area":
-        area = special._surface_Area
-        return lambda inputs, output, expected: (
-            output == expected or abs(output - area(*inputs)) <= atol
-        )
-    if entry_point == "digit_distance_nums":
-        distance = special._digit_distance_nums
-        return lambda inputs, output, expected: output in (expected, distance(*inputs))
-    return None
-
-
-def _same_presence(_inputs: Sequence[Any], output: Any, expected: Any) -> bool:
-    """Both found something or both nothing; a ``bool`` of the candidate says so itself."""
-    found = output if isinstance(output, bool) else output is not None
-    return found == (expected is not None)
+        return "anything", None
+    alternatives = {
+        "sum_div": lambda *_inputs: 0,
+        "surface_Area": special._surface_Area,
+        "digit_distance_nums": special._digit_distance_nums,
+    }
+    alternative = alternatives.get(entry_point)
+    return ("close", None) if alternative is None else ("either", alternative)

@@ -6,12 +6,12 @@ A file of the release gives many inputs, and the reference solution says what th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
-from lit_dlm.grading.plus import MatchRule, PlusGrader, PlusProblem
+from lit_dlm.grading.plus import PlusGrader, PlusProblem, Rule
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
@@ -103,7 +103,8 @@ class PlusTask(Task):
         base_inputs: Sequence[Any],
         plus_inputs: Sequence[Any],
         *,
-        match: MatchRule | None,
+        rule: Rule,
+        alternative: Callable[..., Any] | None = None,
     ) -> PlusProblem:
         reference = example.reference
         return PlusProblem(
@@ -113,7 +114,8 @@ class PlusTask(Task):
             base_inputs=base_inputs,
             plus_inputs=plus_inputs,
             atol=reference["atol"],
-            match=match,
+            rule=rule,
+            alternative=alternative,
         )
 
     def examples(self) -> Sequence[PromptExample]:

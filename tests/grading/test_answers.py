@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lit_dlm.grading import answers
 from lit_dlm.grading.answers import (
     extract_math,
     extract_number,
@@ -20,7 +21,6 @@ from lit_dlm.grading.answers import (
     parse_number,
     text_after_marker,
 )
-from lit_dlm.grading.math_equality import shared_math_equality
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
@@ -29,7 +29,7 @@ LLADA = SHARED / "llada_generations" / "gsm8k_llada8b_instruct_256_128.jsonl.gz"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first comparison takes seconds on a busy machine."""
-    monkeypatch.setattr(shared_math_equality(), "seconds", 100.0)
+    monkeypatch.setattr(answers, "MATH_SECONDS", 100.0)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,20 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_last_box(text, content):
     assert last_boxed(text) == content
+
+
+def test_unclosed_boxes_cost_linear_time():
+    """200,000 of them, each of which was searched for its end: hours."""
+    text = "\\boxed{" * 200_000
+    assert last_boxed(text) is None
+    assert last_boxed(text + "7}") == "7"
+
+
+@pytest.mark.parametrize("answer", ["\\frac{%s}{3}", "%s/3", "%s"])
+def test_numbers_of_thousands_of_digits_are_no_answer(answer):
+    """Python refuses to convert more than 4300 digits."""
+    verdict = grade_numeric(f"\\boxed{{{answer % ('7' * 5000)}}}", "7")
+    assert not verdict.is_correct
 
 
 def test_marker_takes_the_rest_of_its_line():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.grading.math_equality import shared_math_equality
+from lit_dlm.grading import answers
 from lit_dlm.tasks.base import Task, tasks_by_name
 from lit_dlm.tasks.math import MATH
 
@@ -18,7 +18,7 @@ REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first comparison takes seconds on a busy machine."""
-    monkeypatch.setattr(shared_math_equality(), "seconds", 100.0)
+    monkeypatch.setattr(answers, "MATH_SECONDS", 100.0)
 
 
 def _file(folder, *rows):

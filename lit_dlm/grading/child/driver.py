@@ -1,5 +1,9 @@
 """The trusted process of one sample: forks the worker, then runs the tests against proxies.
 
+It stands behind the same walls as the worker and has limits of its own, because it takes apart and
+compares values that the candidate made: whatever these do to it, the run that waits for its result
+is not touched.
+
 Order matters. The worker is forked off a bare interpreter *before* the tests, the inputs and the
 nonce are read from standard input, so no copy of them ever exists in the process that runs the
 candidate; the candidate's code in turn never runs in this process.
@@ -11,128 +15,112 @@ import ast
 import builtins
 import contextlib
 import json
+import math
 import os
 import resource
+import select
 import signal
 import sys
 import time
 import traceback
+import zlib
 from typing import Any, NoReturn
 
-from . import isolate, wire, worker
+from . import compare, isolate, wire, worker
 from .remote import Remote, RemoteFunction, WorkerLostError
 
 _TESTS = "<tests>"
+_MAX_DETAIL = 500
 
 
 def main() -> NoReturn:
-    """Reads settings from the command line and the job from standard input; prints the result."""
+    """Reads settings from the command line and the job from standard input; prints the result.
+
+    ``ready`` is printed as soon as the walls stand: what fails from then on is the sample's fault.
+    """
     config = json.loads(sys.argv[1])
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, config["wall_seconds"] + config["grace_seconds"])
-    channel, first_child, life_fd = _start_worker(config)
+    isolate.put_up_walls(
+        config["level"], folders=config["folders"], user=config["user"], parent=config["parent"]
+    )
+    # The kernel's own alarm: a handler in Python would wait for the end of a comparison.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.setitimer(signal.ITIMER_REAL, config["setup_seconds"])
+    channel, worker_pid = _start_worker(config)
     # From here on there is something to protect.
-    isolate.hide_memory()
-    job = json.loads(sys.stdin.buffer.read())
-    resource.setrlimit(resource.RLIMIT_AS, (int(config["memory_bytes"]),) * 2)
+    job, *values = wire.unpack(sys.stdin.buffer.read())
+    job = json.loads(job)
     remote = Remote(
         channel,
         wall_seconds=config["wall_seconds"],
         value_bytes=int(config["value_bytes"]),
-        explain_end=lambda: _explain_end(config["level"], first_child),
+        explain_end=lambda: _explain_end(worker_pid),
     )
+    remote.wait_until_ready()
+    signal.setitimer(signal.ITIMER_REAL, config["wall_seconds"] + 1.0)
+    isolate.set_limit(resource.RLIMIT_AS, int(config["memory_bytes"]))
+    _print([b"ready"])
     replies: list[bytes] = []
     try:
-        remote.wait_until_ready(seconds=config["grace_seconds"])
-        if job["mode"] == "check":
-            result = _run_check(job, remote)
-        elif job["mode"] == "calls":
-            result = _run_calls(job, remote, replies)
-        else:
+        if job["mode"] == "program":
             text = remote.run_program(job["code"], job["stdin"])
             result = {"status": "right", "detail": "", "stdout": text}
+        elif job["entry_point"] not in (names := remote.load(job["code"])):
+            detail = f"no function {job['entry_point']!r} is defined"
+            result = {"status": "runtime_error", "detail": detail}
+        elif job["mode"] == "check":
+            result = _run_check(job, names, remote)
+        elif job["mode"] == "record":
+            result = _record_calls(job, remote, replies)
+        else:
+            result = _compare_calls(job, values, remote)
     except WorkerLostError as lost:
         result = {"status": lost.status, "detail": lost.detail}
     except Exception as error:  # the candidate's error while loading, any class
         status, detail = remote.failure or ("runtime_error", f"{type(error).__name__}: {error}")
-        result = {"status": status, "detail": detail}
-    os.close(life_fd)
-    isolate.kill_descendants()
-    head = json.dumps({**result, "nonce": job["nonce"]}).encode()
-    sys.stdout.buffer.write(wire.pack([head, *replies]))
-    sys.stdout.buffer.flush()
+        result = {"status": status, "detail": detail[:_MAX_DETAIL]}
+    _print([json.dumps({**result, "nonce": job["nonce"]}).encode(), *replies])
     os._exit(0)
 
 
-def _give_up(_signal: int, _frame: Any) -> NoReturn:
-    isolate.kill_descendants()
-    os._exit(124)
+def _print(messages: list[bytes]) -> None:
+    sys.stdout.buffer.write(wire.pack(messages))
+    sys.stdout.buffer.flush()
 
 
-def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int, int]:
-    """Forks the worker behind its walls.
-
-    Returns:
-        The channel to it, the process id of our direct child, and the write end of a pipe whose
-        closing ends the namespace.
-    """
+def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
+    """Forks the worker; returns the channel to it and its process id."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
-    life_read, life_write = os.pipe()
-    isolate.become_reaper()
-    in_namespaces = config["level"] == "namespaces"
-    two_users = isolate.enter_namespaces() if in_namespaces else False
     child = os.fork()
     if child == 0:
         try:
+            for other in (request_write, reply_read):
+                os.close(other)
+            isolate.confine(
+                cpu_seconds=config["cpu_seconds"],
+                memory_bytes=int(config["memory_bytes"]),
+                owns_user=config["level"] != "landlock" or config["user"] is not None,
+            )
             null = os.open("/dev/null", os.O_RDWR)
             for standard in (0, 1, 2):
                 os.dup2(null, standard)
-            for other in (null, request_write, reply_read, life_write):
-                os.close(other)
-
-            def serve() -> NoReturn:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                os.setsid()
-                owns_user = in_namespaces or config["user"] is not None
-                isolate.limit_resources(config, owns_user=owns_user)
-                isolate.drop_privileges(1 if two_users else config["user"], config)
-                worker.main(request_read, reply_write, config)
-
-            if in_namespaces:
-                isolate.build_root(
-                    config["scratch"],
-                    library_folders=config["shown_folders"],
-                    scratch_bytes=int(config["file_bytes"]),
-                )
-                isolate.run_as_process_one(serve, keep_open=life_read)
-            os.close(life_read)
-            os.chdir(config["scratch"])
-            serve()
+            worker.main(request_read, reply_write, config)
+        except OSError as error:
+            sys.stderr.write(f"{error}\n")
         finally:
             os._exit(125)
-    for other in (request_read, reply_write, life_read):
+    for other in (request_read, reply_write):
         os.close(other)
     os.set_blocking(request_write, False)
-    channel = wire.Channel(reply_read, request_write, max_bytes=int(config["value_bytes"]))
-    return channel, child, life_write
+    return wire.Channel(reply_read, request_write, max_bytes=int(config["value_bytes"])), child
 
 
-def _explain_end(level: str, child: int) -> tuple[str, str]:
-    """Says why the worker is gone: the status of our direct child tells."""
-    deadline = time.monotonic() + 1.0
-    status = 0
-    while time.monotonic() < deadline:
-        try:
-            pid, status = os.waitpid(child, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if pid:
-            break
-        time.sleep(0.002)
-    code = os.waitstatus_to_exitcode(status)
-    if level == "namespaces" and code > 128:
-        code = 128 - code
+def _explain_end(worker_pid: int) -> tuple[str, str]:
+    """Says why the worker is gone."""
+    if not select.select([os.pidfd_open(worker_pid)], [], [], 1.0)[0]:
+        return "runtime_error", "the process closed its connection"
+    code = os.waitstatus_to_exitcode(os.waitpid(worker_pid, 0)[1])
     if -code in (signal.SIGXCPU, signal.SIGKILL):
         return "timeout", "the processor time limit was reached"
     if code < 0:
@@ -140,7 +128,7 @@ def _explain_end(level: str, child: int) -> tuple[str, str]:
     return "runtime_error", f"the process ended early with exit code {code}"
 
 
-def _run_check(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
+def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
     """Runs the tests against proxies of the candidate.
 
     ``check(candidate)`` is called when the tests define it (HumanEval); otherwise each top-level
@@ -148,11 +136,8 @@ def _run_check(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     """
     namespace: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["preamble"], "<preamble>", "exec"), namespace)
-    names = remote.load(job["code"])
-    entry_point = job["entry_point"]
-    if entry_point not in names:
-        return {"status": "runtime_error", "detail": f"no function {entry_point!r} is defined"}
     tree = ast.parse(job["check"])
+    entry_point = job["entry_point"]
     candidate = namespace[entry_point] = RemoteFunction(remote, entry_point)
     _bind_free_names(tree, namespace, names, remote)
     defines_check = any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in tree.body)
@@ -193,7 +178,10 @@ def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
             return {"status": "wrong", "detail": _failing_line(error, source)}
         status, detail = remote.failure
     except Exception as error:  # tests may raise anything on a strange value
-        status, detail = remote.failure or ("wrong", f"{type(error).__name__}: {error}"[:500])
+        status, detail = remote.failure or (
+            "wrong",
+            f"{type(error).__name__}: {error}"[:_MAX_DETAIL],
+        )
     else:
         return None
     return {"status": status, "detail": detail}
@@ -203,7 +191,7 @@ def _failing_line(error: AssertionError, source: str) -> str:
     lines = source.splitlines()
     numbers = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == _TESTS]
     if numbers and numbers[-1] is not None and numbers[-1] <= len(lines):
-        return lines[numbers[-1] - 1].strip()[:500]
+        return lines[numbers[-1] - 1].strip()[:_MAX_DETAIL]
     return "an assertion failed"
 
 
@@ -230,23 +218,45 @@ def _bind_free_names(
             namespace[name] = RemoteFunction(remote, name)
 
 
-def _run_calls(job: dict[str, Any], remote: Remote, replies: list[bytes]) -> dict[str, Any]:
-    """Calls the entry point with each encoded argument list and collects the replies unread.
+def _record_calls(job: dict[str, Any], remote: Remote, replies: list[bytes]) -> dict[str, Any]:
+    """Calls the reference solution with each encoded argument list and keeps what it returned.
+
+    A value that is too large to be sent is kept as an empty text: that call is left out of grading.
+    """
+    taken: list[float] = []
+    for number, args in enumerate(job["calls"]):
+        started = time.perf_counter()
+        reply = remote.call_encoded(job["entry_point"], args, seconds=math.inf)
+        taken.append(time.perf_counter() - started)
+        if reply.startswith(b'"error":["WireError"'):
+            reply = b""
+        elif not reply.startswith(b'"value":'):
+            _, error = compare.read_reply(reply)
+            return {"status": "runtime_error", "detail": f"input {number}: {error}"}
+        replies.append(zlib.compress(reply, 1))
+    return {"status": "right", "detail": "", "taken": taken}
+
+
+def _compare_calls(job: dict[str, Any], truths: list[bytes], remote: Remote) -> dict[str, Any]:
+    """Calls the entry point with each encoded argument list and judges what comes back.
 
     Stops at the first call over its time: the worker is still busy with it. An exception of the
-    candidate is a reply like any other.
+    candidate is a wrong answer like any other.
     """
-    names = remote.load(job["code"])
-    entry_point = job["entry_point"]
-    if entry_point not in names:
-        return {"status": "runtime_error", "detail": f"no function {entry_point!r} is defined"}
-    taken: list[float] = []
-    result: dict[str, Any] = {"status": "right", "detail": "", "taken": taken}
+    rule = compare.RULES[job["rule"]]
+    passed = number = 0
+    failures: list[tuple[int, str, str]] = []
+    calls = zip(job["calls"], job["call_seconds"], job["alternatives"], truths, strict=True)
     try:
-        for args, seconds in zip(job["calls"], job["call_seconds"], strict=True):
-            started = time.perf_counter()
-            replies.append(remote.call_encoded(entry_point, args, seconds=seconds))
-            taken.append(time.perf_counter() - started)
+        for number, (args, seconds, alternative, truth) in enumerate(calls):
+            reply = remote.call_encoded(job["entry_point"], args, seconds=seconds)
+            case = compare.Case(inputs=args, alternative=alternative, atol=job["atol"])
+            failure = compare.judge(rule, reply, zlib.decompress(truth), case)
+            if failure is None:
+                passed += 1
+            else:
+                failures.append((number, *failure))
     except WorkerLostError as lost:
-        result.update(status=lost.status, detail=lost.detail)
-    return result
+        failures.append((number, lost.status, lost.detail))
+    failed, status, detail = failures[0] if failures else (None, "right", "")
+    return {"status": status, "detail": detail, "passed": passed, "failed": failed}

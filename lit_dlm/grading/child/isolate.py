@@ -1,32 +1,34 @@
-"""Puts the worker behind walls: namespaces where the kernel lets us, limits everywhere.
+"""Puts a sample's processes behind walls: namespaces or Landlock, and limits everywhere.
 
-Two levels, chosen by the parent after a probe and never assumed:
+The walls stand around both processes of a sample. Between them stands what :func:`confine` does to
+the worker alone: resource limits and the system-call filter (:mod:`.seccomp`).
 
-``namespaces``
-    An own user, mount, process, network, IPC and host-name namespace. The file system holds only
-    the interpreter, its packages and the system libraries, all read-only; there is no ``/proc``
-    and no network device. The first process of the namespace is ours: when it ends, the kernel
-    kills everything in the namespace, whatever it did to its session or its parent.
-``process``
-    Resource limits, an own session and, where the parent is root, a user id of its own. Children
-    are found through ``/proc`` and killed.
+- Namespaces: what :func:`enter_namespaces` makes is what bubblewrap makes where it is installed. A
+  read-only file system of the interpreter, its packages and the system libraries, no ``/proc``, no
+  network device, no other process in sight; when the first process ends, so do all others.
+- Landlock: the same files and no others can be opened; other processes cannot be traced.
 
-Both set ``no_new_privs`` and a system-call filter (:mod:`.seccomp`). Neither is a virtual machine.
-Constants are those of the Linux kernel's user headers.
+Root never runs a sample: :func:`become` takes a user id that owns nothing. Constants are those of
+the Linux kernel's user headers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
-import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+import struct
+from collections.abc import Sequence
+from typing import Any
 
 from . import seccomp
+
+SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUTS = 0x04000000
@@ -41,41 +43,37 @@ _MS_BIND = 4096
 _MS_REC = 16384
 _MS_PRIVATE = 1 << 18
 _MNT_DETACH = 2
-_SYS_MOUNT_SETATTR = 442  # the same number on every architecture since Linux 5.12
 _AT_RECURSIVE = 0x8000
 _AT_FDCWD = -100
-_MOUNT_ATTR_RDONLY = 1
+_MOUNT_ATTR_READ_ONLY = 1
 _MOUNT_ATTR_NOSUID = 2
-_MOUNT_ATTR_NODEV = 4
 
+# The same numbers on every architecture.
+_SYS_MOUNT_SETATTR = 442  # since Linux 5.12
+_SYS_LANDLOCK_CREATE_RULESET = 444  # since Linux 5.13
+_SYS_LANDLOCK_ADD_RULE = 445
+_SYS_LANDLOCK_RESTRICT_SELF = 446
+
+_LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Number of file rights by version of the interface; 16 from version 5 on."""
+_LANDLOCK_READ = 0b1101  # execute, read file, read folder
+_LANDLOCK_READ_FILE = 0b0100
+_LANDLOCK_WRITE_FILE = 0b0010
+
+_PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
-_PR_CAPBSET_DROP = 24
-_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
-_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-_SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
-
-_THREADS = 15
-"""Threads a candidate may start besides its processes; the kernel counts both alike."""
-
-_INSIDE_ROOT = 0
-_INSIDE_WORKER = 1
-_OUTSIDE_WORKER = 65534
-"""User id outside for the worker when a real root starts the sandbox ("nobody")."""
+_TASKS = 18
+"""The driver, the worker and its threads; the kernel counts all of a user id alike."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class IsolationError(OSError):
-    """A wall could not be put up; the message names the call."""
 
 
 def _check(result: int, what: str) -> int:
     if result == -1:
         number = ctypes.get_errno()
-        raise IsolationError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 
 
@@ -83,27 +81,24 @@ def _prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None) -> None:
+def _system_call(what: str, number: int, *arguments: Any) -> int:
+    wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _check(_libc.syscall(ctypes.c_long(number), *wide), what)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     encoded = [None if s is None else os.fsencode(s) for s in (source, target, kind, data)]
     result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
     _check(result, f"mount {target}")
 
 
-class _MountAttr(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "fd")]
-
-
-def _make_read_only(target: str) -> None:
-    attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV)
-    result = _libc.syscall(
-        ctypes.c_long(_SYS_MOUNT_SETATTR),
-        ctypes.c_int(_AT_FDCWD),
-        os.fsencode(target),
-        ctypes.c_uint(_AT_RECURSIVE),
-        ctypes.byref(attr),
-        ctypes.c_size_t(ctypes.sizeof(attr)),
+def _make_read_only(target: str, *, recursive: bool) -> None:
+    attributes = struct.pack("4Q", _MOUNT_ATTR_READ_ONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    _system_call(
+        f"mount_setattr {target}",
+        *(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, attributes, len(attributes)),
     )
-    _check(result, f"mount_setattr {target}")
 
 
 def _write(path: str, text: str) -> None:
@@ -111,234 +106,168 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def enter_namespaces() -> bool:
-    """Moves the calling process into new namespaces (its next child is process 1 in there).
-
-    Returns:
-        Whether the worker has a user id of its own inside; only a real root may map two.
-
-    Raises:
-        OSError: If the kernel or a container policy forbids it.
-    """
-    uid, gid = os.geteuid(), os.getegid()
-    flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID
-    flags |= _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
-    two_users = False
-    if uid == 0:
-        two_users = _unshare_with_two_users(flags)
-    else:
-        _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
-    if not two_users:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{_INSIDE_ROOT} {uid} 1")
-        _write("/proc/self/gid_map", f"{_INSIDE_ROOT} {gid} 1")
-    return two_users
-
-
-def _unshare_with_two_users(flags: int) -> bool:
-    """Unshares while a child that stayed outside, and so kept its rights, writes the maps."""
-    go_read, go_write = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        written = 1
-        try:
-            os.close(go_write)
-            if os.read(go_read, 1) == b"g":
-                folder = f"/proc/{os.getppid()}"
-                mapping = f"{_INSIDE_ROOT} 0 1\n{_INSIDE_WORKER} {_OUTSIDE_WORKER} 1\n"
-                _write(f"{folder}/uid_map", mapping)
-                _write(f"{folder}/gid_map", mapping)
-                written = 0
-        finally:
-            os._exit(written)
-    os.close(go_read)
-    try:
-        _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
-        os.write(go_write, b"g")
-    finally:
-        os.close(go_write)
-        status = os.waitpid(helper, 0)[1]
-    return status == 0
-
-
-def build_root(mount_point: str, *, library_folders: list[str], scratch_bytes: int) -> None:
-    """Replaces the root directory by a small read-only one (process 1 of the namespace).
+def put_up_walls(level: str, *, folders: Sequence[str], user: int | None, parent: int) -> None:
+    """Puts the calling process behind the walls of a level, for good; it may go on in a child.
 
     Args:
-        mount_point: An existing empty folder.
-        library_folders: Folders of the interpreter to show besides the system's own.
-        scratch_bytes: Size of the writable ``/tmp``; 0 leaves no writable file anywhere.
+        level: ``bubblewrap`` (which has put them up already), ``namespaces`` or ``landlock``.
+        folders: Folders to show besides the system's own, as real paths.
+        user: User and group id to become, or ``None`` to keep the present one.
+        parent: Process id of the run, whose end is ours.
+
+    Raises:
+        OSError: If the kernel or a container's policy forbids it; the message names the call.
     """
-    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
+    if level == "namespaces":
+        _die_with(parent)
+        enter_namespaces(folders)
+        parent = 1
+    become(user)
+    if level == "landlock":
+        restrict_files(folders)
+    elif level not in ("namespaces", "bubblewrap"):
+        raise ValueError(f"there is no level {level!r}")
+    if level != "bubblewrap":
+        _die_with(parent)  # again: changing the user id forgets it
+    # The worker, of the same user, must not read the driver's memory or descriptors.
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def _die_with(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def enter_namespaces(folders: Sequence[str]) -> None:
+    """Goes on as a grandchild of the calling process in namespaces of its own, with a small root.
+
+    Args:
+        folders: See :func:`put_up_walls`.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    if uid != 0:
+        flags |= _CLONE_NEWUSER
+    _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
+    if uid != 0:
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{uid} {uid} 1")
+        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+    _go_on_in_child()
+    # Process 1 now: the kernel ends all others with it. It only waits, because it would be spared
+    # by the signals that limits send.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _build_root(folders)
+    _go_on_in_child()
+
+
+def _go_on_in_child() -> None:
+    """Forks; the caller waits for the child, ends as it did, and never returns."""
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+
+
+def _build_root(folders: Sequence[str]) -> None:
+    """Replaces the root directory by a small read-only one.
+
+    It is built on top of ``/proc``: nothing that is to be shown can lie there.
+    """
+    os.umask(0o022)
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    root = "/proc"
     options = "mode=755,size=1m,nr_inodes=2k"
-    _mount("tmpfs", mount_point, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    shown: list[str] = []
-    for folder in (*_SYSTEM_FOLDERS, *library_folders):
-        if any(folder == parent or folder.startswith(parent + "/") for parent in shown):
-            continue
-        target = mount_point + folder
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    for folder in (*SYSTEM_FOLDERS, *folders):
+        target = root + folder
         if os.path.islink(folder):
             os.symlink(os.readlink(folder), target)
         elif os.path.isdir(folder):
             os.makedirs(target, exist_ok=True)
-            _mount(folder, target, None, _MS_BIND | _MS_REC, None)
-            _make_read_only(target)
-            shown.append(folder)
-    for path in (*_SYSTEM_FILES, *(f"/dev/{name}" for name in _DEVICES)):
+            _mount(folder, target, None, _MS_BIND | _MS_REC)
+            _make_read_only(target, recursive=True)
+    for path in (*SYSTEM_FILES, *DEVICES):
         if os.path.exists(path):
-            target = mount_point + path
+            target = root + path
             os.makedirs(os.path.dirname(target), exist_ok=True)
             _write(target, "")
-            _mount(os.path.realpath(path), target, None, _MS_BIND, None)
-    os.mkdir(f"{mount_point}/tmp")
-    if scratch_bytes:
-        options = f"mode=1777,size={scratch_bytes},nr_inodes=1k"
-        _mount("tmpfs", f"{mount_point}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    with contextlib.suppress(OSError):  # no further namespaces inside; older kernels lack the file
-        _write("/proc/sys/user/max_user_namespaces", "0")
-    os.chdir(mount_point)
+            _mount(os.path.realpath(path), target, None, _MS_BIND)
+    os.chdir(root)
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", ctypes.c_int(_MNT_DETACH)), "umount2")
     os.chdir("/")
-    _remount_root_read_only()
-    os.chdir("/tmp")
+    _make_read_only("/", recursive=False)
 
 
-def _remount_root_read_only() -> None:
-    """Makes the small root itself read-only but leaves ``/tmp``, a mount of its own, as it is."""
-    attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY)
-    result = _libc.syscall(
-        ctypes.c_long(_SYS_MOUNT_SETATTR),
-        ctypes.c_int(_AT_FDCWD),
-        b"/",
-        ctypes.c_uint(0),
-        ctypes.byref(attr),
-        ctypes.c_size_t(ctypes.sizeof(attr)),
-    )
-    _check(result, "mount_setattr /")
-
-
-def become_reaper() -> None:
-    """Makes orphaned descendants children of the caller, so that they can be found and killed."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def hide_memory() -> None:
-    """Keeps processes of the same user from reading the caller's memory and descriptors."""
-    _prctl(_PR_SET_DUMPABLE, 0)
-
-
-def limit_resources(limits: dict[str, Any], *, owns_user: bool) -> None:
-    """Sets the hard resource limits of the calling process.
+def restrict_files(folders: Sequence[str]) -> None:
+    """Lets the calling process open the system's and the given folders to read, and nothing else.
 
     Args:
-        limits: ``cpu_seconds``, ``memory_bytes``, ``file_bytes``, ``processes``.
-        owns_user: Whether nobody else runs under the worker's user id as the kernel counts it;
-            only then does a limit on their number make sense.
+        folders: See :func:`put_up_walls`.
+
+    Raises:
+        OSError: If the kernel lacks Landlock or has it switched off.
     """
-    cpu = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000))
-    values = {
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_AS: int(limits["memory_bytes"]),
-        resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
-    }
-    if owns_user:
-        values[resource.RLIMIT_NPROC] = int(limits["processes"]) + _THREADS
-    for kind, value in values.items():
-        hard = resource.getrlimit(kind)[1]
-        bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (bounded, bounded))
+    version = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, None, 0, 1)
+    handled = struct.pack("Q", (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1)
+    ruleset = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
+    rules = [(folder, _LANDLOCK_READ) for folder in (*SYSTEM_FOLDERS, *folders)]
+    rules += [(path, _LANDLOCK_READ_FILE) for path in (*SYSTEM_FILES, *DEVICES)]
+    rules += [("/dev/null", _LANDLOCK_WRITE_FILE)]
+    for path, rights in rules:
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", rights, descriptor)
+            _system_call(f"Landlock {path}", _SYS_LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
+            os.close(descriptor)
+    _system_call("Landlock", _SYS_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
 
 
-def drop_privileges(user: int | None, limits: dict[str, Any]) -> None:
-    """Gives up root, all capabilities, new privileges and the filtered system calls, for good.
+def become(user: int | None) -> None:
+    """Gives up root, all capabilities and new privileges, for good.
 
     Args:
         user: User and group id to become, or ``None`` to keep the present one.
-        limits: ``processes`` above 1 and ``file_bytes`` above 0 open the filter for these.
     """
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
-    for capability in range(64):
-        with contextlib.suppress(OSError):  # beyond the last capability, or not ours to drop
-            _prctl(_PR_CAPBSET_DROP, capability)
-    if user is not None:
         os.setresuid(user, user, user)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.install(allow_processes=limits["processes"] > 1, allow_files=limits["file_bytes"] > 0)
 
 
-def run_as_process_one(main: Callable[[], NoReturn], *, keep_open: int) -> NoReturn:
-    """Forks ``main`` and ends with it, which ends the namespace; also ends when the driver does.
+def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
+    """Limits the calling process, the worker: it ends with the driver and can start no other.
 
     Args:
-        main: The worker; never returns.
-        keep_open: Read end of a pipe that closes when the driver is gone; unused by the worker.
+        cpu_seconds: Processor time, rounded up to whole seconds.
+        memory_bytes: Address space.
+        owns_user: Whether nobody else runs under its user id as the kernel counts it; only then
+            does a limit on the number of threads make sense.
     """
-    hide_memory()
-    worker = os.fork()
-    if worker == 0:
-        os.close(keep_open)
-        main()
-    os.set_blocking(keep_open, False)
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == worker:
-            # The exit code is passed on so that the driver can say which limit was hit.
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-        if pid == 0:
-            try:
-                if os.read(keep_open, 1) == b"":
-                    os._exit(0)
-            except BlockingIOError:
-                time.sleep(0.002)
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    limits = {
+        resource.RLIMIT_CPU: math.ceil(cpu_seconds),
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    if owns_user:
+        limits[resource.RLIMIT_NPROC] = _TASKS
+    for kind, value in limits.items():
+        set_limit(kind, value)
+    seccomp.install()
 
 
-def descendants(root: int) -> list[int]:
-    """Process ids below ``root`` according to ``/proc`` (empty where there is no ``/proc``)."""
-    children: dict[int, list[int]] = {}
-    try:
-        names = [name for name in os.listdir("/proc") if name.isdigit()]
-    except FileNotFoundError:
-        return []
-    for name in names:
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                after_name = file.read().rpartition(b")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(int(after_name[1]), []).append(int(name))
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
-
-
-def kill_descendants(*, rounds: int = 200) -> None:
-    """Kills and reaps everything below the caller, which must be a reaper of orphans.
-
-    Processes are stopped before they are killed, so that one that forks faster than we look
-    cannot stay ahead.
-    """
-    me = os.getpid()
-    for _ in range(rounds):
-        living = descendants(me)
-        for sign in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in living:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, sign)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not living:
-            return
-        time.sleep(0.005)
+def set_limit(kind: int, value: int) -> None:
+    """Sets a hard limit of the calling process, or keeps a lower one that it has already."""
+    hard = resource.getrlimit(kind)[1]
+    bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (bounded, bounded))

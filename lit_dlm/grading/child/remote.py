@@ -94,18 +94,13 @@ class Remote:
         self.failure: tuple[str, str] | None = None
         """Status and detail of the first candidate error, even if a test caught it."""
 
-    def wait_until_ready(self, *, seconds: float) -> None:
+    def wait_until_ready(self) -> None:
         """Waits for the worker's first message, sent before it sees any candidate code.
 
         Raises:
-            WorkerLostError: With status ``setup_error`` if the walls could not be put up.
+            ChannelClosedError: If its walls could not be put up.
         """
-        try:
-            ready = self._channel.receive(deadline=time.monotonic() + seconds)
-        except (wire.WireError, wire.ChannelClosedError, wire.ChannelTimeoutError):
-            ready = None
-        if ready != "ready":
-            raise WorkerLostError("setup_error", "the sandbox could not be set up")
+        self._channel.receive()
         self._deadline = time.monotonic() + self._wall_seconds
 
     def load(self, code: str) -> list[str]:
@@ -149,14 +144,17 @@ class Remote:
             raise WorkerLostError("runtime_error", str(error)) from None
 
     def call_encoded(self, target: str, args: Any, *, seconds: float) -> bytes:
-        """Like :meth:`call` with encoded arguments; returns the reply's text as it came."""
+        """Like :meth:`call` with encoded arguments; returns ``"value":...}`` or ``"error":...}``.
+
+        The text is as it came: only its beginning has been looked at.
+        """
         deadline = min(self._deadline, time.monotonic() + seconds)
         request = {"op": "call", "target": target, "args": args, "kwargs": ["d"]}
         message = self._exchange(request, deadline)
-        # The rest is parsed once, by the parent, which takes a malformed reply for a wrong answer.
-        if not message.startswith(f'{{"id":{self._next_id},'.encode()):
+        beginning = f'{{"id":{self._next_id},'.encode()
+        if not message.startswith(beginning):
             raise WorkerLostError("runtime_error", "the worker's reply is malformed")
-        return message
+        return message[len(beginning) :]
 
     def _encode(self, value: Any) -> Any:
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=_number_of)

@@ -89,7 +89,7 @@ class _Worker:
     def _load(self, code: str) -> list[str]:
         sys.modules[_MODULE] = self._module
         self._module.__dict__["__builtins__"] = __builtins__
-        compiled = compile(code, "<candidate>", "exec", dont_inherit=True)
+        compiled = _compile(code)
         exec(compiled, self._module.__dict__)
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
 
@@ -97,7 +97,7 @@ class _Worker:
         captured = _CappedText(self._output_bytes)
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
-        compiled = compile(code, "<candidate>", "exec", dont_inherit=True)
+        compiled = _compile(code)
         raw = io.BytesIO(stdin.encode())
         sys.stdin = io.TextIOWrapper(raw, encoding="utf-8")
         with contextlib.redirect_stdout(captured):
@@ -109,15 +109,22 @@ class _Worker:
         return captured.text()
 
 
+def _compile(code: str) -> types.CodeType:
+    try:
+        return compile(code, "<candidate>", "exec", dont_inherit=True)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise SyntaxError(f"{type(error).__name__}: {error}") from None
+
+
 def _describe(error: BaseException) -> list[Any]:
     """Type name, one line of message, and whether the code did not even compile."""
     try:
-        message = str(error).strip().split("\n", maxsplit=1)[0][:300]
+        message = str(error.msg if isinstance(error, SyntaxError) else error)
+        message = message.strip().split("\n", maxsplit=1)[0][:300]
     except BaseException:  # the candidate's own __str__ may do anything
         message = ""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    if line is not None:
-        message = f"{message} (line {line})" if "line" not in message else message
+    if isinstance(error, SyntaxError) and isinstance(error.lineno, int):
+        message = f"{message} (line {error.lineno})"
     return [type(error).__name__[:100], message.encode("utf-8", "replace").decode()]
 
 

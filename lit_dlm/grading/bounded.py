@@ -1,0 +1,140 @@
+"""Processes with limits of their own that answer questions about untrusted text."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Literal
+
+from lit_dlm.grading.launch import BOOT, CHILD_FOLDER, SandboxError
+
+Kind = Literal["extraction", "math"]
+
+_START_SECONDS = 120.0
+
+
+class _Process:
+    """One answering process and the pipe to it."""
+
+    def __init__(self, kind: Kind) -> None:
+        # Extraction needs the standard library alone and starts in milliseconds.
+        flags = ["-I", "-X", "utf8"] if kind == "math" else ["-I", "-S", "-X", "utf8"]
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", BOOT, CHILD_FOLDER, "bounded", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        if self._read_line(_START_SECONDS) != b'"ready"\n':
+            self.kill()
+            needs = "; is math-verify installed?" if kind == "math" else ""
+            raise SandboxError(f"the process for {kind} did not start{needs}")
+
+    def ask(self, question: dict[str, str], *, seconds: float) -> Any:
+        assert self._process.stdin is not None
+        try:
+            request = json.dumps({"question": question, "seconds": seconds})
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = self._read_line(seconds)
+        return None if line is None else json.loads(line)
+
+    def _read_line(self, seconds: float) -> bytes | None:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + seconds
+        chunks: list[bytes] = []
+        while not chunks or not chunks[-1].endswith(b"\n"):
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([descriptor], [], [], left)[0]:
+                return None
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                return None
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def kill(self) -> None:
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self._process.wait()
+
+
+class BoundedProcesses:
+    """A pool of answering processes: one per thread that asks at the same time.
+
+    Idle processes are kept for the next question; one that overran its time is killed and a fresh
+    one is started when next needed. Safe to share between threads; a forked child starts processes
+    of its own.
+
+    Args:
+        kind: what is asked: ``extraction`` of code, or equality of ``math``.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def ask(self, question: dict[str, str], *, seconds: float) -> Any:
+        """Asks one question.
+
+        Args:
+            question: arguments of the answering function of :mod:`.child.bounded`.
+            seconds: wall limit.
+
+        Returns:
+            The answer, or ``None`` if there was none within the limits.
+
+        Raises:
+            SandboxError: No process can be started.
+        """
+        process = self._take()
+        answer = None
+        try:
+            answer = process.ask(question, seconds=seconds)
+        finally:
+            if answer is None:
+                process.kill()
+            else:
+                with self._lock:
+                    self._idle.append(process)
+        return answer
+
+    def close(self) -> None:
+        """Ends all idle processes."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        if self._owner == os.getpid():
+            for process in idle:
+                process.kill()
+
+    def _take(self) -> _Process:
+        with self._lock:
+            if self._owner != os.getpid():
+                self._owner, self._idle = os.getpid(), []
+            if self._idle:
+                return self._idle.pop()
+        return _Process(self._kind)
+
+
+@functools.cache
+def shared_processes(kind: Kind) -> BoundedProcesses:
+    """The pool that all graders of this process share."""
+    return BoundedProcesses(kind)

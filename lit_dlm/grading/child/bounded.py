@@ -1,0 +1,69 @@
+"""Answers questions about untrusted text, one JSON line in, one out, until end of input.
+
+A process of its own because compiling a text or comparing two formulas can take any time and
+memory and can end the interpreter. Each question has an alarm of the kernel's, so that nothing runs
+on when the asker is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_MEMORY_BYTES = {"extraction": 1 << 30, "math": 3 << 30}
+
+
+def main() -> NoReturn:
+    """Serves the kind of questions that the command line names: ``extraction`` or ``math``."""
+    kind = sys.argv[1]
+    answer = _answer_math() if kind == "math" else _answer_extraction()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind],) * 2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    _say("ready")
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1.0)
+        reply = answer(**request["question"])
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _say(reply)
+    sys.exit(0)
+
+
+def _say(reply: Any) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
+    sys.stdout.flush()
+
+
+def _answer_extraction() -> Callable[..., Any]:
+    from . import extraction
+
+    warnings.simplefilter("ignore")
+
+    def find(completion: str, entry_point: str | None = None, stub: str = "") -> dict[str, Any]:
+        if entry_point is None:
+            return dataclasses.asdict(extraction.extract_program(completion))
+        return dataclasses.asdict(extraction.extract_code(completion, entry_point, stub=stub))
+
+    return find
+
+
+def _answer_math() -> Callable[..., Any]:
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)
+
+    def equal(gold: str, answer: str) -> bool:
+        # math-verify's own limits rely on signals, which work in main threads only.
+        truth = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
+        candidate = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+        return bool(truth and candidate and verify(truth, candidate, timeout_seconds=None))
+
+    return equal

@@ -1,0 +1,200 @@
+"""Finds Python in a completion: the last fenced block that will do, else the whole text.
+
+Runs in processes that may be killed (:mod:`.bounded`): compiling a text can take any time and
+memory, and can end the interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+CANDIDATE_FILE = "<candidate>"
+"""File name under which model-written code is compiled."""
+
+_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
+_PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
+_MAX_CUTS = 40
+"""How many places to cut trailing text off are tried; each costs one parse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractedCode:
+    """Code found in a completion."""
+
+    code: str | None
+    """What to run, or the best there is; ``None`` if there is nothing."""
+    problem: str = ""
+    """Why it cannot be graded: a syntax error or a missing entry point; empty if it can."""
+    is_syntax_error: bool = False
+    """Whether the problem is that nothing parses."""
+
+
+def fenced_blocks(text: str) -> list[str]:
+    """The contents of all fenced Python blocks, in order; an unclosed last one runs to the end.
+
+    Blocks tagged with another language are left out. A closing fence repeats the opening marker
+    and has no tag.
+    """
+    blocks = []
+    opening: re.Match[str] | None = None
+    for match in _FENCE.finditer(text):
+        if opening is None:
+            opening = match
+        elif match["fence"][0] == opening["fence"][0] and not match["tag"]:
+            if opening["tag"].lower() in _PYTHON_TAGS:
+                blocks.append(text[opening.end() + 1 : match.start()])
+            opening = None
+    if opening is not None and opening["tag"].lower() in _PYTHON_TAGS:
+        blocks.append(text[opening.end() + 1 :])
+    return blocks
+
+
+def extract_code(completion: str, entry_point: str, *, stub: str = "") -> ExtractedCode:
+    """Finds the code of an answer: the last fenced block that defines the entry point.
+
+    Without such a block every block, last first, and then the whole text is tried, both as a
+    module and as the continuation of ``stub``; text after the code is cut off.
+
+    Args:
+        completion: What the model wrote.
+        entry_point: The function (or class) that must be defined.
+        stub: Beginning of the module that the prompt showed: imports, helpers, signature and
+            docstring; it may end within a definition. Its imports and helpers are put in front in
+            any case.
+
+    Returns:
+        The code or the reason why there is none.
+    """
+    pieces = _pieces(completion)
+    if not pieces:
+        return ExtractedCode(code=None, problem="the completion holds no code")
+    whole = whole_part(stub).rstrip()
+    head = f"{whole}\n\n\n" if whole else ""
+    for piece in pieces:
+        for candidate in _as_module(piece, entry_point):
+            if _parses(code := head + candidate):
+                return ExtractedCode(code=code)
+    if stub.strip():
+        for piece in pieces:
+            for code in _as_continuation(stub, piece):
+                if _defines(code, entry_point):
+                    return ExtractedCode(code=code)
+    if any(_parses(textwrap.dedent(piece)) for piece in pieces):
+        problem = f"no function {entry_point!r} is defined"
+        return ExtractedCode(code=head + textwrap.dedent(pieces[0]), problem=problem)
+    return ExtractedCode(
+        code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
+    )
+
+
+def extract_program(completion: str) -> ExtractedCode:
+    """Finds the program of an answer: the last fenced Python block, else the whole text.
+
+    Blocks that do not compile are passed over while another one does.
+
+    Args:
+        completion: What the model wrote.
+
+    Returns:
+        The program or the reason why there is none.
+    """
+    pieces = _pieces(completion)
+    if not pieces:
+        return ExtractedCode(code=None, problem="the completion holds no code")
+    for piece in pieces:
+        if _parses(piece):
+            return ExtractedCode(code=piece)
+    return ExtractedCode(code=pieces[0], problem="the code does not parse", is_syntax_error=True)
+
+
+def _pieces(completion: str) -> list[str]:
+    """The fenced blocks, last first, else the whole text, if there is any."""
+    pieces = [block for block in reversed(fenced_blocks(completion)) if block.strip()]
+    return pieces or ([completion] if completion.strip() else [])
+
+
+def _as_module(piece: str, entry_point: str) -> Iterator[str]:
+    """Versions of a piece that parse and define the entry point themselves."""
+    for text in _without_tail(textwrap.dedent(piece).strip("\n")):
+        if entry_point not in text:
+            return
+        if _parses(text) and _defines(text, entry_point):
+            yield text
+            return
+
+
+def _as_continuation(stub: str, piece: str) -> Iterator[str]:
+    """Versions of the stub completed by a piece, the piece's first line indented if need be."""
+    body = piece.strip("\n").rstrip()
+    if not body:
+        return
+    start = stub if stub.endswith("\n") else stub + "\n"
+    first, _, rest = body.partition("\n")
+    bare = textwrap.dedent(body)
+    versions = [body] if body[0].isspace() else []
+    for margin in dict.fromkeys(("    ", _margin(stub))):
+        # A stripped first indentation, else a body written without any.
+        versions += [f"{margin}{first}\n{rest}"] if bare == body else []
+        versions += [textwrap.indent(bare, margin)]
+    for text in itertools.chain(versions, *map(_without_tail, versions)):
+        if text.strip() and _parses(start + text):
+            yield start + text
+            return
+
+
+def _margin(stub: str) -> str:
+    """The indentation of what follows a stub's last line."""
+    last = stub.rstrip().rpartition("\n")[2]
+    margin = last[: len(last) - len(last.lstrip())]
+    return f"{margin}    " if last.endswith(":") else margin
+
+
+def whole_part(stub: str) -> str:
+    """The beginning of a module as far as it is one: without an unfinished definition."""
+    return next(filter(_parses, _without_tail(stub)), "")
+
+
+def _without_tail(text: str) -> Iterator[str]:
+    """The text, then ever shorter beginnings that end before an unindented line."""
+    yield text
+    lines = text.splitlines(keepends=True)
+    cuts = [i for i, line in enumerate(lines) if i and line[0] not in " \t\n\r#)]}"]
+    for cut in list(reversed(cuts))[:_MAX_CUTS]:
+        yield "".join(lines[:cut])
+
+
+def _parse(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code, CANDIDATE_FILE)
+    except _NOT_PYTHON:
+        return None
+
+
+def _parses(code: str) -> bool:
+    # Compiled, because a bare parse lets a return outside a function through.
+    try:
+        compile(code, CANDIDATE_FILE, "exec", dont_inherit=True)
+    except _NOT_PYTHON:
+        return False
+    return True
+
+
+def _defines(code: str, name: str) -> bool:
+    tree = _parse(code)
+    if tree is None:
+        return False
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name == name:
+                return True
+        elif isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == name for target in node.targets
+        ):
+            return True
+    return False

@@ -1,0 +1,415 @@
+"""Programs that attack their grader; run as a script, it grades them all at one level.
+
+They aim only at what the script makes: a process that sleeps, a file in a temporary folder, and the
+sandbox's own processes. Whatever an attack wins, it shows by answering right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lit_dlm.grading import SandboxLimits, Verdict, launch
+from lit_dlm.grading.code import grade_by_tests
+from lit_dlm.grading.plus import PlusGrader, PlusProblem
+from lit_dlm.grading.programs import grade_by_outputs
+from lit_dlm.grading.sandbox import run_python_check
+from tests.processes import no_sandbox_left
+
+CHECK = "assert f(2) == 4\nassert f(3) == 9"
+CHECK_FUNCTION = """
+NONCE = "the tests' own secret"
+def check(candidate):
+    expected = {2: 4, 3: 9}
+    for argument, value in expected.items():
+        assert candidate(argument) == value, "wrong square"
+"""
+
+LOADED = {
+    "sys.exit when loaded": "import sys\nsys.exit(0)",
+    "sys.exit when called": "import sys\ndef f(x):\n    sys.exit(0)",
+    "os._exit when loaded": "import os\nos._exit(0)",
+    "os._exit when called": "import os\ndef f(x):\n    os._exit(0)",
+    "raise SystemExit": "def f(x):\n    raise SystemExit",
+    "raise SystemExit(0) at the end": "def f(x):\n    return 0\nraise SystemExit(0)",
+    "exit hook": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x):\n    return 0",
+    "always equal": (
+        "class Yes:\n    def __eq__(self, other): return True\n"
+        "    def __ne__(self, other): return False\n    __hash__ = None\n"
+        "def f(x):\n    return Yes()"
+    ),
+    "always equal int": (
+        "class Yes(int):\n    def __eq__(self, other): return True\n"
+        "    def __hash__(self): return 0\ndef f(x):\n    return Yes(0)"
+    ),
+    "swallowed assertion": (
+        "import builtins\nclass Quiet(Exception):\n    pass\nbuiltins.AssertionError = Quiet\n"
+        "def f(x):\n    return 0"
+    ),
+    "own assertion hook": "import sys\nsys.excepthook = lambda *a: None\ndef f(x):\n    return 0",
+    "frame reading": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for space in (frame.f_locals, frame.f_globals):\n"
+        "            for name in ('expected', 'value', 'nonce', 'job', 'check'):\n"
+        "                if name in space: return space[name]\n"
+        "        frame = frame.f_back\n    return 0"
+    ),
+    "object hunting": (
+        "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
+        "        if isinstance(o, dict) and x in o and o[x] == x * x: return o[x]\n"
+        "        if isinstance(o, str) and 'assert f' in o: return x * x\n    return 0"
+    ),
+    "marker on standard output": (
+        'print(\'right\')\nprint(\'{"status": "right", "nonce": ""}\', flush=True)\n'
+        "def f(x):\n    print('right', flush=True)\n    return 0"
+    ),
+    "marker on every descriptor": (
+        'import os, struct\nbody = b\'{"status":"right","detail":"","nonce":"0"}\'\n'
+        "for fd in range(64):\n    try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
+        "    except OSError: pass\ndef f(x):\n    return 0"
+    ),
+    "forged replies": (
+        "import os, struct, json\ndef f(x):\n    for fd in range(3, 64):\n"
+        "        for i in range(1, 9):\n"
+        "            body = json.dumps({'id': i, 'value': True}).encode()\n"
+        "            try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
+        "            except OSError: pass\n    return 0"
+    ),
+    "a reply without end": (
+        "import os, struct, time\ndef f(x):\n    for fd in range(3, 64):\n"
+        "        try: os.write(fd, struct.pack('>I', 1 << 20))\n        except OSError: pass\n"
+        "    time.sleep(60)"
+    ),
+    "a reply of 4 GB": (
+        "import os\ndef f(x):\n    for fd in range(3, 64):\n"
+        "        try: os.write(fd, b'\\xff\\xff\\xff\\xff')\n        except OSError: pass\n"
+        "    return 0"
+    ),
+    "closed descriptors": (
+        "import os, time\nos.closerange(0, 64)\ntime.sleep(60)\ndef f(x):\n    return x * x"
+    ),
+    "patched harness": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n"
+        "    if 'sandbox_child' in name:\n        for key in list(vars(module)):\n"
+        "            if not key.startswith('__'): setattr(module, key, lambda *a, **k: True)\n"
+        "def f(x):\n    return 0"
+    ),
+    "replaced check": "def check(candidate):\n    pass\ndef f(x):\n    return 0",
+    "forking without end": "import os\nwhile True:\n    os.fork()\ndef f(x):\n    return x * x",
+    "forking quietly without end": (
+        "import os\ndef f(x):\n    while True:\n"
+        "        try: os.fork()\n        except OSError: pass"
+    ),
+    "threads without end": (
+        "import threading, time\ndef f(x):\n    while True:\n"
+        "        threading.Thread(target=time.sleep, args=(60,)).start()"
+    ),
+    "a child that left the session": (
+        "import os, subprocess, sys, time\ndef f(x):\n"
+        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
+        "                     start_new_session=True)\n    return x * x"
+    ),
+    "4 GiB of memory": "def f(x):\n    data = bytearray(4 << 30)\n    return x * x",
+    "memory piece by piece": "def f(x):\n    data = []\n    while True: data.append('x' * 10**7)",
+    "endless loop when loaded": "while True: pass",
+    "endless loop when called": "def f(x):\n    while True: pass",
+    "sleeping": "import time\ndef f(x):\n    time.sleep(60)",
+    "endless printing": "def f(x):\n    while True: print('x' * 1000)",
+    "ignoring signals": (
+        "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\ndef f(x):\n    while True: pass"
+    ),
+    "deep recursion": "def f(x):\n    return f(x)",
+    "a crash": "import ctypes\ndef f(x):\n    ctypes.string_at(0)",
+    "an endless message": (
+        "class E(Exception):\n    def __str__(self):\n        while True: pass\n"
+        "def f(x):\n    raise E"
+    ),
+    "half a character": "def f(x):\n    raise ValueError('\\ud800 ' * 9)",
+    "another name": "def g(x):\n    return x * x",
+    "no function": "f = 4",
+    "no code": "",
+}
+"""Whole modules."""
+
+_CALL = "libc = ctypes.CDLL(None, use_errno=True)\n"
+WINS = {
+    "a limit for another process": "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1))",
+    "a limit for the driver": "resource.prlimit(os.getppid(), resource.RLIMIT_AS, (1, 1))",
+    "no limits for itself": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "a signal": "os.kill(VICTIM, signal.SIGTERM)",
+    "a signal to a group": "os.killpg(os.getpgid(VICTIM), signal.SIGTERM)",
+    "a signal to the driver": "os.kill(os.getppid(), signal.SIGKILL)",
+    "a signal to a thread": _CALL + "return libc.syscall(234, VICTIM, VICTIM, 15) == 0",
+    "a handle of a process": "os.pidfd_open(VICTIM)",
+    "a handle of the driver": "os.pidfd_open(os.getppid())",
+    "tracing": _CALL + "return libc.ptrace(16, VICTIM, 0, 0) == 0",
+    "tracing the driver": _CALL + "return libc.ptrace(16, os.getppid(), 0, 0) == 0",
+    "reading foreign memory": (
+        _CALL + "mine = ctypes.create_string_buffer(8)\n"
+        "here = (ctypes.c_void_p * 2)(ctypes.addressof(mine), 8)\n"
+        "there = (ctypes.c_void_p * 2)(0x400000, 8)\n"
+        "pids = (VICTIM, os.getppid())\n"
+        "got = [libc.process_vm_readv(p, here, 1, there, 1, 0) for p in pids]\n"
+        "return ctypes.get_errno() != 1 or max(got) > 0"
+    ),
+    "files of other processes": (
+        "for pid in (VICTIM, os.getppid()):\n"
+        "    for what in ('mem', 'environ', 'cmdline', 'maps', 'fd/0', 'fd/1'):\n"
+        "        try: return bool(open(f'/proc/{pid}/{what}', 'rb'))\n"
+        "        except OSError: pass\nreturn False"
+    ),
+    "a processor for another process": "os.sched_setaffinity(VICTIM, {0})",
+    "a priority for another process": "os.setpriority(os.PRIO_PROCESS, VICTIM, 19)",
+    "a policy for another process": (
+        "os.sched_setscheduler(VICTIM, os.SCHED_IDLE, os.sched_param(0))"
+    ),
+    "outliving the driver": _CALL + "return libc.prctl(1, 0, 0, 0, 0) == 0",
+    "becoming root": "os.setuid(0)",
+    "being root": "return os.getuid() == 0",
+    "namespaces of its own": _CALL + "return libc.unshare(0x10000000) == 0",
+    "a mount": _CALL + "where = os.path.dirname(FILE).encode()\n"
+    "return libc.mount(b'none', where, b'tmpfs', 0, None) == 0",
+    "another root": "os.chroot('/usr')",
+    "fork by its number": _CALL + "return libc.syscall(56, 17, 0, 0, 0, 0) >= 0",
+    "clone3 by its number": _CALL + "return libc.syscall(435, bytes(88), 88) >= 0",
+    "another program": "os.execv(sys.executable, [sys.executable, '-c', ''])",
+    "a program in memory": "fd = os.memfd_create('x')\nreturn os.write(fd, b'#!/bin/sh') > 0",
+    "32-bit system calls": (
+        "code = mmap.mmap(-1, 4096, prot=7)\n"
+        "code.write(bytes.fromhex('b814000000cd80c3'))\n"  # getpid: mov eax, 20; int 0x80; ret
+        "where = ctypes.addressof(ctypes.c_char.from_buffer(code))\n"
+        "return ctypes.CFUNCTYPE(ctypes.c_int)(where)() > 0"
+    ),
+    "x32 system calls": _CALL + "return libc.syscall(0x40000000 + 39) > 0",
+    "shared memory": _CALL + "return libc.shmget(0x11d1, 4096, 0o1666) != -1",
+    "a message queue": _CALL + "return libc.msgget(0x11d1, 0o1666) != -1",
+    "a key": _CALL + "return libc.syscall(248, b'user', b'k', b'v', 1, -4) != -1",
+    "a datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "a local socket": "socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)",
+    "reading a file": "return bool(open(FILE).read())",
+    "listing a folder": "return bool(os.listdir(os.path.dirname(FILE)))",
+    "writing a file": "open(FILE, 'a').write('x')",
+    "truncating a file": "os.truncate(FILE, 0)",
+    "removing a file": "os.remove(FILE)",
+    "renaming a file": "os.rename(FILE, FILE + '2')",
+    "linking to a file": "os.link(FILE, FILE + '3')",
+    "changing its mode": "os.chmod(FILE, 0o777)",
+    "changing its times": "os.utime(FILE, (0, 0))",
+    "an attribute of a file": "os.setxattr(FILE, 'user.x', b'y')",
+    "new files": (
+        "for folder in (os.path.dirname(FILE), '.', '/tmp', '/dev/shm', '/var/tmp'):\n"
+        "    path = os.path.join(folder, 'lit_dlm_exploit')\n"
+        "    for make in (lambda: open(path, 'w'), lambda: os.mkdir(path),\n"
+        "                 lambda: os.symlink('/', path), lambda: os.mkfifo(path)):\n"
+        "        try: make()\n        except OSError: continue\n"
+        "        return True\nreturn False"
+    ),
+}
+"""What to do, as the body of a function: it wins by its end without an error, or returns it."""
+
+VALUES = {
+    "a billion numbers in a range": "range(10**9)",
+    "a number of 30 million digits": "1 << 10**8",
+    "a huge value": "[0] * 10**8",
+    "an endless iterator": "iter(int, 1)",
+    "a value that contains itself": "(a := []).append(a) or a",
+    "numbers of one hash": "[i * (2**61 - 1) for i in range(100_000)]",
+    "a set of one hash": "{i * (2**61 - 1): 0 for i in range(20_000)}.keys()",
+    "tuples in tuples": "__import__('functools').reduce(lambda t, _: (t, t), range(18), 0.5)",
+    "a long chain": "__import__('functools').reduce(lambda t, _: [t], range(10**5), 0)",
+    "a view of views": "{(1, 2): 3}.items()",
+    "a memory view": "memoryview(b'4')",
+    "not a number": "float('nan')",
+}
+"""Returned to tests that compare them in several ways."""
+HEAVY_CHECK = "assert set(f(2)) == {4}\nassert sorted(f(3)) == [9]\nassert f(4) * 2 == 32"
+
+_FINALLY = "".join(f"{' ' * i}try:\n{' ' * i} pass\n{' ' * i}finally:\n" for i in range(19))
+TEXTS = {
+    "nested finally": f"{_FINALLY}{' ' * 19}pass\ndef f(x): return x",
+    "nested parentheses": "def f(x): return " + "(" * 100_000,
+    "a chain of minus": "def f(x): return " + "-" * 300_000 + "x",
+    "a chain of sums": "def f(x): return " + "+".join(["x"] * 300_000),
+    "a chain of lambdas": "f = " + "lambda:" * 100_000 + "0",
+    "deep indentation": "def f(x):\n" + "".join(f"{' ' * i}if x:\n" for i in range(1, 101)),
+    "a literal of a million digits": "def f(x): return " + "7" * 10**6,
+    "a tower of powers": "def f(x): return 9**9**9**9",
+    "half a character in the code": "def f(x): return '\ud800'",
+    "a null byte": "def f(x):\0 return x",
+    "nested brackets": "def f(x): return " + "[" * 199 + "]" * 199 + "[" * 10**5,
+}
+"""Completions, of which not even the code can be found for free."""
+
+PROGRAMS = {
+    "a stream that lies": (
+        "import sys\nclass Equal(str):\n    def __eq__(self, other): return True\n"
+        "    def split(self, *args): return self\nclass Out:\n"
+        "    def write(self, text): return 1\n    def flush(self): pass\n"
+        "    def getvalue(self): return Equal('4')\nsys.stdout = Out()\nprint(Equal('4'))"
+    ),
+    "printing half a character": "print('\\ud800')",
+    "printing without end": "while True: print('4')",
+}
+
+
+def grade_all(method: launch.IsolationMethod) -> dict[str, Any]:
+    """Grades all of them at one level.
+
+    Returns:
+        Per program status, score, detail and seconds over its limit; ``damage``, what any of them
+        changed, and ``grown_mb``, by how much the memory of this process grew at most.
+    """
+    launch.isolation_method = lambda: method
+    limits = SandboxLimits(wall_seconds=0.5, cpu_seconds=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "secret.txt")
+        file.write_text("secret")
+        victim = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True
+        )
+        try:
+            before = _state(file, victim.pid)
+            jobs = _jobs(file, victim.pid, limits)
+            _timed(lambda: grade_by_tests("def f(x): return 4", CHECK, "f", **ALLOWED), 0.0)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with no_sandbox_left(), ThreadPoolExecutor(4) as pool:
+                results = dict(zip(jobs, pool.map(_run, jobs.values()), strict=True))
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+            alive = victim.poll() is None
+            damage = [] if alive and _state(file, victim.pid) == before else ["the victim"]
+        finally:
+            victim.kill()
+            victim.wait()
+    places = ("/tmp", "/dev/shm", "/var/tmp", ".")
+    damage += [p for p in places if os.path.lexists(os.path.join(p, "lit_dlm_exploit"))]
+    return {"results": results, "damage": damage, "grown_mb": grown / 1024}
+
+
+ALLOWED: dict[str, Any] = {"allow_code_execution": True}
+
+
+def _jobs(file: Path, victim: int, limits: SandboxLimits) -> dict[str, tuple[Any, float]]:
+    jobs: dict[str, tuple[Callable[[], Verdict], float]] = {}
+
+    def add(name: str, grade: Callable[[], Verdict], seconds: float = 0.5) -> None:
+        assert name not in jobs
+        jobs[name] = (grade, seconds)
+
+    def check(name: str, code: str, tests: str) -> None:
+        add(name, lambda: run_python_check(code, tests, "f", limits=limits, **ALLOWED))
+
+    for number, (name, code) in enumerate(LOADED.items()):
+        check(name, code, (CHECK, CHECK_FUNCTION)[number % 2])
+    for name, body in WINS.items():
+        check(name, _attack(body, file, victim), CHECK)
+    grader = PlusGrader(limits=limits, **ALLOWED)
+    for number, (name, value) in enumerate(VALUES.items()):
+        code = f"def f(x):\n    return {value}"
+        check(name, code, HEAVY_CHECK)
+        problem = _problem(("same_set", "root", "close")[number % 3])
+        add(f"{name} (rule)", lambda c=code, p=problem: grader.grade(c, p))  # type: ignore[misc]
+    for name, text in TEXTS.items():
+        # Extraction has up to 10 s of its own.
+        add(name, lambda t=text: grade_by_tests(t, CHECK, "f", limits=limits, **ALLOWED), 10.5)  # type: ignore[misc]
+        check(f"{name} (as code)", text, CHECK)
+    for name, code in PROGRAMS.items():
+        add(
+            name,
+            lambda c=code: grade_by_outputs(c, ["2"], ["4"], limits=limits, **ALLOWED),  # type: ignore[misc]
+            10.5,
+        )
+    return jobs
+
+
+def _problem(rule: Any) -> PlusProblem:
+    return PlusProblem(
+        name=f"Hostile/{rule}",
+        entry_point="f",
+        reference_code="def f(x):\n    return [2.0]",
+        base_inputs=[[[4, -4, 1]]],
+        plus_inputs=[],
+        rule=rule,
+    )
+
+
+def _attack(body: str, file: Path, victim: int) -> str:
+    if "return" not in body:
+        body += "\nreturn True"
+    body = body.replace("VICTIM", str(victim)).replace("FILE", repr(str(file)))
+    body = textwrap.indent(body, "    ")
+    return (
+        "import ctypes, mmap, os, resource, signal, socket, sys\n"
+        f"def attack():\n{body}\n"
+        "def f(x):\n    try: won = attack()\n    except Exception: won = False\n"
+        "    return x * x if won else 0"
+    )
+
+
+def _state(file: Path, victim: int) -> tuple[Any, ...]:
+    status = file.stat()
+    limits = [resource.prlimit(victim, kind) for kind in range(resource.RLIMIT_NOFILE + 1)]
+    return (
+        *(sorted(os.listdir(file.parent)), file.read_text(), status.st_mode, status.st_mtime_ns),
+        *(status.st_nlink, os.listxattr(file), limits, os.sched_getaffinity(victim)),
+        *(os.getpriority(os.PRIO_PROCESS, victim), os.sched_getscheduler(victim)),
+    )
+
+
+def _run(job: tuple[Callable[[], Verdict], float]) -> dict[str, Any]:
+    return _timed(*job)
+
+
+def _timed(grade: Callable[[], Verdict], limit: float) -> dict[str, Any]:
+    started = time.monotonic()
+    verdict = grade()
+    return {
+        "status": verdict.status,
+        "score": verdict.score or 0.0,
+        "detail": verdict.detail,
+        "seconds_over": time.monotonic() - started - limit,
+    }
+
+
+def attack_unguarded() -> list[str]:
+    """Runs the attacks of ``WINS`` without any wall; returns those that win.
+
+    Each has a parent and a victim of its own. Only in a process namespace in which nobody else is.
+    """
+    assert {path.name for path in Path("/proc").glob("[0-9]*")} == {"1"}
+    assert os.getpid() == 1
+    winners = []
+    for name, body in WINS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "secret.txt")
+            file.write_text("secret")
+            sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
+            victim = subprocess.Popen(sleep, start_new_session=True)
+            code = _attack(body, file, victim.pid) + "\nprint('won' if f(2) == 4 else '')"
+            parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])"
+            command = [sys.executable, "-c", parent]
+            try:
+                told = subprocess.run(command, stdout=subprocess.PIPE, timeout=5).stdout
+            except subprocess.TimeoutExpired:  # the parent stands still
+                told = b"won"
+            if b"won" in told:
+                winners.append(name)
+            victim.kill()
+            victim.wait()
+            subprocess.run(["umount", folder], stderr=subprocess.DEVNULL)
+    return winners
+
+
+if __name__ == "__main__":
+    level: Any = sys.argv[1]
+    json.dump(attack_unguarded() if level == "unguarded" else grade_all(level), sys.stdout)

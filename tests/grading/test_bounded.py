@@ -1,0 +1,100 @@
+"""The answering processes: limits, restarts, threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lit_dlm.grading import answers
+from lit_dlm.grading.answers import grade_math
+from lit_dlm.grading.bounded import BoundedProcesses
+
+# They run in processes of their own.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def processes() -> Iterator[BoundedProcesses]:
+    pool = BoundedProcesses("math")
+    yield pool
+    pool.close()
+
+
+def test_a_hanging_comparison_is_ended_and_the_next_one_works(processes: BoundedProcesses) -> None:
+    r"""10^(10^10) keeps sympy busy far beyond the limit; ``x=x`` after it needs a new process."""
+    assert processes.ask({"gold": "1", "answer": "1"}, seconds=60.0) is True
+    started = time.monotonic()
+    for answer in ("10^{10^{10}}", "9^{9^{9^{9}}} + 1"):
+        assert processes.ask({"gold": "1", "answer": answer}, seconds=1.0) is not True
+    assert time.monotonic() - started < 100
+    assert processes.ask({"gold": "x", "answer": "x"}, seconds=60.0) is True
+
+
+def test_a_comparison_without_end_is_no_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MATH_SECONDS", 0.0)
+    verdict = grade_math(r"\boxed{2}", "3")
+    assert (verdict.status, verdict.detail) == ("timeout", "the comparison did not end")
+
+
+def test_threads_share_the_pool(processes: BoundedProcesses) -> None:
+    questions = [{"gold": str(n), "answer": str(n + n % 2)} for n in range(8)]
+    with ThreadPoolExecutor(2) as threads:
+        equal = list(threads.map(lambda question: processes.ask(question, seconds=60.0), questions))
+    assert equal == [True, False] * 4
+
+
+def test_an_idle_process_ends_with_its_owner_and_a_busy_one_at_its_alarm() -> None:
+    """Killed while one compares without end (alarm at 0.5 + 1 s) and one waits."""
+    script = (
+        "import threading\n"
+        "from lit_dlm.grading.bounded import BoundedProcesses\n"
+        "pool = BoundedProcesses('extraction')\n"
+        "math = BoundedProcesses('math')\n"
+        "pool.ask({'completion': 'x = 1'}, seconds=60)\n"
+        "math.ask({'gold': '1', 'answer': '1'}, seconds=60)\n"
+        "print('ready', flush=True)\n"
+        "math.ask({'gold': '1', 'answer': '9^{9^{9^{9}}}'}, seconds=0.5)\n"
+        "math.ask({'gold': '1', 'answer': '9^{9^{9^{9}}}'}, seconds=0.5)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"ready\n"
+    children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
+    assert len(children) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 60
+    while any(map(_is_answering, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(_is_answering, children))
+
+
+def _is_answering(pid: str) -> bool:
+    try:
+        return b"bounded" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_closing_ends_the_processes() -> None:
+    before = _children()
+    pool = BoundedProcesses("extraction")
+    found = pool.ask({"completion": "x = 1"}, seconds=60.0)
+    assert found == {"code": "x = 1", "problem": "", "is_syntax_error": False}
+    assert len(_children() - before) == 1
+    pool.close()
+    assert _children() <= before
+
+
+def _children() -> set[str]:
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text().split()}
