@@ -30,6 +30,7 @@ from lit_dlm.modules.supervised_batch import (
     needed_cells,
     row_tokens,
 )
+from lit_dlm.plugs import completed
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class SupervisedDataModule(LightningDataModule):
             raise ValueError(f"missing_order: expected 'none' or 'ltr', got {missing_order!r}")
         if not 0.0 <= val_fraction < 1.0:
             raise ValueError(f"val_fraction: expected a number in [0, 1), got {val_fraction}")
-        self.sources = sources
+        self.sources = [completed(one, SupervisedSource, option="sources") for one in sources]
         self.response_length = response_length
         self.batch_size = batch_size
         self.group_by_length = group_by_length

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.supervised_batch import SupervisedExample
+from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
@@ -36,10 +38,10 @@ class ModelFacts:
     """The data's option, for files that hold steps: whether rows without them are taken."""
 
 
-@runtime_checkable
-class SupervisedSource(Protocol):
+class SupervisedSource(Plug):
     """Gives prompts with responses."""
 
+    @abstractmethod
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """All examples, tokenised, in a stable order.
 
@@ -49,7 +51,6 @@ class SupervisedSource(Protocol):
         Yields:
             The examples; uids are unique within the source.
         """
-        ...
 
 
 class TaskReferences(SupervisedSource):

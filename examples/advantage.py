@@ -1,6 +1,6 @@
 """A new advantage for reinforcement learning: rewards ranked within their group.
 
-A run takes it by one line of YAML, with this folder on ``PYTHONPATH``::
+In the folder of this file a run takes it by one line of YAML::
 
     data:
       init_args:

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_dlm.config_files import is_kind_of, own_modules, with_files
+from lit_dlm.plugs import Plug, difference
 
 _UNKNOWN_OPTION = re.compile(
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
@@ -26,8 +27,10 @@ _UNKNOWN_OPTION = re.compile(
 _UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
-_PROTOCOL = re.compile(
-    r"Import path (?:(\S+) )?does not implement protocol (\w+)(?:.*?Given value: ([\w.]+))?",
+_PLUG = re.compile(
+    r"(?:Import path (?P<path>\S+ )?does not correspond to a subclass of (?P<plug>\w+)"
+    r"|Expected an instantiatable class, but (?P<abstract>\S+ )?is abstract)"
+    r"(?:.*?Given value: (?P<given>[\w.]+))?",
     re.DOTALL,
 )
 _MOVED = re.compile(
@@ -72,9 +75,11 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     Returns:
         The place, the fault and a suggestion on one line.
     """
-    if found := _PROTOCOL.search(message):
-        at = "".join(f"{key}." for key in _KEY.findall(message[: found.start()])).rstrip(".")
-        return f"{at}: {_without_member(found[1] or found[3], found[2])}"
+    if found := _PLUG.search(message):
+        path = found["path"] or found["abstract"] or found["given"]
+        if told := _lacks(path.strip(), found["plug"]):
+            at = "".join(f"{key}." for key in _KEY.findall(message[: found.start()])).rstrip(".")
+            return f"{at}: {told}"
     for path, name in _MOVED.findall(message):
         if any(one.__name__ == name for one in _own_classes()):
             at = "".join(f"{key}: " for key in _KEY.findall(message)[:1])
@@ -121,20 +126,17 @@ def _without_option(name: str, classes: list[str]) -> str:
     return f"{owner} '{name}'{nearest(name, known)}"
 
 
-def _without_member(path: str, protocol: str) -> str:
-    """Says which method of a protocol a class lacks, or declares otherwise."""
-    target = locate(path)
-    (wanted, *_) = (one for one in _own_classes() if one.__name__ == protocol)
-    methods = {
-        name: method
-        for name, method in inspect.getmembers(wanted, inspect.isfunction)
-        if name[0] != "_" or name == "__call__"
-    }
-    for name in methods:
-        if not callable(getattr(target, name, None)):
-            return f"{path} has no method '{name}', which {protocol} asks for"
-    declared = "; ".join(f"{name}{inspect.signature(one)}" for name, one in methods.items())
-    return f"{path} must declare arguments and types as {protocol} does: {declared}"
+def _lacks(path: str, plug: str | None) -> str | None:
+    """Says what keeps a class from being a plug, which by default is the one that it derives from.
+
+    ``None`` for classes that were given for anything else.
+    """
+    kind = locate(path)
+    if not isinstance(kind, type):
+        return None
+    bases = [one for one in _own_classes() if Plug in one.__bases__]
+    meant = [one for one in bases if one.__name__ == plug or (not plug and one in kind.__mro__)]
+    return difference(kind, meant[0]) if meant else None
 
 
 def _own_classes() -> list[type]:

@@ -65,11 +65,18 @@ def examples(count: int = 8, *, never: tuple[int, ...] = ()) -> list[SupervisedE
     return found
 
 
+class Unread:
+    """A source that nobody asks."""
+
+    def examples(self, model):
+        raise AssertionError
+
+
 class Data(SupervisedDataModule):
     """A data module over given examples, without any source."""
 
     def __init__(self, given: list[SupervisedExample], **options: Any) -> None:
-        super().__init__([object()], response_length=G, **options)  # type: ignore[list-item]
+        super().__init__([Unread()], response_length=G, **options)
         self.given = given
 
     def setup(self, stage: str | None = None) -> None:

@@ -11,6 +11,7 @@ import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
 from datamodules.supervised_sources import SupervisedSource
 from lit_dlm.configuration import Parser, explain, nearest
+from lit_dlm.decoding import CommitPolicy
 
 
 def _error(configure, arguments: list[str]) -> str:
@@ -29,8 +30,6 @@ def test_nearest_names_the_closest_or_lists_all():
 
 
 def test_unknown_option_of_a_class_names_the_nearest():
-    from lit_dlm.decoding import CommitPolicy
-
     text = _error(
         lambda p: p.add_argument("--policy", type=CommitPolicy),
         ['--policy={"class_path": "ThresholdPolicy", "init_args": {"treshold": 0.5}}'],
@@ -39,50 +38,45 @@ def test_unknown_option_of_a_class_names_the_nearest():
 
 
 def test_unknown_class_names_the_nearest():
-    from lit_dlm.decoding import CommitPolicy
-
     text = _error(
         lambda p: p.add_argument("--policy", type=CommitPolicy | None), ["--policy=EntropiPolicy"]
     )
     assert "unknown class 'EntropiPolicy'; did you mean 'EntropyPolicy'?" in text
 
 
+class Picks:
+    """Has no method of a commit policy."""
+
+
 class Selects:
     """Has the method of a commit policy with other arguments."""
 
-    def select(self, state: int) -> int:
+    def select(self, state):
         return state
 
 
+class Unfinished(CommitPolicy):
+    """Derives from the base and stops there."""
+
+
+@pytest.mark.parametrize("form", ["{}", '{{"class_path": "{}"}}'])
+@pytest.mark.parametrize("kind", [CommitPolicy, CommitPolicy | None])
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("name", "told"),
     [
+        ("Picks", "Picks has no method 'select', which CommitPolicy asks for"),
+        ("Unfinished", "Unfinished has no method 'select', which CommitPolicy asks for"),
         (
-            f"{__name__}.Picks",
-            f"policy: {__name__}.Picks has no method 'select', which CommitPolicy asks for",
-        ),
-        (
-            f'{{"class_path": "{__name__}.Picks"}}',
-            f"policy: {__name__}.Picks has no method 'select', which CommitPolicy asks for",
-        ),
-        (
-            f"{__name__}.Selects",
-            f"policy: {__name__}.Selects must declare arguments and types as CommitPolicy does: "
-            "select(self, state: 'DecodeState', candidates: 'Tensor'",
+            "Selects",
+            "Selects.select takes (self, state) but CommitPolicy asks for "
+            "(self, state, candidates, proposal, quota)",
         ),
     ],
 )
-def test_a_missing_method_of_a_protocol_is_named(value: str, told: str):
-    from lit_dlm.decoding import CommitPolicy
-
-    text = _error(
-        lambda p: p.add_argument("--policy", type=CommitPolicy | None), [f"--policy={value}"]
-    )
-    assert text.startswith(told)
-
-
-class Picks:
-    """Has no method of a commit policy."""
+def test_what_a_class_lacks_is_named(name: str, told: str, kind: Any, form: str):
+    value = form.format(f"{__name__}.{name}")
+    text = _error(lambda p: p.add_argument("--policy", type=kind), [f"--policy={value}"])
+    assert text == f"policy: {told}"
 
 
 def test_a_class_that_has_moved_is_named_by_its_short_name():

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,14 +36,15 @@ from torch import Tensor
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
+from lit_dlm.plugs import Plug
 
 FirstPosition = Literal["commit", "carry"]
 
 
-@runtime_checkable
-class CacheScheme(Protocol):
+class CacheScheme(Plug):
     """Decides what a step computes and what it takes from earlier forwards."""
 
+    @abstractmethod
     def start(
         self,
         backbone: Backbone,
@@ -66,7 +67,6 @@ class CacheScheme(Protocol):
         Raises:
             ValueError: the scheme does not fit the backbone or the window.
         """
-        ...
 
 
 class NoCache(CacheScheme):

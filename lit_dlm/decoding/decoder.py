@@ -20,7 +20,7 @@ from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
-from lit_dlm.protocols import completed
+from lit_dlm.plugs import completed
 
 
 class Decoder:
@@ -51,16 +51,16 @@ class Decoder:
                 policies need one, any other policy may have one.
 
         Raises:
-            ValueError: the policy lacks a method or needs a layout, or the end-of-text rule would
-                fill the regions behind a marker.
+            ValueError: a plug lacks a method, the policy needs a layout, or the end-of-text rule
+                would fill the regions behind a marker.
         """
         self.policy = completed(policy, CommitPolicy, option="policy")
-        self.window = window
-        self.quota = quota or FixedQuota()
+        self.window = window and completed(window, Window, option="window")
+        self.quota = completed(quota or FixedQuota(), Quota, option="quota")
         self.sampler = sampler or Sampler()
-        self.cache = cache or NoCache()
+        self.cache = completed(cache or NoCache(), CacheScheme, option="cache")
         self.settings = settings or DecodeSettings()
-        self.layout = layout
+        self.layout = layout and completed(layout, Layout, option="layout")
         if layout is None and getattr(policy, "needs_layout", False):
             raise ValueError(f"layout: {type(policy).__name__} {LAYOUT_WANTED}")
         if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
@@ -147,8 +147,13 @@ class Decoder:
     def describe(self) -> dict[str, Any]:
         """All settings as JSON types, for result files and run records.
 
+        Those of a plug are what its method ``describe`` says, or else its public attributes.
+
         Cache and layout are listed only where there is one, so that older records stay valid. A
         decoder without a window describes itself as on a model with full attention; see :meth:`on`.
+
+        Raises:
+            ValueError: an attribute of a plug is of no JSON type.
         """
         names = ["policy", "window", "quota", "sampler"]
         if not isinstance(self.cache, NoCache):
@@ -216,4 +221,13 @@ def _describe(plug: object) -> dict[str, Any]:
     cls = type(plug)
     is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
     name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
+    for key, value in settings.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{name}.{key}: expected numbers, texts or lists of them, got a "
+                f"{type(value).__name__}, which records cannot hold; name it _{key}, or give the "
+                "class a method describe()"
+            ) from error
     return {"name": name, **settings}

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from lit_dlm.decoding.regions import (
     as_regions,
 )
 from lit_dlm.decoding.state import Canvas
+from lit_dlm.plugs import Plug
 
 LAYOUT_WANTED = "needs one (FixedLayout, FractionLayout, TemplateLayout or MarkerLayout), got none"
 """What a policy that needs a layout says without one."""
 
 
-@runtime_checkable
-class Layout(Protocol):
+class Layout(Plug):
     """Decides where regions lie."""
 
     regions: list[Region]
@@ -41,10 +41,11 @@ class Layout(Protocol):
     rest: Region
     """The rules of cells outside all regions."""
 
+    @abstractmethod
     def encoded(self, encode: Callable[[str], list[int]]) -> Self:
         """The layout with token ids of markers that were given as text."""
-        ...
 
+    @abstractmethod
     def blocks(self, response: Tensor) -> BlockLayout:
         """The blocks of one response.
 
@@ -54,8 +55,8 @@ class Layout(Protocol):
         Raises:
             ValueError: the layout does not fit the response.
         """
-        ...
 
+    @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         """The canvas with its template written and its regions numbered.
 
@@ -66,7 +67,6 @@ class Layout(Protocol):
         Raises:
             ValueError: the layout does not fit the canvas; names the row where rows differ.
         """
-        ...
 
 
 class _RegionLayout(Layout):

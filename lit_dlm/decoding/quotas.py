@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState
+from lit_dlm.plugs import Plug
 
 
-@runtime_checkable
-class Quota(Protocol):
+class Quota(Plug):
     """Decides how many cells a step commits."""
 
+    @abstractmethod
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """``(b,)`` int64 commits per row, or ``None`` when the policy decides alone."""
-        ...
 
 
 class NoQuota(Quota):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.decoding.state import DecodeState
+from lit_dlm.plugs import Plug
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,12 @@ class WindowView:
     """Blocks in the whole response."""
 
 
-@runtime_checkable
-class Window(Protocol):
+class Window(Plug):
     """Decides where a step may commit."""
 
+    @abstractmethod
     def view(self, state: DecodeState) -> WindowView:
         """The window of every row for this step."""
-        ...
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
         """The block of a row whose leftmost mask is at ``column``, as a cache needs it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from lit_dlm.plugs import Plug
 
 LossWeight = Literal["none", "1/t", "1/num_targets", "1/length"]
 """How the targets of a state are weighted. ``none``: every target of the batch alike. The others
@@ -87,10 +90,10 @@ class NoisyStates:
         return (self.supervised.any(1) if self.counted is None else self.counted).sum()
 
 
-@runtime_checkable
-class Corruption(Protocol):
+class Corruption(Plug):
     """Turns responses into training states."""
 
+    @abstractmethod
     def states(self, responses: Responses) -> NoisyStates:
         """Draws the states.
 
@@ -100,7 +103,6 @@ class Corruption(Protocol):
         Returns:
             The states; equal for equal responses and seeds.
         """
-        ...
 
 
 def target_weights(

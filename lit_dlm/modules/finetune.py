@@ -29,6 +29,7 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.schedules import warmup_cosine
+from lit_dlm.plugs import completed
 
 LossNorm = Literal["local", "global"]
 
@@ -89,7 +90,7 @@ class TrainableModule(DecodeModule):
             raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
-        self.corruption = corruption
+        self.corruption = completed(corruption, Corruption, option="corruption")
         self.num_padding = num_padding
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps

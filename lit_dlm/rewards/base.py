@@ -6,14 +6,15 @@ given to whole groups, because some compare the responses of a group with each o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.grading import Verdict
+from lit_dlm.plugs import Plug
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
 
@@ -70,8 +71,7 @@ class RewardScore:
         return self.verdict is not None and self.verdict.status != "ungraded"
 
 
-@runtime_checkable
-class Reward(Protocol):
+class Reward(Plug):
     """Gives every response of a group its share of the reward.
 
     A reward is a function of its arguments alone: the same group gets the same scores, whatever
@@ -88,6 +88,7 @@ class Reward(Protocol):
     """Whether it is so costly that groups which the filters drop should never reach it. Its
     ``total`` must then be 0: the filters see the same scores before and after it."""
 
+    @abstractmethod
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
         """Scores all responses to one prompt.
 
@@ -101,4 +102,3 @@ class Reward(Protocol):
         Raises:
             ValueError: naming the sample that cannot be scored.
         """
-        ...

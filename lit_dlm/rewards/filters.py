@@ -7,28 +7,28 @@ them together.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from lit_dlm.plugs import Plug
 from lit_dlm.rewards.base import RewardScore
 
 
-@runtime_checkable
-class GroupFilter(Protocol):
+class GroupFilter(Plug):
     """Keeps or drops all responses to one prompt."""
 
     needs_verdict: bool = False
     """Whether it looks at what is right, so that the task must have graded the responses."""
 
+    @abstractmethod
     def keep(self, scores: Sequence[RewardScore]) -> bool:
         """Whether the group is trained on.
 
         Args:
             scores: the scores of all responses to one prompt.
         """
-        ...
 
 
 class MeanCorrectnessFilter(GroupFilter):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from lit_dlm.grading.answers import last_boxed
+from lit_dlm.plugs import Plug
 from lit_dlm.rewards.chat import ChatEndpoint, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -48,10 +50,10 @@ class StepQuestion:
     """The response up to the end of the part."""
 
 
-@runtime_checkable
-class Judge(Protocol):
+class Judge(Plug):
     """Says of a part of a response whether it is good. Called from several threads."""
 
+    @abstractmethod
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
         """Judges once.
 
@@ -63,7 +65,6 @@ class Judge(Protocol):
         Returns:
             1 or -1, or ``None`` if the reply says neither.
         """
-        ...
 
 
 class HttpStepJudge(Judge):

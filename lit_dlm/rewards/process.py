@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
@@ -68,7 +69,7 @@ class ProcessReward(Reward):
             raise ValueError(
                 f"ProcessReward.block_origin must be sequence or response, got {block_origin!r}"
             )
-        self.judge = judge
+        self.judge = completed(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample
         self.block_size = block_size

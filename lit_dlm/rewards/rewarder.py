@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from lit_dlm.grading import SandboxError, Verdict
-from lit_dlm.protocols import completed
+from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
 from lit_dlm.tasks import Task

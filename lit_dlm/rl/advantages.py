@@ -9,18 +9,20 @@ A new advantage is a class of one's own with a method ``compute``, named by its 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from pydoc import locate
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lit_dlm.plugs import Plug, completed
 
-@runtime_checkable
-class Advantage(Protocol):
+
+class Advantage(Plug):
     """Turns the rewards of one prompt's responses into their advantages."""
 
+    @abstractmethod
     def compute(self, rewards: Tensor) -> Tensor:
         """Advantages of one group.
 
@@ -30,7 +32,6 @@ class Advantage(Protocol):
         Returns:
             ``(n,)`` float32.
         """
-        ...
 
 
 class GroupZScore(Advantage):
@@ -75,41 +76,21 @@ def as_advantage(advantage: Advantage | str) -> Advantage:
     """The advantage that a setting names.
 
     Args:
-        advantage: an object with a method ``compute``; ``group_zscore``, ``leave_one_out`` or
-            ``none``; or the import path of a class without annotations, which a parser of
-            configurations does not take for an :class:`Advantage`.
+        advantage: an object with a method ``compute``, or ``group_zscore``, ``leave_one_out`` or
+            ``none``.
 
     Raises:
         ValueError: the name is unknown, or the object lacks the method.
     """
     found = advantage
     if isinstance(found, str):
-        kind = _BY_NAME.get(found) or locate(found)
-        if not isinstance(kind, type):
+        if found not in _BY_NAME:
             raise ValueError(
                 f"advantage: expected {', '.join(map(repr, _BY_NAME))} or the import path of a "
                 f"class with a method 'compute', got {advantage!r}"
             )
-        found = kind()
-    require_members(found, "compute", option="advantage")
-    assert not isinstance(found, str)
-    return found
-
-
-def require_members(value: object, *names: str, option: str) -> None:
-    """Refuses an object that lacks a method of its protocol.
-
-    Args:
-        value: the object.
-        names: methods that will be called.
-        option: what the user set.
-
-    Raises:
-        ValueError: naming the first method that is missing.
-    """
-    for name in names:
-        if not callable(getattr(value, name, None)):
-            raise ValueError(f"{option}: {type(value).__name__} has no method '{name}'")
+        found = _BY_NAME[found]()
+    return completed(found, Advantage, option="advantage")
 
 
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:

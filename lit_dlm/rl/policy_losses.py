@@ -7,21 +7,23 @@ A new loss is a class with a method ``compute``, named by its import path:
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
+from lit_dlm.plugs import Plug
 
 KLEstimator = Literal["k3", "k1"]
 
 
-@runtime_checkable
-class PolicyLoss(Protocol):
+class PolicyLoss(Plug):
     """Turns scored tokens into the loss of the policy."""
 
+    @abstractmethod
     def compute(
         self,
         log_prob: Tensor,
@@ -48,7 +50,6 @@ class PolicyLoss(Protocol):
             ``total``, and in ``parts`` scalars: ``policy``, the total without the divergence, which
             is logged as ``train/policy_loss``; all others are logged under their names.
         """
-        ...
 
 
 MAX_LOG_RATIO = 10.0

@@ -14,8 +14,9 @@ from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
+from lit_dlm.plugs import completed
 from lit_dlm.rewards import GroupFilter, Reward
-from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, require_members
+from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.tasks import Task
@@ -68,7 +69,7 @@ class PolicyObjective(ClippedPolicyLoss):
         """
         if given is None:
             return self
-        require_members(given, "compute", option="policy_loss")
+        completed(given, PolicyLoss, option="policy_loss")
         unread = [
             one.name for one in fields(ClippedPolicyLoss) if getattr(self, one.name) != one.default
         ]
@@ -309,6 +310,8 @@ class RolloutSettings:
         if not self.tasks:
             raise ValueError("tasks: expected at least one task, got none")
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
+        for one in self.filters:
+            completed(one, GroupFilter, option="filters")
         if self.val_response_length is None:
             self.val_response_length = self.response_length
         for name in _POSITIVE:

@@ -1,4 +1,4 @@
-"""Benchmarks and prompt sources, one file each, behind one protocol."""
+"""Benchmarks and prompt sources, one file each, behind one base class."""
 
 from importlib import import_module
 from typing import Any

@@ -1,13 +1,14 @@
-"""The task protocol: prompt, answer extraction and grading of one benchmark, kept together."""
+"""The base of tasks: prompt, answer extraction and grading of one benchmark, kept together."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lit_dlm.grading import Verdict
-from lit_dlm.protocols import completed
+from lit_dlm.plugs import Plug, completed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,7 @@ class PromptExample:
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
 
-@runtime_checkable
-class Task(Protocol):
+class Task(Plug):
     """A benchmark or a source of prompts."""
 
     name: str
@@ -60,21 +60,21 @@ class Task(Protocol):
         """Whether completions can be judged; plain prompts cannot."""
         return True
 
+    @abstractmethod
     def examples(self) -> Sequence[PromptExample]:
         """All problems of the split in a stable order, after ``limit``."""
-        ...
 
+    @abstractmethod
     def reference_completion(self, example: PromptExample) -> str:
         """A completion that grades as right (used for self-checks and supervised training)."""
-        ...
 
+    @abstractmethod
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The answer inside a completion, or ``None`` when there is none."""
-        ...
 
+    @abstractmethod
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Grades one completion (text after the prompt, cut at the first end of text)."""
-        ...
 
 
 def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:

@@ -114,6 +114,17 @@ def test_only_listed_names_are_looked_up() -> None:
             decoder_from_description(changed)
 
 
+class Holds(AlternatePolicy):
+    def __init__(self) -> None:
+        self.inner = AlternatePolicy()
+
+
+def test_an_attribute_that_records_cannot_hold_is_named() -> None:
+    told = r"Holds\.inner: expected numbers, .* got a AlternatePolicy, .*; name it _inner"
+    with pytest.raises(ValueError, match=told):
+        Decoder(policy=Holds()).describe()
+
+
 def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> None:
     decoder = Decoder(policy=AlternatePolicy(first=1))
     stored = json.loads(json.dumps(decoder.describe()))

@@ -19,14 +19,15 @@ from lit_dlm.rewards import (
     RewardScore,
     Rollout,
 )
-from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tasks import PromptExample
 from tests.rewards.groups import SUM, rollout
 
 
-class Sums(Task):
+class Sums:
     name = "sums"
     split = "train"
     runs_code = False
+    is_graded = True
 
     def __init__(self) -> None:
         self.graded: list[str] = []

@@ -62,7 +62,7 @@ class Nothing:
 def test_a_plain_class_passes_and_a_missing_method_is_named() -> None:
     halves = Halves()
     assert as_advantage(halves) is halves
-    with pytest.raises(ValueError, match=r"^advantage: Nothing has no method 'compute'$"):
+    with pytest.raises(ValueError, match="advantage: Nothing has no method 'compute', which"):
         as_advantage(Nothing())  # type: ignore[arg-type]
 
 

@@ -1,16 +1,16 @@
-"""The policy protocol."""
+"""The base of policies."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import abstractmethod
 
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.plugs import Plug
 
 
-@runtime_checkable
-class CommitPolicy(Protocol):
+class CommitPolicy(Plug):
     """Says which candidates become final. It never writes the canvas and never runs the model.
 
     A class with the method ``select`` is one; see ``examples/commit_policy.py``.
@@ -24,6 +24,7 @@ class CommitPolicy(Protocol):
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
 
+    @abstractmethod
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
@@ -39,4 +40,3 @@ class CommitPolicy(Protocol):
             The commits and the scores that rank all candidates. A row without a commit is left
             to the stall rule of the loop, which uses the scores.
         """
-        ...

@@ -7,7 +7,7 @@ import torch
 
 from lit_dlm.decoding import CommitPolicy, Decoder, Selection
 from lit_dlm.generation import generate
-from lit_dlm.protocols import completed
+from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import check_uids
@@ -44,9 +44,9 @@ def test_a_missing_member_is_named():
         def score(self, group):
             return []
 
-    with pytest.raises(ValueError, match="policy: Nothing has no member 'select', which CommitPol"):
+    with pytest.raises(ValueError, match="policy: Nothing has no method 'select', which CommitPol"):
         Decoder(policy=Nothing())
-    with pytest.raises(ValueError, match="rewards: Unnamed has no member 'name', which Reward"):
+    with pytest.raises(ValueError, match="rewards: Unnamed has no attribute 'name', which Reward"):
         completed(Unnamed(), Reward, option="rewards")
 
 
