@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf.errors import OmegaConfBaseException
 
 # Imported so that configurations may use short class names.
 import callbacks
@@ -66,6 +67,8 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds the progress bar unless it is switched off, and our checkpoint files."""
         given = self.config_init[self.subcommand].trainer
+        if not isinstance(given, Namespace):
+            raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"] = callbacks.ProgressBar()
         plugins = given.plugins or []
@@ -133,9 +136,17 @@ def main(arguments: Sequence[str]) -> int:
                 **{name: {"default_config_files": defaults} for name in subcommands},
             },
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OmegaConfBaseException) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {explain(str(error))}\n")
+        sys.stderr.write(f"lit-dlm: error: {_told(error)}\n")
         return 1
     return 0
+
+
+def _told(error: Exception) -> str:
+    """One line about an error; of a broken reference the key at which it stands."""
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        key = str(error.full_key).partition(".")[2]  # behind the subcommand
+        return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
+    return explain(str(error))

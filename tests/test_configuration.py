@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import lit_dlm.rl  # noqa: F401
 from datamodules.supervised_sources import SupervisedSource
 from lit_dlm.configuration import Parser, explain, nearest
 from lit_dlm.decoding import CommitPolicy
+from lit_dlm.trainer_command import main
 
 
 def _error(configure, arguments: list[str]) -> str:
@@ -130,6 +132,28 @@ def test_an_error_inside_a_class_names_its_place_and_never_the_wrong_key(
         parser.parse_args(["--decoder=Decoder", *arguments])
     assert exit.value.code == 2
     assert f"lit-dlm: error: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--run_dir", "${oops"], "run_dir: expected references like ${run_dir}, got no viable"),
+        (["--config", "five.yaml"], "trainer: expected a mapping of the trainer's options, got 5"),
+    ],
+)
+def test_a_broken_reference_and_a_trainer_that_is_none_are_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("five.yaml").write_text("trainer: 5\n")
+    monkeypatch.setattr(sys, "argv", ["lit-dlm"])
+    assert main(["predict", "--config", "exp/generate_tiny", *arguments]) == 1
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "error" in one]
+    assert line.startswith(f"lit-dlm: error: {told}")
 
 
 RECORDED = (

@@ -25,7 +25,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.record import SIGNAL_DTYPES, TOP_SIGNALS, RecordStatus, Trajectory
+from lit_dlm.trajectories.record import (
+    MAX_LENGTH,
+    SIGNAL_DTYPES,
+    TOP_SIGNALS,
+    RecordStatus,
+    Trajectory,
+)
 
 _ROWS_PER_GROUP = 1024
 _RELEASE_METHODS = {"confidence": "default"}
@@ -407,6 +413,10 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
                 f"{len(tokens)} tokens"
             )
         length = max(_whole(where, row, "response_length", 0), len(tokens))
+        if length > MAX_LENGTH:
+            raise ValueError(
+                f"{where}: response_length: expected at most {MAX_LENGTH}, got {length}"
+            )
         mask_id = _fact(where, row, "mask_id", settings.mask_id)
         padding = length - len(tokens)
         tokens = np.concatenate([tokens, np.full(padding, mask_id)])
@@ -429,20 +439,27 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
 
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
-    needed = [name for name in _schema().names if name not in SIGNAL_DTYPES]
-    missing = [name for name in needed if name not in file.schema_arrow.names]
-    if missing:
-        raise ValueError(f"{path}: not an export of trajectories, it lacks {missing}")
-    run_text = (file.schema_arrow.metadata or {}).get(b"lit_dlm_run")
+    found = file.schema_arrow
+    for column in _schema():
+        at = found.get_field_index(column.name)
+        if at < 0 and column.name not in SIGNAL_DTYPES:
+            raise ValueError(f"{path}: not an export of trajectories, it lacks {column.name!r}")
+        kind = found.field(at).type if at >= 0 else column.type
+        if not kind.equals(column.type):
+            raise ValueError(f"{path}: column {column.name!r}: expected {column.type}, got {kind}")
+    run_text = (found.metadata or {}).get(b"lit_dlm_run")
 
     def rows() -> Iterator[Trajectory]:
-        for batch in file.iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                yield _from_parquet(path, row)
+        try:
+            for batch in file.iter_batches(batch_size=_ROWS_PER_GROUP):
+                for row in batch.to_pylist():
+                    yield _from_parquet(path, row)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: damaged: {error}") from error
 
-    return rows(), None if run_text is None else run_text.decode()
+    return rows(), None if run_text is None else run_text.decode(errors="replace")
 
 
 def _from_parquet(path: Path, row: Mapping[str, Any]) -> Trajectory:
@@ -576,13 +593,18 @@ def _whole(where: str, row: Mapping[str, Any], name: str, default: int) -> int:
         return default
     if type(value) is not int:
         raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
+    if not 0 <= value < 2**64:
+        raise ValueError(f"{where}: {name} must be in 0..2**64-1, got {value}")
     return value
 
 
 def _fact(where: str, row: Mapping[str, Any], name: str, default: int | None) -> int:
     if row.get(name) is None and default is None:
         raise ValueError(f"{where}: the row has no {name}; give --{name}")
-    return _whole(where, row, name, default or 0)
+    value = _whole(where, row, name, default or 0)
+    if value >= 2**31:  # they become elements of arrays
+        raise ValueError(f"{where}: {name}: expected less than 2**31, got {value}")
+    return value
 
 
 def _prompt_ids(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from lit_dlm.trajectories.exchange import (
@@ -21,7 +23,7 @@ from lit_dlm.trajectories.exchange import (
     write_parquet,
 )
 from lit_dlm.trajectories.record import Trajectory
-from tests.trajectories.samples import MASK, VOCAB, assert_same, random_record
+from tests.trajectories.samples import MASK, VOCAB, assert_same, random_record, records_of
 
 pytestmark = pytest.mark.slow  # whole commands on real shards
 
@@ -228,3 +230,53 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 
 # -- the peer's pickles --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_length", 2**32),
+        ("response_length", 10**30),
+        ("mask_id", 10**30),
+        ("vocab_size", 2**40),
+        ("num_steps", 10**30),
+        ("seed", -1),
+        ("step_map", [10**30, 0, 1]),
+    ],
+)
+def test_wild_numbers_are_named_and_take_no_memory(tmp_path: Path, name: str, value: Any) -> None:
+    row = {"prompt_ids": [3], "response_ids": [3, 4, 3], "step_map": [0, 1, 2]}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{**row, name: value}]))
+    with pytest.raises(ValueError, match=rf"rows\.json: entry 0: .*{name}"):
+        list(read_step_map(path, ImportSettings(mask_id=2, vocab_size=9)))
+
+
+def test_a_padding_id_that_no_array_holds_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt_token_ids": [3], "response_token_ids": [3], "decoding_order": [0, 1]}
+    path.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: pad_id"):
+        list(read_tabom(path, ImportSettings(mask_id=2, vocab_size=9, pad_id=10**30)))
+
+
+def test_foreign_and_damaged_parquet_is_refused_in_one_line(tmp_path: Path) -> None:
+    good = tmp_path / "good.parquet"
+    write_parquet(records_of(3), good)
+    table = pq.read_table(good)
+    at = table.schema.get_field_index("tokens")
+    other = table.set_column(at, "tokens", pa.array([b"a", b"b", b"c"]))
+    path = tmp_path / "other.parquet"
+    pq.write_table(other, path)
+    with pytest.raises(
+        ValueError, match=r"other\.parquet: column 'tokens': expected list<.*binary"
+    ):
+        read_parquet(path)
+    data = good.read_bytes()
+    rng = np.random.default_rng(0)
+    for at in rng.integers(4, len(data), 60):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 85]) + data[at + 1 :])
+        try:
+            list(read_parquet(path)[0])
+        except ValueError as error:
+            assert str(path) in str(error) or "trajectory" in str(error)  # noqa: PT017
