@@ -290,6 +290,8 @@ class _Steps:
         if tensor.ndim == 0:
             return False
         case = self.case
+        if tensor.ndim == 2:  # masks and tokens of the prompt
+            return [[case.response, case.prompt]] * case.rows
         if self._asked < 0:
             return [0] * case.rows
         at = case.prompt + case.begin - self.SKIPPED + self._asked
@@ -303,7 +305,7 @@ class _Steps:
     def on_step(self, record: StepRecord) -> None:
         """Begins to count, or ends it."""
         first, last = self.SKIPPED - 1, self.SKIPPED - 1 + self.case.steps
-        if record.state.step in (first, last):
+        if self._asked - 1 in (first, last):  # a frontier is asked before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
 
     def on_end(self, result: DecodeResult) -> None:

@@ -23,7 +23,8 @@ class AlternatePolicy:
     ) -> Selection:
         """One candidate per row."""
         columns = torch.arange(candidates.shape[1], device=candidates.device).float()
-        scores = columns if (state.step + self.first) % 2 else -columns
-        scores = scores.expand_as(candidates).masked_fill(~candidates, -torch.inf)
+        from_right = ((state.step + self.first) % 2).bool()[:, None]
+        scores = torch.where(from_right, columns, -columns)
+        scores = scores.masked_fill(~candidates, -torch.inf)
         commit = torch.zeros_like(candidates)
         return Selection(commit.scatter(1, scores.argmax(1, keepdim=True), True), scores)

@@ -19,6 +19,7 @@ from transformers import Cache
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
+from lit_dlm.ops.columns import shifted
 
 
 @runtime_checkable
@@ -92,6 +93,39 @@ class CachedCanvas:
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[index])
+
+    def shift(self, by: int) -> None:
+        """Adds columns on the left of the canvas, or takes some away.
+
+        Args:
+            by: how many; negative where they go, which must be padding in every row.
+        """
+        if by == 0:
+            return
+        self.length += by
+        self._cache.shift(by)
+        for name in ("_positions", "_blocks", "_last", "_hidden"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, shifted(value, by))
+
+    def put(
+        self, index: Tensor, *, pad_mask: Tensor | None, positions: Tensor, blocks: Tensor | None
+    ) -> None:
+        """Other rows take the places of some, with nothing computed yet.
+
+        Args:
+            index: ``(n,)`` int64 rows.
+            pad_mask: ``(B, L)`` bool of all rows, ``None`` without padding.
+            positions: ``(B, L)`` int64, read in the new rows only: cached keys of the others were
+                made with the position ids that these have had from the beginning.
+            blocks: ``(B, L)`` int64 of all rows of a block-causal model.
+        """
+        self._pad_mask, self._blocks = pad_mask, blocks
+        self._positions = self._positions.index_copy(0, index, positions[index])
+        for buffer in (self._last, self._hidden):
+            if buffer is not None:
+                buffer[index] = 0
 
     def forward(
         self,

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from lit_dlm.ops.columns import shifted
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
@@ -72,6 +74,18 @@ class WindowCache(Cache):
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys[index]
                 layer.values = layer.values[index]
+
+    def shift(self, by: int) -> None:
+        """Adds columns on the left, or takes some away.
+
+        Args:
+            by: how many; negative where they go.
+        """
+        self.length += by
+        for layer in self._window_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = shifted(layer.keys, by, dim=2)
+                layer.values = shifted(layer.values, by, dim=2)
 
 
 class _WindowLayer(CacheLayerMixin):

@@ -113,14 +113,13 @@ class _FullAttentionCache(CacheScheme):
                 f"cache: {type(self).__name__} is for models with full attention, but "
                 f"{backbone.spec.family} has {backbone.spec.attention} attention; use BlockCache"
             )
-        length = state.ids.shape[1]
         return CacheSession(
             backbone,
             state,
             window=window,
             hidden_layers=hidden_layers,
-            refresh_span=lambda _begin, _end, _final: Span(0, length, length),
-            step_span=lambda begin, end: self.step_span(begin, end, length),
+            refresh_span=lambda _begin, _end, _final, length: Span(0, length, length),
+            step_span=self.step_span,
             commits_first=backbone.spec.shift == 1 and self.first_position == "commit",
         )
 
@@ -206,8 +205,8 @@ class BlockCache(CacheScheme):
             state,
             window=window,
             hidden_layers=hidden_layers,
-            refresh_span=lambda _begin, end, final: Span(final, end, end),
-            step_span=lambda begin, end: Span(begin, end, end),
+            refresh_span=lambda _begin, end, final, _length: Span(final, end, end),
+            step_span=lambda begin, end, _length: Span(begin, end, end),
             block_size=spec.block_size,
         )
 
@@ -222,8 +221,8 @@ class CacheSession:
         *,
         window: Window,
         hidden_layers: tuple[int, ...],
-        refresh_span: Callable[[int, int, int], Span],
-        step_span: Callable[[int, int], Span],
+        refresh_span: Callable[[int, int, int, int], Span],
+        step_span: Callable[[int, int, int], Span],
         commits_first: bool = False,
         block_size: int | None = None,
     ) -> None:
@@ -234,9 +233,9 @@ class CacheSession:
             state: the state before step 0.
             window: says where a row's block begins and ends.
             hidden_layers: snapshots to keep.
-            refresh_span: from a block's begin, its end and the columns that are final, what the
-                step that enters it computes.
-            step_span: from a block's begin and end, what later steps compute.
+            refresh_span: from a block's begin, its end, the columns that are final and the canvas's
+                length, what the step that enters it computes.
+            step_span: from a block's begin, its end and that length, what later steps compute.
             commits_first: a refresh commits the block's first cell and nothing else.
             block_size: of a block-causal model.
 
@@ -245,42 +244,30 @@ class CacheSession:
         """
         # Here and not above: transformers takes seconds to import.
         from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
-        from lit_dlm.backbones.visibility import position_ids_for
-        from lit_dlm.ops.masking import block_numbers
 
         if not isinstance(backbone, WindowBackbone):
             raise ValueError(
                 "cache: expected a backbone that can run a part of the canvas (encode_window), got "
                 f"{type(backbone).__name__}"
             )
+        self._spec, self._block_size = backbone.spec, block_size
         num_rows, length = state.ids.shape
-        device, pad_mask = state.ids.device, state.pad_mask
-        if pad_mask is None:
-            positions = torch.arange(length, device=device).expand(num_rows, -1)
-        else:
-            positions = position_ids_for(pad_mask, backbone.spec.positions)
-        blocks = None
-        if block_size is not None:
-            origin = state.start if backbone.spec.block_origin == "response" else None
-            blocks = block_numbers(
-                length if pad_mask is None else pad_mask, block_size, origin=origin, device=device
-            ).expand(num_rows, -1)
         self._canvas = CachedCanvas(
             backbone,
             num_rows=num_rows,
             length=length,
-            pad_mask=pad_mask,
-            positions=positions,
-            blocks=blocks,
+            pad_mask=state.pad_mask,
+            positions=self._positions(state),
+            blocks=self._blocks(state),
             hidden_layers=hidden_layers,
         )
         self._window = window
         self._refresh_span, self._step_span = refresh_span, step_span
         self._commits_first, self._block_causal = commits_first, block_size is not None
-        self._firsts: list[int] = (length - 1 - state.positions[:, -1]).tolist()
+        self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
-        self._rows = list(range(num_rows))
         self.num_refreshes = [0] * num_rows
+        """Of every row of the batch."""
         window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
 
     @property
@@ -296,9 +283,58 @@ class CacheSession:
             index: the same, ``(n,)`` int64 on the device.
         """
         self._canvas.take(index)
-        for name in ("_firsts", "_begins", "_rows"):
+        for name in ("_firsts", "_begins", "num_refreshes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
+
+    def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
+        """Other rows enter in the places of some.
+
+        Args:
+            replaced: their places in the batch.
+            state: of the whole batch, with the new rows.
+            by: columns by which the canvas has grown on the left; shrunk where negative.
+        """
+        index = torch.tensor(replaced).to(state.ids.device, non_blocking=True)
+        self._canvas.shift(by)
+        self._canvas.put(
+            index,
+            pad_mask=state.pad_mask,
+            positions=self._positions(state),
+            blocks=self._blocks(state),
+        )
+        self._firsts = self._first_columns(state)
+        self._begins = [None if begin is None else begin + by for begin in self._begins]
+        for row in replaced:
+            self._begins[row] = None
+            self.num_refreshes[row] = 0
+
+    @staticmethod
+    def _first_columns(state: DecodeState) -> list[int]:
+        """The column of every row's first real token."""
+        firsts: list[int] = (state.ids.shape[1] - 1 - state.positions[:, -1]).tolist()
+        return firsts
+
+    def _positions(self, state: DecodeState) -> Tensor:
+        """``(b, L)`` int64 position ids as the model takes them."""
+        from lit_dlm.backbones.visibility import position_ids_for
+
+        if state.pad_mask is None:
+            return torch.arange(state.ids.shape[1], device=state.ids.device).expand_as(state.ids)
+        return position_ids_for(state.pad_mask, self._spec.positions)
+
+    def _blocks(self, state: DecodeState) -> Tensor | None:
+        """``(b, L)`` int64 block of every column of a block-causal model."""
+        from lit_dlm.ops.masking import block_numbers
+
+        if self._block_size is None:
+            return None
+        return block_numbers(
+            state.ids.shape[1] if state.pad_mask is None else state.pad_mask,
+            self._block_size,
+            origin=state.start if self._spec.block_origin == "response" else None,
+            device=state.ids.device,
+        ).expand_as(state.ids)
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
         """The forwards of one step.
@@ -314,18 +350,21 @@ class CacheSession:
         length = state.ids.shape[1]
         spans: list[Span] = []
         entered: list[int] = []
+        new = [row for row, begin in enumerate(self._begins) if begin is None]
         for row, column in enumerate(state.frontier):
             begin, end = self._window.bounds(
                 column, start=state.start, length=length, first=self._firsts[row]
             )
             if begin == self._begins[row]:
-                spans.append(self._step_span(begin, end))
+                spans.append(self._step_span(begin, end, length))
             else:
                 # Columns left of the block before this one hold what they will always hold.
-                spans.append(self._refresh_span(begin, end, self._begins[row] or 0))
+                spans.append(self._refresh_span(begin, end, self._begins[row] or 0, length))
                 entered.append(row)
                 self._begins[row] = begin
-                self.num_refreshes[self._rows[row]] += 1
+                self.num_refreshes[row] += 1
+        if self._block_causal and 0 < len(new) < len(spans):
+            self._run_prompts(state, new, spans)
         if self._block_causal or len(entered) in (0, len(spans)):
             several_blocks = self._block_causal and bool(entered)
             self._canvas.forward(state.ids, spans, block_causal=several_blocks)
@@ -335,6 +374,22 @@ class CacheSession:
                 self._canvas.forward(state.ids, [spans[row] for row in rows], rows=rows)
         forced = self._first_cells(state, entered) if self._commits_first else None
         return self._canvas.read(columns), forced
+
+    def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
+        """Runs what lies before the first block of rows that have entered a running batch.
+
+        In one forward with the others every row would get queries as many as a prompt has tokens.
+        """
+        rows, prompts = [], []
+        for row in new:
+            first, begin = self._firsts[row], self._begins[row]
+            assert begin is not None
+            if begin > first:
+                rows.append(row)
+                prompts.append(Span(first, begin, begin))
+                spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
+        if rows:
+            self._canvas.forward(state.ids, prompts, rows=rows, block_causal=True)
 
     def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
         """The first cell of each block that was entered, where it is masked."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, decode
+from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
 from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
-from lit_dlm.decoding.observers import Observer
+from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.topk import RandomPolicy
 from lit_dlm.decoding.quotas import FixedQuota, Quota
@@ -85,16 +85,54 @@ class Decoder:
         """
         self.check(backbone)
         return decode(
+            backbone, self.prepared(canvas, backbone), **self._plugs(backbone), observers=observers
+        )
+
+    def queue(
+        self,
+        backbone: Backbone,
+        source: Callable[[int], Canvas | None],
+        *,
+        num_places: int,
+        observers: Sequence[QueueObserver] = (),
+    ) -> Iterator[DecodeResult]:
+        """Decodes rows as places become free; see :func:`~lit_dlm.decoding.engine.decode_queue`.
+
+        Args:
+            backbone: the denoiser.
+            source: gives the next rows, ``None`` where there are none.
+            num_places: rows decoded together.
+            observers: read-only callbacks.
+
+        Returns:
+            Results of rows as they end.
+
+        Raises:
+            ValueError: as when called.
+        """
+        self.check(backbone)
+
+        def prepared(count: int) -> Canvas | None:
+            canvas = source(count)
+            return None if canvas is None else self.prepared(canvas, backbone)
+
+        return decode_queue(
             backbone,
-            self.prepared(canvas, backbone),
-            window=self.window or default_window(backbone.spec),
-            quota=self.quota,
-            sampler=self.sampler,
-            policy=self.policy,
-            cache=self.cache,
-            settings=self.settings,
+            prepared,
+            num_places=num_places,
+            **self._plugs(backbone),
             observers=observers,
         )
+
+    def _plugs(self, backbone: Backbone) -> dict[str, Any]:
+        return {
+            "window": self.window or default_window(backbone.spec),
+            "quota": self.quota,
+            "sampler": self.sampler,
+            "policy": self.policy,
+            "cache": self.cache,
+            "settings": self.settings,
+        }
 
     def check(self, backbone: Backbone) -> None:
         """Reads what a learned policy needs from disk, and refuses what does not fit the backbone.

@@ -1,13 +1,14 @@
 """The one decode loop: the only place where a mask turns into a token.
 
-Trace generation, benchmarks, rollouts and validation samples all call :func:`decode`. What differs
-between methods is in the plugs (window, quota, sampler, policy) and in the observers.
+Trace generation, benchmarks, rollouts and validation samples all go through :func:`decode_queue`,
+one batch of them through :func:`decode`. What differs between methods is in the plugs (window,
+quota, sampler, policy) and in the observers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.decoding.caches import CacheScheme, CacheSession
-from lit_dlm.decoding.observers import Observer
+from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.quotas import Quota
 from lit_dlm.decoding.sampler import Sampler
@@ -64,11 +65,7 @@ def decode(
     settings: DecodeSettings | None = None,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
-    """Fills the masks of a canvas.
-
-    One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
-    the write. Finished rows leave the batch. The loop synchronises with the device once a step, for
-    the leftmost mask of every row.
+    """Fills the masks of a canvas: :func:`decode_queue` of one batch.
 
     Args:
         backbone: the denoiser.
@@ -88,74 +85,176 @@ def decode(
         ValueError: the canvas holds a mask that may not be written, or the model cannot have the
             window or the cache.
     """
+    waiting = [canvas]
+    (result,) = decode_queue(
+        backbone,
+        lambda _places: waiting.pop() if waiting else None,
+        num_places=len(canvas.ids),
+        window=window,
+        quota=quota,
+        sampler=sampler,
+        policy=policy,
+        cache=cache,
+        settings=settings,
+        observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
+    )
+    return result
+
+
+@torch.no_grad()
+def decode_queue(
+    backbone: Backbone,
+    source: Callable[[int], Canvas | None],
+    *,
+    num_places: int,
+    window: Window,
+    quota: Quota,
+    sampler: Sampler,
+    policy: CommitPolicy,
+    cache: CacheScheme | None = None,
+    settings: DecodeSettings | None = None,
+    observers: Sequence[QueueObserver] = (),
+) -> Iterator[DecodeResult]:
+    """Fills canvases row by row as places become free (continuous batching).
+
+    One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
+    the write. A row that has ended is replaced by the next one of the source, if there is one, else
+    it leaves the batch. The loop synchronises with the device once a step, for the leftmost mask of
+    every row. What a row gets depends neither on its place nor on the rows beside it.
+
+    Args:
+        backbone: the denoiser.
+        source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
+            more; it is not asked again then. Its rows succeed to ended ones in the order of places.
+            All canvases have equally long responses.
+        num_places: rows decoded together.
+        window: where a step may commit.
+        quota: how many it commits.
+        sampler: which tokens are proposed.
+        policy: which of them become final.
+        cache: what steps take from earlier forwards; nothing by default.
+        settings: rules of the loop.
+        observers: read-only callbacks.
+
+    Yields:
+        The rows that have ended since, whenever some are replaced; at the end all that are left.
+
+    Raises:
+        ValueError: a canvas holds a mask that may not be written, or the model cannot have the
+            window or the cache.
+    """
     settings = settings or DecodeSettings()
     check_window(window, backbone.spec)
     _, hidden_layers = needs(policy, observers)
-    with torch.no_grad():
-        state = initial_state(backbone, canvas)
-        budget = settings.max_steps or int(state.masked.sum(1).max())
-        session = None
-        if cache is not None:
-            session = cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
-        tally = _Tally(canvas)
-        for observer in observers:
-            observer.on_start(state)
-        policy_spans: list[tuple[Tensor, Span]] = []
-        clock = time.perf_counter()
-        frontier = _frontier(state.masked, state.masked.any(1))
-        while (kept := _open_rows(frontier)) and state.step < budget:
-            if len(kept) < len(frontier):
-                # Finished rows leave the batch, so that later forwards cost less.
-                index = torch.tensor(kept).to(canvas.ids.device, non_blocking=True)
+    canvas = source(num_places)
+    if canvas is None:
+        return
+    has_more = len(canvas.ids) == num_places
+    state = initial_state(backbone, canvas)
+    session = None
+    if cache is not None:
+        session = cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
+    tally = _Tally(state, settings, forwards_per_step=policy.forwards_per_step)
+    for observer in observers:
+        observer.on_start(state)
+    frontier = _frontier(state.masked)
+    clock = time.perf_counter()
+    while True:
+        ended = [row for row, column in enumerate(frontier) if column < 0 or tally.is_spent(row)]
+        if ended:
+            tally.end(state, ended, frontier, session)
+            canvas = source(len(ended)) if has_more else None
+            replaced = ended[: 0 if canvas is None else len(canvas.ids)]
+            has_more = len(replaced) == len(ended)
+            if canvas is None and len(ended) == len(frontier):
+                break
+            if canvas is not None:
+                result = tally.result(session)
+                entering = initial_state(backbone, canvas)
+                by = tally.replace(replaced, entering)
+                state, entering = _refilled(state, replaced, entering, by, backbone.spec.pad_id)
+                if session is not None:
+                    session.put(replaced, state, by=by)
+                frontier = [column + by for column in frontier]
+                for row, column in zip(replaced, _frontier(entering.masked), strict=True):
+                    frontier[row] = column
+                for observer in observers:
+                    observer.on_refill(result, entering)
+                yield result
+            if not has_more:
+                gone = set(ended[len(replaced) :])
+                kept = [row for row in range(len(frontier)) if row not in gone]
+                index = torch.tensor(kept).to(state.ids.device, non_blocking=True)
                 state = state.take(index)
+                tally.take(kept)
                 if session is not None:
                     session.take(kept, index)
-            state = replace(state, frontier=tuple(frontier[row] for row in kept))
-            decision = decide(
-                backbone,
-                state,
-                window=window,
-                quota=quota,
-                sampler=sampler,
-                policy=policy,
-                settings=settings,
-                requires=needs(policy, observers)[0],
-                hidden_layers=hidden_layers,
-                session=session,
-            )
-            record, ended = decision.record, decision.ended
-            state, new_ids = record.state, record.new_ids
-            looked = time.perf_counter()
-            for observer in observers:
-                observer.on_step(record)
-            clock += time.perf_counter() - looked  # observers are not part of a method's time
-            masked = state.editable & (new_ids == state.mask_id)
-            tally.add(state, new_ids, record.commit, decision.stalled, ended)
-            if decision.policy_span is not None:
-                policy_spans.append((state.rows, decision.policy_span))
-            state = replace(
-                state,
-                ids=new_ids,
-                masked=masked,
-                step=state.step + 1,
-                block_step=state.block_step + 1,
-                written=new_ids != state.ids,
-            )
-            frontier = _frontier(masked, masked.any(1) & ~ended)
-            now = time.perf_counter()
-            tally.add_seconds(state.rows, now - clock)
-            clock = now
-        result = tally.result(
-            canvas,
-            state.mask_id,
-            forwards_per_step=policy.forwards_per_step,
-            count_stalls=settings.stall_rule == "top1",
+                frontier = [frontier[row] for row in kept]
+            if canvas is not None:
+                clock = time.perf_counter()  # filling a place is no part of a method's time
+                continue  # rows that have entered may have nothing to fill
+        state = replace(state, frontier=tuple(frontier))
+        decision = decide(
+            backbone,
+            state,
+            window=window,
+            quota=quota,
+            sampler=sampler,
+            policy=policy,
+            settings=settings,
+            requires=needs(policy, observers)[0],
+            hidden_layers=hidden_layers,
             session=session,
-            policy_spans=policy_spans,
         )
+        record = decision.record
+        state, new_ids = record.state, record.new_ids
+        looked = time.perf_counter()
         for observer in observers:
-            observer.on_end(result)
-    return result
+            observer.on_step(record)
+        clock += time.perf_counter() - looked  # nor are observers
+        masked = state.editable & (new_ids == state.mask_id)
+        tally.add(state, record.commit, decision.stalled)
+        state = replace(
+            state,
+            ids=new_ids,
+            masked=masked,
+            step=state.step + 1,
+            block_step=state.block_step + 1,
+            written=new_ids != state.ids,
+        )
+        frontier = _frontier(masked, decision.ended)
+        now = time.perf_counter()
+        tally.add_seconds(now - clock, decision.policy_span)
+        clock = now
+    result = tally.result(session)
+    for observer in observers:
+        observer.on_end(result)
+    yield result
+
+
+def _refilled(
+    state: DecodeState, replaced: list[int], entering: DecodeState, by: int, pad_id: int
+) -> tuple[DecodeState, DecodeState]:
+    """The state with some rows replaced, and the state of the new rows alone.
+
+    Args:
+        state: before.
+        replaced: rows that make room, as many as enter.
+        entering: the new rows.
+        by: columns by which the prompts' part of the canvas grows.
+        pad_id: token of left padding.
+    """
+    index = torch.tensor(replaced).to(state.ids.device, non_blocking=True)
+    state = state.shifted(by, pad_id=pad_id)
+    entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
+    entering = replace(entering, rows=state.rows[index])
+    masks = [state.pad_mask, entering.pad_mask]
+    if any(mask is not None for mask in masks):
+        state, entering = (
+            replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
+            for one in (state, entering)
+        )
+    return state.put(index, entering), entering
 
 
 @dataclass(frozen=True)
@@ -267,16 +366,19 @@ def _denoise(
     )
 
 
-def _frontier(masked: Tensor, is_open: Tensor) -> list[int]:
-    """The leftmost mask of every row, -1 in rows that are done: the loop waits here for the device.
+_COMPLETE, _ENDED = -1, -2
 
-    One transfer tells how many rows are left, which ones, and in which block each of them is.
+
+def _frontier(masked: Tensor, ended: Tensor | None = None) -> list[int]:
+    """The leftmost mask of every row, negative where it is done: the loop waits here.
+
+    One transfer tells how many rows are left, which ones, how the others ended, and in which block
+    each of them is.
     """
-    return torch.where(is_open, first_column(masked), -1).tolist()
-
-
-def _open_rows(frontier: list[int]) -> list[int]:
-    return [row for row, column in enumerate(frontier) if column >= 0]
+    column = first_column(masked)
+    if ended is not None:
+        column = torch.where(ended, _ENDED, column)
+    return torch.where(masked.any(1), column, _COMPLETE).tolist()
 
 
 def needs(
@@ -321,7 +423,7 @@ def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
         positions=positions,
         rows=torch.arange(len(ids), device=device),
         seeds=canvas.seeds,
-        step=0,
+        step=zeros,
         start=canvas.start,
         mask_id=spec.mask_id,
         eos_ids=torch.tensor(spec.eos_ids, device=device),
@@ -387,70 +489,159 @@ def _apply_eos_rule(state: DecodeState, new_ids: Tensor, *, fill: bool) -> tuple
 
 
 class _Tally:
-    """Counts of every row of the starting batch; finished rows keep their last values."""
+    """Counts of the rows in every place, and what the rows that have ended leave behind."""
 
-    def __init__(self, canvas: Canvas) -> None:
-        zeros = torch.zeros(len(canvas.ids), dtype=torch.long, device=canvas.ids.device)
-        self.ids = canvas.ids.clone()
-        self.num_steps = zeros
-        self.num_forwards = 0
-        self.idle_steps = zeros.clone()
-        self.stalled_steps = zeros.clone()
-        self.ended = zeros.bool()
-        self.seconds = torch.zeros_like(zeros, dtype=torch.float64)
-
-    def add(
-        self, state: DecodeState, new_ids: Tensor, commit: Tensor, stalled: Tensor, ended: Tensor
+    def __init__(
+        self, state: DecodeState, settings: DecodeSettings, *, forwards_per_step: int
     ) -> None:
-        rows = state.rows
-        self.num_forwards += 1
-        self.ids.index_copy_(0, rows, new_ids)
-        self.num_steps = self.num_steps.index_add(0, rows, torch.ones_like(rows))
-        self.idle_steps.index_add_(0, rows, (~commit.any(1)).long())
-        self.stalled_steps.index_add_(0, rows, stalled.long())
-        self.ended.index_copy_(0, rows, ended)
+        zeros = torch.zeros_like(state.rows)
+        self._idle, self._stalled = zeros, zeros.clone()  # (B,), by place
+        self._settings, self._forwards_per_step = settings, forwards_per_step
+        self._num_steps = 0
+        self._seconds = self._policy_seconds = 0.0  # of a row that were there all the time
+        self._rows = self._entered(state, range(len(state.rows)))
+        self._ended: list[_EndedRow] = []
+        self._left: list[DecodeState] = []
 
-    def add_seconds(self, rows: Tensor, seconds: float) -> None:
-        _share(self.seconds, rows, seconds)
-
-    def result(
-        self,
-        canvas: Canvas,
-        mask_id: int,
-        *,
-        forwards_per_step: int,
-        count_stalls: bool,
-        session: CacheSession | None,
-        policy_spans: Sequence[tuple[Tensor, Span]],
-    ) -> DecodeResult:
-        policy_seconds = torch.zeros_like(self.seconds)
-        for rows, span in policy_spans:
-            _share(policy_seconds, rows, span.seconds())
-        masked = (canvas.editable & (self.ids == mask_id)).any(1)
-        given = ~canvas.editable
-        status: list[Status] = [
-            "complete" if not left else "eos" if ended else "step_limit"
-            for left, ended in zip(masked.tolist(), self.ended.tolist(), strict=True)
+    def _entered(self, state: DecodeState, places: Iterable[int]) -> list[_Row]:
+        length = state.ids.shape[1] - state.start
+        facts = torch.stack([state.masked.sum(1), state.positions[:, -1] + 1 - length], 1)
+        return [
+            _Row(
+                place=place,
+                prompt_length=prompt_length,
+                budget=self._settings.max_steps or num_masks,
+                first_step=self._num_steps,
+                seconds=self._seconds,
+                policy_seconds=self._policy_seconds,
+            )
+            for place, (num_masks, prompt_length) in zip(places, facts.tolist(), strict=True)
         ]
+
+    def is_spent(self, row: int) -> bool:
+        """Whether a row of the batch has had all its steps."""
+        return self._num_steps - self._rows[row].first_step >= self._rows[row].budget
+
+    def add(self, state: DecodeState, commit: Tensor, stalled: Tensor) -> None:
+        """Counts a step."""
+        self._num_steps += 1
+        self._idle.index_add_(0, state.rows, (~commit.any(1)).long())
+        self._stalled.index_add_(0, state.rows, stalled.long())
+
+    def add_seconds(self, seconds: float, policy_span: Span | None) -> None:
+        """Shares the time of a step, for whose end the host has waited."""
+        self._seconds += seconds / len(self._rows)
+        if policy_span is not None:
+            self._policy_seconds += policy_span.seconds() / len(self._rows)
+
+    def end(
+        self,
+        state: DecodeState,
+        ended: Sequence[int],
+        frontier: Sequence[int],
+        session: CacheSession | None,
+    ) -> None:
+        """Keeps rows that have ended."""
+        self._left.append(state.take(torch.tensor(ended).to(state.ids.device, non_blocking=True)))
+        for row in ended:
+            begun = self._rows[row]
+            self._ended.append(
+                _EndedRow(
+                    place=begun.place,
+                    num_steps=self._num_steps - begun.first_step,
+                    seconds=self._seconds - begun.seconds,
+                    policy_seconds=self._policy_seconds - begun.policy_seconds,
+                    status=_STATUS.get(frontier[row], "step_limit"),
+                    num_refreshes=0 if session is None else session.num_refreshes[row],
+                )
+            )
+
+    def take(self, kept: Sequence[int]) -> None:
+        """The other rows leave the batch."""
+        self._rows = [self._rows[row] for row in kept]
+
+    def replace(self, replaced: Sequence[int], entering: DecodeState) -> int:
+        """Rows enter.
+
+        Args:
+            replaced: rows of the batch whose places they take.
+            entering: the new rows, still with the columns of their own canvas.
+
+        Returns:
+            By how many columns the batch should grow on the left to hold their prompts, or shrink
+            where an eighth of it at least would be padding in every row.
+        """
+        start, length = self._left[-1].start, self._left[-1].ids.shape[1]
+        places = [self._rows[row].place for row in replaced]
+        for row, one in zip(replaced, self._entered(entering, places), strict=True):
+            self._rows[row] = one
+        self._idle[places] = 0
+        self._stalled[places] = 0
+        self._left = []
+        gone = {one.place for one in self._ended} - set(places)
+        self._ended = []
+        needed = max(one.prompt_length for one in self._rows if one.place not in gone)
+        by = needed - start
+        return by if by > 0 or -8 * by >= length else 0
+
+    def result(self, session: CacheSession | None) -> DecodeResult:
+        """The result of the rows that have ended."""
+        last = self._left[-1]
+        device = last.ids.device
+        order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].place)
+        ended = [self._ended[number] for number in order]
+        index = torch.tensor(order).to(device, non_blocking=True)
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(one, name) for one in self._left])[index]
+
+        places, given = joined("rows"), ~joined("editable")
+        num_steps = torch.tensor([one.num_steps for one in ended], device=device)
+        count_stalls = self._settings.stall_rule == "top1"
         return DecodeResult(
-            ids=self.ids,
-            start=canvas.start,
-            seeds=canvas.seeds,
-            num_steps=self.num_steps,
-            idle_steps=self.idle_steps,
-            stalled_steps=self.stalled_steps if count_stalls else torch.zeros_like(self.num_steps),
-            policy_forwards=self.num_steps * forwards_per_step,
-            seconds=self.seconds,
-            policy_seconds=policy_seconds,
-            status=status,
-            num_forwards=self.num_forwards if session is None else session.num_forwards,
+            ids=joined("ids"),
+            rows=[one.place for one in ended],
+            start=last.start,
+            seeds=joined("seeds"),
+            num_steps=num_steps,
+            idle_steps=self._idle[places],
+            stalled_steps=self._stalled[places] if count_stalls else torch.zeros_like(num_steps),
+            policy_forwards=num_steps * self._forwards_per_step,
+            seconds=_float64([one.seconds for one in ended]),
+            policy_seconds=_float64([one.policy_seconds for one in ended]),
+            status=[one.status for one in ended],
+            num_forwards=self._num_steps if session is None else session.num_forwards,
             num_refreshes=None
             if session is None
-            else torch.tensor(session.num_refreshes, device=canvas.ids.device),
-            given=given if bool(given[:, canvas.start :].any()) else None,
+            else torch.tensor([one.num_refreshes for one in ended], device=device),
+            given=given if bool(given[:, last.start :].any()) else None,
         )
 
 
-def _share(total: Tensor, rows: Tensor, seconds: float) -> None:
-    """Adds the time of a step, shared equally by the rows in it."""
-    total.index_add_(0, rows, torch.full_like(rows, seconds / len(rows), dtype=total.dtype))
+_STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A row in the batch, and the counts of the loop when it entered."""
+
+    place: int
+    prompt_length: int
+    budget: int
+    first_step: int
+    seconds: float
+    policy_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EndedRow:
+    place: int
+    num_steps: int
+    seconds: float
+    policy_seconds: float
+    status: Status
+    num_refreshes: int
+
+
+def _float64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -25,5 +25,20 @@ class Observer(Protocol):
         ...
 
     def on_end(self, result: DecodeResult) -> None:
-        """Called once, with the result."""
+        """Called once, with the result of the rows that have not been replaced."""
+        ...
+
+
+@runtime_checkable
+class QueueObserver(Observer, Protocol):
+    """Observer that can follow a decode whose rows are replaced as they end."""
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        """Called where rows that have ended are replaced by others, before the next step.
+
+        Args:
+            result: of the rows that have ended.
+            state: the rows that take over the places ``state.rows``, before their first step. The
+                places of ``result`` that are not among them stay empty.
+        """
         ...

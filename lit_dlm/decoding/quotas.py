@@ -113,14 +113,11 @@ class ScheduleQuota(Quota):
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """The scheduled share of the candidates; all of them at the last step."""
         masks = candidates.sum(1)
-        if self.steps is None:
-            # Rows may be at different steps of their blocks. The last share takes the rest.
-            shares = torch.tensor([*self._shares[:-1], 1.0], dtype=torch.float32)
-            shares = shares.to(masks.device, non_blocking=True)
-            return (masks * shares[state.block_step.clamp_max(len(shares) - 1)]).long()
-        if state.step >= self.steps - 1:
-            return masks
-        return (masks.float() * self._shares[state.step]).long()
+        # The last share takes the rest.
+        step = state.block_step if self.steps is None else state.step
+        shares = torch.tensor([*self._shares[:-1], 1.0], dtype=torch.float32)
+        shares = shares.to(masks.device, non_blocking=True)
+        return (masks * shares[step.clamp_max(len(shares) - 1)]).long()
 
     def describe(self) -> dict[str, Any]:
         """The settings that were given."""
@@ -154,7 +151,7 @@ class BudgetQuota(Quota):
                 f"steps: expected at least one for each of the {state.num_blocks} blocks, "
                 f"got {self.steps}"
             )
-        left = max(self.steps - state.step, 1)
+        left = (self.steps - state.step).clamp_min(1)
         masks = state.masked.sum(1)
         share = (masks + left - 1) // left
         must_end = left <= state.num_blocks - state.block

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 
 
@@ -85,8 +84,11 @@ class RegionFill:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._regions: RegionMap | None = None
-        self._left: list[tuple[Tensor, Tensor]] = []
+        self._names: tuple[str, ...] = ()
+        self._last = torch.empty(0)
+        self._left: list[Tensor] = []
+        self._begun: dict[int, tuple[Tensor, int]] = {}
+        self._ended: list[tuple[Tensor, int, int, int]] = []
         self._curves: list[FillCurves] = []
 
     def on_start(self, state: DecodeState) -> None:
@@ -97,34 +99,50 @@ class RegionFill:
         """
         if state.regions is None:
             raise ValueError("layout: RegionFill needs a decode with one, got none")
-        self._regions, self._curves = state.regions, []
-        self._left = [(state.rows, state.regions.counts(state.masked))]
+        self._names = tuple(rule.name for rule in state.regions.rules)
+        self._last = state.regions.counts(state.masked)  # (B, R), by place
+        self._left, self._ended, self._curves = [], [], []
+        self._begun = {place: (first, 0) for place, first in enumerate(self._last)}
 
     def on_step(self, record: StepRecord) -> None:
         """Counts them again."""
         state = record.state
         assert state.regions is not None
         masked = state.editable & (record.new_ids == state.mask_id)
-        self._left.append((state.rows, state.regions.counts(masked)))
+        self._last = self._last.index_copy(0, state.rows, state.regions.counts(masked))
+        self._left.append(self._last)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        """Ends rows, and begins others in their places."""
+        self.on_end(result)
+        assert state.regions is not None
+        counts = state.regions.counts(state.masked)
+        for place, first in zip(state.rows.tolist(), counts, strict=True):
+            self._begun[place] = (first, len(self._left))
 
     def on_end(self, result: DecodeResult) -> None:
-        """Makes one set of curves per row of the starting canvas."""
-        assert self._regions is not None
-        names = tuple(rule.name for rule in self._regions.rules)
-        left = torch.stack([self._left[0][1]] * len(self._left))  # (T + 1, B, R)
-        for step, (rows, counts) in enumerate(self._left[1:], start=1):
-            left[step].index_copy_(0, rows, counts)
-        left = left.cpu()
-        steps = result.num_steps.tolist()
-        self._curves = [_curves(left[: count + 1, row], names) for row, count in enumerate(steps)]
-        self._regions, self._left = None, []
+        """Ends rows."""
+        if self._curves:  # whoever asked for rows has them
+            self._ended, self._curves = [], []
+        for place, num_steps in zip(result.rows, result.num_steps.tolist(), strict=True):
+            first, begin = self._begun[place]
+            self._ended.append((first, place, begin, num_steps))
 
     def curves(self) -> list[FillCurves]:
-        """The curves of the last decode, one per row of its canvas.
+        """The curves of the rows that have ended since the last call that found some.
 
         Raises:
-            ValueError: no decode has ended yet.
+            ValueError: no row has ended.
         """
         if not self._curves:
-            raise ValueError("RegionFill: no decode has ended yet")
+            if not self._ended:
+                raise ValueError("RegionFill: no decode has ended yet")
+            left = torch.stack(self._left or [self._last]).cpu()  # (T, B, R)
+            firsts = torch.stack([first for first, _, _, _ in self._ended]).cpu()
+            self._curves = [
+                _curves(
+                    torch.cat([first[None], left[begin : begin + num_steps, place]]), self._names
+                )
+                for first, (_, place, begin, num_steps) in zip(firsts, self._ended, strict=True)
+            ]
         return self._curves

@@ -202,10 +202,18 @@ class RegionMap:
         Args:
             rows: ``(n,)`` int64.
         """
+        return self.with_ids(self.ids[rows])
+
+    def with_ids(self, ids: Tensor) -> RegionMap:
+        """Other rows under the same rules.
+
+        Args:
+            ids: ``(n, L)`` int64 region of every column.
+        """
         # The rules' tensors are shared: making them again would wait for the device.
-        taken = object.__new__(RegionMap)
-        taken.__dict__.update(self.__dict__, ids=self.ids[rows])
-        return taken
+        made = object.__new__(RegionMap)
+        made.__dict__.update(self.__dict__, ids=ids)
+        return made
 
     def counts(self, cells: Tensor) -> Tensor:
         """How many of some cells lie in each region.

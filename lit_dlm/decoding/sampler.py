@@ -78,9 +78,9 @@ class Sampler:
             ``(b, K, V)`` floating point.
         """
         parts = []
-        for raw, seeds, positions in self._chunks(state, denoised.logits, denoised.columns):
+        for raw, keys in self._chunks(state, denoised.logits, denoised.columns):
             values, names = self._filtered(raw)
-            values = self._perturbed(values, names, state.step, seeds, positions)
+            values = self._perturbed(values, names, *keys)
             if names is not None:
                 values = torch.full_like(raw, -torch.inf, dtype=values.dtype).scatter(
                     1, names, values
@@ -110,10 +110,10 @@ class Sampler:
             columns = columns.gather(1, order)
         scores: dict[str, Tensor] = {}
         first = 0
-        for raw, seeds, positions in self._chunks(state, denoised.logits, columns, order):
+        for raw, keys in self._chunks(state, denoised.logits, columns, order):
             part = slice(first, first + len(raw))
             first = part.stop
-            for name, values in self._scores(raw, state.step, seeds, positions, requires).items():
+            for name, values in self._scores(raw, *keys, requires).items():
                 # Filled rather than joined at the end: small tensors that outlive the large ones
                 # of a chunk would leave holes in the host's memory.
                 scores.setdefault(name, values.new_empty(columns.numel()))[part] = values
@@ -126,13 +126,14 @@ class Sampler:
 
     def _chunks(
         self, state: DecodeState, logits: Tensor, columns: Tensor, order: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields logits ``(n, V)`` to score, seeds ``(n,)`` and positions ``(n, 1)`` of some cells.
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Yields logits ``(n, V)``, steps and seeds ``(n,)`` and positions ``(n, 1)`` of cells.
 
         ``order`` picks ``(b, k)`` of the logits' columns; all by default.
         """
         b, K, V = logits.shape
         flat, dtype = logits.reshape(-1, V), getattr(torch, self.score_dtype)
+        steps = state.step[:, None].expand_as(columns).flatten()
         seeds = state.seeds[:, None].expand_as(columns).flatten()
         positions = state.positions.gather(1, columns).flatten()
         picked = None
@@ -145,7 +146,7 @@ class Sampler:
         for first in range(0, len(seeds), size):
             part = slice(first, first + size)
             raw = flat[part] if picked is None else flat.index_select(0, picked[part])
-            yield raw.to(dtype), seeds[part], positions[part, None]
+            yield raw.to(dtype), (steps[part], seeds[part], positions[part, None])
 
     def _filtered(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits that proposals are drawn from, and their ids; see :func:`survivors`."""
@@ -153,7 +154,7 @@ class Sampler:
         return survivors(logits, top_k=self.top_k, top_p=self.top_p)
 
     def _perturbed(
-        self, values: Tensor, names: Tensor | None, step: int, seeds: Tensor, positions: Tensor
+        self, values: Tensor, names: Tensor | None, steps: Tensor, seeds: Tensor, positions: Tensor
     ) -> Tensor:
         """Adds the noise of the ids that are left, in float64; greedy samplers add none."""
         if self.temperature == 0.0:
@@ -161,12 +162,12 @@ class Sampler:
         tokens = torch.arange(values.shape[1], device=values.device)
         if names is not None:
             tokens = names[:, None]
-        return gumbel_noise(seeds, step, positions, tokens)[:, 0].add_(values)
+        return gumbel_noise(seeds, steps, positions, tokens)[:, 0].add_(values)
 
     def _scores(
         self,
         raw: Tensor,
-        step: int,
+        steps: Tensor,
         seeds: Tensor,
         positions: Tensor,
         requires: frozenset[str],
@@ -178,7 +179,7 @@ class Sampler:
         if self.temperature == 0.0:
             place = arg_max(values)
         else:
-            place = self._perturbed(values, names, step, seeds, positions).argmax(-1)
+            place = self._perturbed(values, names, steps, seeds, positions).argmax(-1)
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]
         scored = (raw, ids) if self.score_on == "raw" else (values, place)
         found = {"ids": ids}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
+from lit_dlm.ops.columns import shifted
 
 Status = Literal["complete", "eos", "step_limit"]
 
@@ -103,11 +104,12 @@ class DecodeState:
     positions: Tensor
     """``(b, L)`` int64 position within the sample, 0 at its first real token (and on padding)."""
     rows: Tensor
-    """``(b,)`` int64 row of the batch that the decode started with."""
+    """``(b,)`` int64 ascending: the place of each row in the batch that the decode started with, to
+    which a row that takes over from an ended one succeeds."""
     seeds: Tensor
     """``(b,)`` int64 sample seeds."""
-    step: int
-    """Number of this step, from 0."""
+    step: Tensor
+    """``(b,)`` int64 number of this step in the row's own decode, from 0."""
     start: int
     """First column of the response region."""
     mask_id: int
@@ -148,6 +150,55 @@ class DecodeState:
             },
         )
 
+    def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
+        """The state after rows have taken the places of others.
+
+        Args:
+            index: ``(n,)`` int64 rows of this state.
+            entering: the state of the new rows, with as many columns, regions where this one has
+                them, and padding where this one has it.
+        """
+        changes: dict[str, Tensor | RegionMap] = {}
+        for name in _ROW_FIELDS:
+            old, new = getattr(self, name), getattr(entering, name)
+            if name == "rows" or old is None:
+                continue
+            if isinstance(old, RegionMap):
+                changes[name] = old.with_ids(old.ids.index_copy(0, index, new.ids))
+            elif new is None:  # nothing written yet
+                changes[name] = old.index_fill(0, index, False)
+            else:
+                changes[name] = old.index_copy(0, index, new)
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def shifted(self, by: int, *, pad_id: int) -> DecodeState:
+        """The same rows with more or less left padding.
+
+        Args:
+            by: columns to add; as many as that to take away where negative, which must be padding
+                in all rows.
+            pad_id: token of new columns.
+        """
+        if by == 0:
+            return self
+        pad_mask = torch.ones_like(self.masked) if self.pad_mask is None else self.pad_mask
+        fill = {"ids": pad_id, "positions": 0}
+        columns: dict[str, Any] = {
+            name: shifted(value, by, fill.get(name, 0))
+            for name in ("ids", "editable", "masked", "positions", "written")
+            if (value := getattr(self, name)) is not None
+        }
+        regions = self.regions
+        if regions is not None:
+            regions = regions.with_ids(shifted(regions.ids, by, len(regions) - 1))
+        return replace(
+            self,
+            **columns,
+            pad_mask=shifted(pad_mask, by),
+            regions=regions,
+            start=self.start + by,
+        )
+
 
 _ROW_FIELDS = (
     "ids",
@@ -156,6 +207,7 @@ _ROW_FIELDS = (
     "positions",
     "rows",
     "seeds",
+    "step",
     "pad_mask",
     "block",
     "block_step",
@@ -224,6 +276,8 @@ class DecodeResult:
 
     ids: Tensor
     """``(B, L)`` int64 final canvas; cells never written hold the mask id."""
+    rows: list[int]
+    """The place of each row in the batch."""
     start: int
     """First column of the response region."""
     seeds: Tensor
@@ -237,7 +291,7 @@ class DecodeResult:
     policy_forwards: Tensor
     """``(B,)`` int64 forwards of a learned policy head."""
     seconds: Tensor
-    """``(B,)`` float64 wall time: each step's time shared equally by the rows in it."""
+    """``(B,)`` float64 on the CPU, wall time: each step's time shared equally by the rows in it."""
     status: list[Status]
     """``complete``: no mask left; ``eos``: stopped at an end of text; ``step_limit``."""
     num_forwards: int = 0
@@ -246,6 +300,7 @@ class DecodeResult:
     num_refreshes: Tensor | None = None
     """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""
     policy_seconds: Tensor | None = None
-    """``(B,)`` float64: the part of ``seconds`` that the policy took, a learned head included."""
+    """``(B,)`` float64 on the CPU: the part of ``seconds`` that the policy took, with a learned
+    head."""
     given: Tensor | None = None
     """``(B, L)`` bool: cells that could not be written, where the response has some."""

@@ -45,13 +45,14 @@ class SteppedBlockWindow(Window):
                 f"tokens and a multiple of its blocks as steps, got {L - state.start} tokens and "
                 f"{self.steps} steps"
             )
-        number = min(state.step // (self.steps // num_blocks), num_blocks - 1)
-        end = state.start + (number + 1) * self.block_length
+        number = (state.step // (self.steps // num_blocks)).clamp_max(num_blocks - 1)
+        ends = state.start + (number + 1) * self.block_length
+        end = int(ends.max())  # of the row that is furthest; a GPU is waited for
         columns = torch.arange(L, device=state.ids.device)
         return WindowView(
-            candidates=state.masked & (columns < end),
+            candidates=state.masked & (columns < ends[:, None]),
             columns=columns[state.start : end].expand(b, -1),
-            block=torch.full_like(state.rows, number),
+            block=number,
             num_blocks=num_blocks,
         )
 

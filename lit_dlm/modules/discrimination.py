@@ -29,7 +29,8 @@ class DiscriminationObserver:
     """Scalar number of rows that count in each step."""
 
     def on_start(self, state: DecodeState) -> None:
-        """Nothing to prepare."""
+        """Counts steps from 0 again."""
+        self._step = 0
 
     def on_step(self, record: StepRecord) -> None:
         """Adds one step of a batch."""
@@ -38,12 +39,13 @@ class DiscriminationObserver:
         is_end = state.editable & torch.isin(state.ids, state.eos_ids)
         behind_end = is_end.cumsum(1) > 0
         variance, counts = entropy_variance(entropy, state.masked & ~behind_end)
-        if state.step == len(self.sums):
+        step, self._step = self._step, self._step + 1
+        if step == len(self.sums):
             zero = torch.zeros((), dtype=torch.float32, device=variance.device)
             self.sums.append(zero)
             self.counts.append(zero.long())
-        self.sums[state.step] = self.sums[state.step] + variance.float().sum()
-        self.counts[state.step] = self.counts[state.step] + counts.sum()
+        self.sums[step] = self.sums[step] + variance.float().sum()
+        self.counts[step] = self.counts[step] + counts.sum()
 
     def on_end(self, result: DecodeResult) -> None:
         """Nothing to finish."""

@@ -50,13 +50,18 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def uniform_noise(
-    seeds: Tensor, step: int, positions: Tensor, *, stream: int = 0, tokens: Tensor | None = None
+    seeds: Tensor,
+    step: int | Tensor,
+    positions: Tensor,
+    *,
+    stream: int = 0,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     """Uniform draws in the open interval (0, 1).
 
     Args:
         seeds: ``(B,)`` int64 sample seeds.
-        step: decode step.
+        step: decode step; ``(B,)`` int64 where rows are in different ones.
         positions: ``(B, K)`` int64 positions *within the sample* (not canvas columns, which
             depend on the padding of the batch).
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
@@ -67,19 +72,19 @@ def uniform_noise(
         ``(B, K)`` or ``(B, K, T)`` float64.
     """
     key = _mix(seeds + _counter(stream + 1))
-    key = _mix(key + _counter(step + 1))
+    key = _mix(key + (_counter(step + 1) if isinstance(step, int) else _GOLDEN * (step + 1)))
     key = _mix(key[:, None] + _GOLDEN * (positions + 1))
     if tokens is not None:
         key = _mix(key[..., None] + _GOLDEN * (tokens + 1))
     return _shift_right(key, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
-def gumbel_noise(seeds: Tensor, step: int, positions: Tensor, tokens: Tensor) -> Tensor:
+def gumbel_noise(seeds: Tensor, step: int | Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel draws, one per vocabulary id.
 
     Args:
         seeds: ``(B,)`` int64.
-        step: decode step.
+        step: decode step; ``(B,)`` int64 where rows are in different ones.
         positions: ``(B, K)`` int64 positions within the sample.
         tokens: ``(T,)`` or ``(B, K, T)`` int64 vocabulary ids.
 

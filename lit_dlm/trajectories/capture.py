@@ -1,7 +1,7 @@
 """Capture: an observer that turns a decode into trajectories.
 
 Every step's response canvas goes into a buffer on the device, and nothing else at level ``tokens``:
-no host copy, no synchronisation. When the decode has ended, one copy brings the buffer to the host.
+no host copy, no synchronisation. When rows have ended, one copy brings the buffer to the host.
 Commit steps and overwritten writes are derived there from the canvases of all steps (a change
 between two of them is a write), so every policy is covered without its help, re-masking and edits
 included. That takes longer than the copying during the decode, so it is left to whoever asks for
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -78,6 +78,28 @@ class _Signals:
     commit_margin: Tensor  # (B, G) float16
     commit_score: Tensor  # (B, G) float16
 
+    def tables(self) -> dict[str, Tensor]:
+        """What is kept of every write, by place."""
+        return {
+            name: getattr(self, name) for name in ("commit_prob", "commit_margin", "commit_score")
+        }
+
+    def parts(self) -> dict[str, StepParts]:
+        """What is kept of every step, on its way to the host."""
+        return {
+            f"step_{name}": getattr(self, name).parts() for name in ("prob", "entropy", "proposal")
+        }
+
+
+@dataclass(frozen=True)
+class _OpenRow:
+    """A row that has begun: its start, its number there, and the step of the batch it began at."""
+
+    start: StartingRows
+    number: int
+    first_step: int
+    plan: KeptSteps | None
+
 
 class TrajectoryCapture:
     """Observer of one decode at a time; use :meth:`trajectories` after it."""
@@ -121,18 +143,17 @@ class TrajectoryCapture:
         needs = {"signals": {"region", "entropy"}, "features": {"hidden"}}
         self._always = frozenset({"region", "logits"} if top_k else ())
         self.requires: frozenset[str] = self._always.union(needs.get(level, ()))
-        self._start: DecodeState | None = None
+        self._ended: list[CapturedRow] = []
         self._captured: CapturedDecode | None = None
 
     def on_start(self, state: DecodeState) -> None:
         """Prepares the buffers."""
-        self._start, self._captured = state, None
         device = state.ids.device
-        B, (P, G) = len(state.rows), (state.start, state.ids.shape[1] - state.start)
+        B, G = len(state.rows), state.ids.shape[1] - state.start
         self._copies = HostCopies(device)
-        self._canvas = canvas_buffer(B, P, G, self._copies)
+        buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G)
+        self._canvas = buffer(torch.int32)
         self._top = TopTokens(B, G, self.top_k, self._copies) if self.top_k else None
-        buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G, first_column=P)
         self._signals: _Signals | None = None
         if self.level == "signals":
             unknown = torch.full((B, G), torch.nan, dtype=torch.float16, device=device)
@@ -144,11 +165,32 @@ class TrajectoryCapture:
                 commit_margin=unknown.clone(),
                 commit_score=unknown.clone(),
             )
+        self._mask_id = state.mask_id
+        self._step = 0
+        self._open: dict[int, _OpenRow] = {}
+        self._ended, self._captured = [], None
         self._kept: list[KeptStep] = []
-        if self.features is not None:
-            self._plan = KeptSteps(state.seeds.tolist(), ratio=self.features.step_ratio)
-            self.requires = self._required(self.features, state.step)
         self._step_seconds: list[float] = []
+        self._enter(state, range(B))
+
+    def _enter(self, state: DecodeState, places: Iterable[int]) -> None:
+        """Notes what rows start from; the host gets it at once, where few rows are sent."""
+        start = StartingRows.of(
+            state.ids,
+            state.start,
+            pad_mask=state.pad_mask,
+            seeds=state.seeds,
+            copies=self._copies,
+            editable=state.editable,
+        )
+        seeds = state.seeds.tolist() if self.features is not None else []
+        for number, place in enumerate(places):
+            plan = None
+            if self.features is not None:
+                plan = KeptSteps(seeds[number : number + 1], ratio=self.features.step_ratio)
+            self._open[place] = _OpenRow(start, number, self._step, plan)
+        if self.features is not None:
+            self.requires = self._required(self.features)
         self._clock = time.perf_counter()
 
     def on_step(self, record: StepRecord) -> None:
@@ -164,66 +206,104 @@ class TrajectoryCapture:
         if self._signals is not None:
             self._add_signals(self._signals, record)
         if self.features is not None:
-            rows = self._plan.rows(state.step)
+            rows = self._due()
             if rows:
                 self._kept.append(self._features_of(self.features, record, rows))
-            self.requires = self._required(self.features, state.step + 1)
+        self._step += 1
+        if self.features is not None:
+            self.requires = self._required(self.features)
         if self.step_times:
             self._clock = time.perf_counter()
 
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        """Ends rows, and begins others in their places."""
+        self._end(result)
+        if self._signals is not None:
+            for table in self._signals.tables().values():
+                table.index_fill_(0, state.rows, torch.nan)
+        self._enter(state, state.rows.tolist())
+
     def on_end(self, result: DecodeResult) -> None:
-        """Sends the buffers to the host, the canvases and all small facts as one piece."""
-        start = self._start
-        assert start is not None, "on_end without on_start"
-        (B, L), P = start.ids.shape, start.start
-        canvases, facts = finished_canvases(
-            self._canvas,
-            start.ids,
-            P,
-            pad_mask=start.pad_mask,
-            num_steps=result.num_steps,
-            seeds=result.seeds,
-            prompt_editable=start.editable[:, :P].any()[None],
-        )
-        self._captured = CapturedDecode(
-            copies=self._copies,
-            canvases=canvases,
-            facts=facts,
-            shape=(B, P, L - P),
-            status=tuple(result.status),
-            mask_id=start.mask_id,
-            vocab_size=self.vocab_size,
-            signals=self._sent_signals() | (self._top.finish() if self._top is not None else {}),
-            step_seconds=self._step_seconds,
-            kept=self._kept,
-            features=self.features,
-        )
-        self._start, self._signals, self._kept = None, None, []
+        """Ends the last rows."""
+        self._end(result)
+
+    def _end(self, result: DecodeResult) -> None:
+        if self._captured is not None:  # whoever asked for rows has them
+            self._ended, self._captured = [], None
+        tables: dict[str, Tensor] = {}
+        if self._signals is not None:
+            index = torch.tensor(result.rows).to(result.ids.device, non_blocking=True)
+            tables = {
+                name: self._copies.add(table[index])
+                for name, table in self._signals.tables().items()
+            }
+        steps = result.num_steps.tolist()
+        for number, (place, status) in enumerate(zip(result.rows, result.status, strict=True)):
+            begun = self._open.pop(place)
+            self._ended.append(
+                CapturedRow(
+                    start=begun.start,
+                    number=begun.number,
+                    place=place,
+                    first_step=begun.first_step,
+                    num_steps=steps[number],
+                    status=status,
+                    tables={name: table[number] for name, table in tables.items()},
+                )
+            )
 
     def captured(self) -> CapturedDecode:
-        """The last decode; its records can be made at any time and in any thread.
+        """The rows that have ended since the last call that found some, in the order of results.
+
+        Their records can be made at any time and in any thread.
 
         Raises:
-            ValueError: If no decode has ended.
+            ValueError: If no row has ended.
         """
         if self._captured is None:
-            raise ValueError("capture: no decode has ended yet")
+            if not self._ended:
+                raise ValueError("capture: no decode has ended yet")
+            signals = {} if self._top is None else self._top.parts()
+            if self._signals is not None:
+                signals |= self._signals.parts()
+            self._captured = CapturedDecode(
+                copies=self._copies,
+                rows=self._ended,
+                canvases=self._canvas.parts(),
+                mask_id=self._mask_id,
+                vocab_size=self.vocab_size,
+                signals=signals,
+                step_seconds=self._step_seconds,
+                kept=self._kept,
+                features=self.features,
+            )
+            self._forget(min((row.first_step for row in self._open.values()), default=self._step))
         return self._captured
+
+    def _forget(self, first_step: int) -> None:
+        """Leaves steps to the records of ended rows, where no open one needs them."""
+        self._canvas.forget(first_step)
+        if self._top is not None:
+            self._top.forget(first_step)
+        if self._signals is not None:
+            for buffer in (self._signals.prob, self._signals.entropy, self._signals.proposal):
+                buffer.forget(first_step)
+        self._kept = [kept for kept in self._kept if kept.step >= first_step]
 
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """The records of the last decode.
+        """The records of :meth:`captured`; after a decode of one batch, those of its rows.
 
         Args:
-            uids: one name per row of the starting canvas, in its order.
+            uids: one name per row.
             metas: small JSON values per row.
 
         Returns:
             One record per row.
 
         Raises:
-            ValueError: If no decode has ended, or the number of names differs from that of rows.
+            ValueError: If no row has ended, or the number of names differs from that of rows.
         """
         return self.captured().trajectories(uids, metas)
 
@@ -251,24 +331,19 @@ class TrajectoryCapture:
             new = torch.where(commit, values, torch.nan).to(target.dtype)
             target.index_copy_(0, rows, torch.where(written, new, target[rows]))
 
-    def _sent_signals(self) -> dict[str, list[Tensor]]:
-        signals = self._signals
-        if signals is None:
-            return {}
-        return {
-            "commit_prob": [self._copies.add(signals.commit_prob)],
-            "commit_margin": [self._copies.add(signals.commit_margin)],
-            "commit_score": [self._copies.add(signals.commit_score)],
-            "step_prob": signals.prob.finish()[0],
-            "step_entropy": signals.entropy.finish()[0],
-            "step_proposal": signals.proposal.finish()[0],
-        }
-
     # -- features ------------------------------------------------------------------------------
 
-    def _required(self, settings: FeatureCapture, step: int) -> frozenset[str]:
+    def _due(self) -> list[int]:
+        """Places whose rows keep the features of the step to come, if they are still there."""
+        return [
+            place
+            for place, row in self._open.items()
+            if row.plan is not None and row.plan.rows(self._step - row.first_step)
+        ]
+
+    def _required(self, settings: FeatureCapture) -> frozenset[str]:
         """What a step must compute: the scores of the whole response only where they are kept."""
-        if not self._plan.rows(step):
+        if not self._due():
             return self._always | {"hidden"}
         scores = {f"raw_{name}" for name in settings.scores}
         return self._always | {"hidden", "region", "raw_prob"} | scores
@@ -296,7 +371,7 @@ class TrajectoryCapture:
         looked_at = torch.arange(state.ids.shape[1], device=device) >= state.start
         proposals = torch.where(looked_at, proposal.ids, state.ids)[slots, columns]
         add = self._copies.add
-        return KeptStep(state.step, rows, add(features.float()), add(proposals.int()))
+        return KeptStep(self._step, rows, add(features.float()), add(proposals.int()))
 
 
 # -- a decode on the host --------------------------------------------------------------------------
@@ -304,36 +379,106 @@ class TrajectoryCapture:
 
 @dataclass
 class KeptStep:
-    """Features of one step, for the rows that keep it."""
+    """Features of one step of the batch, for the places whose rows keep it."""
 
     step: int
-    rows: list[int]
+    places: list[int]
     features: Tensor  # (n, R, F) float32
     proposals: Tensor  # (n, R) int32
 
 
+@dataclass(frozen=True, eq=False)
+class StartingRows:
+    """What rows that began together started from."""
+
+    facts: Tensor
+    """One int32 row: the response ``(n, G)``, prompt columns ``(n, P)``, which of them are real
+    ``(n, P)``, seeds as pairs ``(n, 2)``, and whether a prompt column was editable ``(1,)``."""
+    shape: tuple[int, int, int]
+    """n, P and G."""
+
+    @classmethod
+    def of(
+        cls,
+        ids: Tensor,
+        start: int,
+        *,
+        pad_mask: Tensor | None,
+        seeds: Tensor,
+        copies: HostCopies,
+        editable: Tensor | None = None,
+    ) -> StartingRows:
+        """Sends the facts to the host.
+
+        Args:
+            ids: ``(n, L)`` canvas before step 0.
+            start: first response column.
+            pad_mask: ``(n, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded.
+            seeds: ``(n,)`` int64.
+            copies: bring them.
+            editable: ``(n, L)`` bool, where prompts may be.
+        """
+        prompt = ids[:, :start]
+        facts = (
+            ids[:, start:],
+            prompt,
+            torch.ones_like(prompt) if pad_mask is None else pad_mask[:, :start],
+            seeds.to(ids.device).view(torch.int32),
+            torch.zeros_like(prompt[:1, 0])
+            if editable is None
+            else editable[:, :start].any()[None],
+        )
+        joined = torch.cat([fact.int().flatten() for fact in facts])
+        return cls(copies.add(joined), (len(ids), start, ids.shape[1] - start))
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Response, prompt, real columns, and seeds as uint64; once the copies have arrived.
+
+        Raises:
+            ValueError: columns before the response were editable.
+        """
+        n, P, G = self.shape
+        sizes = np.cumsum([n * G, n * P, n * P, 2 * n])
+        first, ids, real, seeds, editable = np.split(self.facts.numpy(), sizes)
+        if editable.any():
+            raise ValueError(
+                f"capture: editable columns must not lie before column {P}, where the response "
+                "begins"
+            )
+        unsigned = np.ascontiguousarray(seeds).view(np.uint64)
+        return first.reshape(n, G), ids.reshape(n, P), real.reshape(n, P) != 0, unsigned
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CapturedRow:
+    """A row that has ended."""
+
+    start: StartingRows
+    number: int
+    """Its number among those that it began with."""
+    place: int
+    first_step: int
+    """Step of the batch in which it began."""
+    num_steps: int
+    status: str
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    """``commit_*``: ``(G,)`` each."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedDecode:
-    """A finished decode: buffers that are on the host or on their way there, and its records."""
+    """Rows that have ended: buffers that are on the host or on their way there, and the records."""
 
     copies: HostCopies
     """Tells when the tensors below have arrived."""
-    canvases: list[Tensor]
-    """Parts ``(t, B, G)`` int32 of the response canvas after every step. Rows count only below
-    their number of steps."""
-    facts: Tensor
-    """One int32 row: the response before step 0 ``(B, G)``, prompt columns ``(B, P)``, which of
-    them are real ``(B, P)``, numbers of steps ``(B,)``, seeds as pairs ``(B, 2)``, and whether a
-    prompt column was editable ``(1,)``."""
-    shape: tuple[int, int, int]
-    """B, P (columns) and G."""
-    status: Sequence[str]
-    """How each row ended."""
+    rows: Sequence[CapturedRow]
+    canvases: StepParts
+    """``(T, B, G)`` int32, the response canvas after every step."""
     mask_id: int
     vocab_size: int
-    signals: Mapping[str, list[Tensor]] = field(default_factory=dict)
-    """``commit_*`` as one part ``(B, G)``, ``step_*`` in parts ``(t, B, G)``, the most probable
-    tokens in parts ``(t, B, G k)``."""
+    signals: Mapping[str, StepParts] = field(default_factory=dict)
+    """``step_*`` as ``(T, B, G)``, the most probable tokens as ``(T, B, G k)``."""
     step_seconds: Sequence[float] = ()
     """Duration of every step; empty when it was not captured."""
     kept: Sequence[KeptStep] = ()
@@ -342,14 +487,14 @@ class CapturedDecode:
 
     @property
     def num_rows(self) -> int:
-        """B, the number of records."""
-        return self.shape[0]
+        """The number of records."""
+        return len(self.rows)
 
     @property
     def nbytes(self) -> int:
         """Memory that waits until the records are made, in bytes."""
-        tensors = [*self.canvases, self.facts]
-        tensors += [part for parts in self.signals.values() for part in parts]
+        buffers = (self.canvases, *self.signals.values())
+        tensors = [part for buffer in buffers for part in buffer.parts]
         tensors += [tensor for kept in self.kept for tensor in (kept.features, kept.proposals)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -359,7 +504,7 @@ class CapturedDecode:
         """Derives the records; may be called from any thread.
 
         Args:
-            uids: one name per row of the starting canvas, in its order.
+            uids: one name per row, in their order.
             metas: small JSON values per row.
 
         Returns:
@@ -369,104 +514,78 @@ class CapturedDecode:
             ValueError: If the number of names differs from that of rows, or columns before the
                 response were editable.
         """
-        B, P, G = self.shape
-        if len(uids) != B or (metas is not None and len(metas) != B):
+        n = len(self.rows)
+        if len(uids) != n or (metas is not None and len(metas) != n):
             raise ValueError(
-                f"capture: expected {B} uids (and metas), got {len(uids)} and "
+                f"capture: expected {n} uids (and metas), got {len(uids)} and "
                 f"{'none' if metas is None else len(metas)}"
             )
         self.copies.wait()
-        sizes = np.cumsum([B * G, B * P, B * P, B, 2 * B])
-        first, ids, real, num_steps, seeds, editable = np.split(self.facts.numpy(), sizes)
-        if editable.any():
-            raise ValueError(
-                f"capture: editable columns must not lie before column {P}, where the response "
-                "begins"
-            )
-        first, ids, real = first.reshape(B, G), ids.reshape(B, P), real.reshape(B, P) != 0
-        tokens, commit_step, events = derive(first, _joined(self.canvases), num_steps)
-        given = first != self.mask_id
-        unsigned = np.ascontiguousarray(seeds).view(np.uint64).tolist()
-        signals = {name: _joined(parts) for name, parts in self.signals.items()}
-        records = [
-            Trajectory(
-                uid=uid,
-                prompt_ids=ids[row][real[row]],
-                tokens=tokens[row],
-                commit_step=commit_step[row],
-                num_steps=int(num_steps[row]),
-                mask_id=self.mask_id,
-                vocab_size=self.vocab_size,
-                seed=unsigned[row],
-                status=self.status[row],  # type: ignore[arg-type]  # the loop's are ours
-                given=given[row],
-                superseded=events[row],
-                meta=dict(metas[row]) if metas is not None else {},
-            )
-            for row, uid in enumerate(uids)
+        return [
+            self._trajectory(row, uid, {} if metas is None else dict(metas[number]))
+            for number, (row, uid) in enumerate(zip(self.rows, uids, strict=True))
         ]
-        for row, record in enumerate(records):
-            record.signals.update(_signals_of(record, signals, row))
-            if self.step_seconds:
-                times = np.rint(1e6 * np.array(self.step_seconds[: record.num_steps]))
-                record.signals["step_time_us"] = times.clip(0, 2**32 - 1).astype(np.uint32)
-        return records if self.features is None else self._with_features(records, self.features)
 
-    def _with_features(self, records: list[Trajectory], form: FeatureCapture) -> list[Trajectory]:
-        B, _, G = self.shape
-        steps: list[list[int]] = [[] for _ in range(B)]
-        features: list[list[Tensor]] = [[] for _ in range(B)]
-        proposals: list[list[Tensor]] = [[] for _ in range(B)]
-        for kept in self.kept:
-            for i, row in enumerate(kept.rows):
-                if kept.step < records[row].num_steps:
-                    # Left padding goes; the response has the same columns in every row.
-                    length = G + (records[row].num_prompt if form.layout == "all" else 0)
-                    steps[row].append(kept.step)
-                    features[row].append(kept.features[i, -length:])
-                    proposals[row].append(kept.proposals[i, -length:])
-        with_features = []
-        for row, record in enumerate(records):
-            if steps[row]:
-                stored = StepFeatures.quantize(
-                    torch.stack(features[row]).numpy(),
-                    kept_steps=np.array(steps[row]),
-                    proposals=torch.stack(proposals[row]).numpy(),
-                    groups=form.groups,
-                    scheme=form.scheme,
-                    layout="all" if form.layout == "all" else "generation",
-                    projector_digest=form.projector_digest,
-                )
-                if form.layout == "masked":
-                    stored = only_masked(record, stored)
-                record = replace(record, features=stored)
-            with_features.append(record)
-        return with_features
+    def _trajectory(self, row: CapturedRow, uid: str, meta: dict[str, Any]) -> Trajectory:
+        first, prompt, real, seeds = (facts[row.number] for facts in row.start.arrays)
+        steps = slice(row.first_step, row.first_step + row.num_steps)
+        (tokens,), (commit_step,), (events,) = derive(
+            first[None],
+            self.canvases.of(row.place, steps)[:, None],
+            np.array([row.num_steps]),
+        )
+        record = Trajectory(
+            uid=uid,
+            prompt_ids=prompt[real],
+            tokens=tokens,
+            commit_step=commit_step,
+            num_steps=row.num_steps,
+            mask_id=self.mask_id,
+            vocab_size=self.vocab_size,
+            seed=int(seeds),
+            status=row.status,  # type: ignore[arg-type]  # the loop's are ours
+            given=first != self.mask_id,
+            superseded=events,
+            meta=meta,
+        )
+        record.signals.update({name: table.numpy() for name, table in row.tables.items()})
+        if self.signals:
+            step, position = record.masked_rows().T
+            for name, parts in self.signals.items():
+                values = parts.of(row.place, steps)
+                if name in TOP_SIGNALS:
+                    k = values.shape[1] // record.num_generated
+                    values = values.reshape(len(values), record.num_generated, k)
+                record.signals[name] = values[step, position]
+        if self.step_seconds:
+            times = np.rint(1e6 * np.array(self.step_seconds[steps]))
+            record.signals["step_time_us"] = times.clip(0, 2**32 - 1).astype(np.uint32)
+        return record if self.features is None else self._with_features(record, row, self.features)
 
-
-def _joined(parts: Sequence[Tensor]) -> NDArray[Any]:
-    """Parts as one array, without copying a single one."""
-    array: NDArray[Any] = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).numpy()
-    return array
-
-
-def _signals_of(
-    record: Trajectory, signals: Mapping[str, NDArray[Any]], row: int
-) -> dict[str, NDArray[Any]]:
-    """The signals of one record, the per-step ones in the row order of ``masked_rows``."""
-    if not signals:
-        return {}
-    step, position = record.masked_rows().T
-    own = {}
-    for name, values in signals.items():
-        if name.startswith("commit_"):
-            own[name] = values[row].copy()
-        elif name in TOP_SIGNALS:
-            per_position = values[:, row].reshape(len(values), record.num_generated, -1)
-            own[name] = per_position[step, position]
-        else:
-            own[name] = values[step, row, position]
-    return own
+    def _with_features(
+        self, record: Trajectory, row: CapturedRow, form: FeatureCapture
+    ) -> Trajectory:
+        kept = [
+            (one.step - row.first_step, one, one.places.index(row.place))
+            for one in self.kept
+            if 0 <= one.step - row.first_step < row.num_steps and row.place in one.places
+        ]
+        if not kept:
+            return record
+        # Left padding goes; the response has the same columns in every row.
+        length = record.num_generated + (record.num_prompt if form.layout == "all" else 0)
+        stored = StepFeatures.quantize(
+            torch.stack([one.features[at, -length:] for _, one, at in kept]).numpy(),
+            kept_steps=np.array([step for step, _, _ in kept]),
+            proposals=torch.stack([one.proposals[at, -length:] for _, one, at in kept]).numpy(),
+            groups=form.groups,
+            scheme=form.scheme,
+            layout="all" if form.layout == "all" else "generation",
+            projector_digest=form.projector_digest,
+        )
+        if form.layout == "masked":
+            stored = only_masked(record, stored)
+        return replace(record, features=stored)
 
 
 # -- which steps keep features ---------------------------------------------------------------------
@@ -532,57 +651,6 @@ MAX_CHUNK_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 16
 
 
-def canvas_buffer(
-    num_rows: int, num_prompt: int, num_response: int, copies: HostCopies
-) -> StepBuffer:
-    """The buffer for the response canvas after every step, see :func:`finished_canvases`.
-
-    Most policies commit a token or more per step, so that as many steps as cells are expected.
-    """
-    return StepBuffer(
-        num_rows,
-        num_response,
-        torch.int32,
-        copies,
-        expected_steps=num_response,
-        first_column=num_prompt,
-        tail=num_rows * (num_response + 2 * num_prompt + 3) + 1,
-    )
-
-
-def finished_canvases(
-    buffer: StepBuffer,
-    ids: Tensor,
-    start: int,
-    *,
-    pad_mask: Tensor | None,
-    num_steps: Tensor,
-    seeds: Tensor,
-    prompt_editable: Tensor,
-) -> tuple[list[Tensor], Tensor]:
-    """Sends canvases and all small facts to the host, see :class:`CapturedDecode`.
-
-    Args:
-        buffer: a :func:`canvas_buffer` with all steps.
-        ids: ``(B, L)`` canvas before step 0.
-        start: first response column.
-        pad_mask: ``(B, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded.
-        num_steps: ``(B,)`` integer.
-        seeds: ``(B,)`` int64.
-        prompt_editable: ``(1,)`` bool.
-    """
-    prompt = ids[:, :start]
-    real = torch.ones_like(prompt) if pad_mask is None else pad_mask[:, :start]
-    return buffer.finish(
-        ids[:, start:],
-        prompt,
-        real,
-        num_steps.to(ids.device),
-        seeds.to(ids.device).view(torch.int32),
-        prompt_editable,
-    )
-
-
 class TopTokens:
     """The most probable tokens of every response position of every step."""
 
@@ -611,10 +679,15 @@ class TopTokens:
             spread = found.new_zeros(len(rows), self.num_response, self.k).scatter_(1, place, found)
             buffer.append(rows, spread.flatten(1))
 
-    def finish(self) -> dict[str, list[Tensor]]:
+    def parts(self) -> dict[str, StepParts]:
         """The signals, on their way to the host."""
-        parts = (self._ids.finish()[0], self._log_probs.finish()[0])
+        parts = (self._ids.parts(), self._log_probs.parts())
         return dict(zip(TOP_SIGNALS, parts, strict=True))
+
+    def forget(self, first_step: int) -> None:
+        """Keeps no steps before this one, as far as parts allow."""
+        self._ids.forget(first_step)
+        self._log_probs.forget(first_step)
 
 
 class HostCopies:
@@ -664,6 +737,29 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """Values of every step of a batch, from some step on."""
+
+    first_step: int
+    parts: Sequence[Tensor]
+    """``(t, B, G)`` each, on the host once the copies have arrived."""
+    num_columns: int
+    """G."""
+
+    def of(self, place: int, steps: slice) -> NDArray[Any]:
+        """The values ``(t, G)`` of one place in some steps."""
+        found, end = [], self.first_step
+        for part in self.parts:
+            begin, end = end, end + len(part)
+            if begin < steps.stop and end > steps.start:
+                found.append(part[max(steps.start - begin, 0) : steps.stop - begin, place])
+        if not found:  # a row that had nothing to fill
+            return np.empty((0, self.num_columns), dtype=np.int32)
+        joined: NDArray[Any] = (found[0] if len(found) == 1 else torch.cat(found)).numpy()
+        return joined
+
+
 class StepBuffer:
     """Values ``(T, B, G)`` of a decode whose number of steps is not known beforehand.
 
@@ -685,33 +781,28 @@ class StepBuffer:
         copies: HostCopies,
         *,
         expected_steps: int,
-        first_column: int = 0,
-        tail: int = 0,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         """Sets up a buffer; memory is taken at the first step.
 
         Args:
-            num_rows: B, rows of the starting batch.
+            num_rows: B, places of the batch.
             num_columns: G.
             dtype: values are converted to it.
             copies: brings full parts to the host.
-            expected_steps: most likely T; more steps take more parts.
-            first_column: values of earlier columns are left out.
-            tail: values that :meth:`finish` will append.
+            expected_steps: most likely T; more steps take more parts. Most policies commit a token
+                or more per step, so that there are at most as many as cells.
             max_chunk_bytes: largest part, unless a single step is larger.
         """
         self.num_rows, self.num_columns, self.dtype = num_rows, num_columns, dtype
         self.length = 0
         """Steps so far."""
         self._copies = copies
-        self._first_column = first_column
-        self._tail = tail
         step_bytes = max(num_rows * num_columns * dtype.itemsize, 1)
         self._chunk_steps = max(1, min(expected_steps, max_chunk_bytes // step_bytes))
-        self._flat: Tensor | None = None
-        self._steps: Tensor | None = None
-        self._at = 0
+        self._chunk: Tensor | None = None  # (chunk steps, B, G)
+        self._sent = self._at = 0  # steps of the chunk
+        self._first_step = 0
         self._parts: list[Tensor] = []
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._room = min(_STEPS_AT_ONCE, self._chunk_steps)
@@ -720,54 +811,52 @@ class StepBuffer:
         """Stores one step.
 
         Args:
-            rows: ``(b,)`` int64, ascending: rows of the starting batch that are still there. Equal
-                rows should be the same tensor.
-            values: ``(b, first_column + G)``; must not be written any more.
+            rows: ``(b,)`` int64, ascending: places that are still filled. Equal rows should be the
+                same tensor.
+            values: ``(b, at least G)``, of which the last columns are taken; must not be written
+                any more.
         """
-        self._waiting.append((rows, values))
+        self._waiting.append((rows, values[:, values.shape[1] - self.num_columns :]))
         self.length += 1
         if len(self._waiting) == self._room:
             self._settle()
 
-    def finish(self, *tail: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Ends the buffer and sends its rest to the host, as one piece with the tail.
+    def parts(self) -> StepParts:
+        """All steps that are not forgotten; sends those to the host that are not there yet."""
+        self._settle()
+        self._send()
+        return StepParts(self._first_step, tuple(self._parts), self.num_columns)
+
+    def forget(self, first_step: int) -> None:
+        """Drops the parts that end before a step.
 
         Args:
-            tail: tensors to send along, as many values as announced.
-
-        Returns:
-            Parts ``(t, B, G)`` whose lengths sum to T, and the tail's values in one row; on the
-            host, valid once the copies have arrived.
+            first_step: the first one that will be asked for again.
         """
-        self._settle()
-        if self._flat is None:
-            self._begin(self._copies.device)
-        assert self._flat is not None
-        used = self._at * self.num_rows * self.num_columns
-        end = used
-        for tensor in tail:
-            first, end = end, end + tensor.numel()
-            self._flat[first:end].view(tensor.shape).copy_(tensor)
-        assert end - used == self._tail, "the tail is not as long as announced"
-        host = self._copies.add(self._flat[:end])
-        self._parts.append(self._part(host[:used]))
-        self._flat = self._steps = None
-        return self._parts, host[used:]
+        while self._parts and self._first_step + len(self._parts[0]) <= first_step:
+            self._first_step += len(self._parts.pop(0))
+
+    def _send(self) -> None:
+        if self._chunk is not None and self._at > self._sent:
+            self._parts.append(self._copies.add(self._chunk[self._sent : self._at]))
+            self._sent = self._at
 
     def _settle(self) -> None:
         """Copies the waiting steps into the buffer, which has room for them."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        if self._steps is None or self._at == self._chunk_steps:
-            self._begin(waiting[0][1].device)
-        assert self._steps is not None
+        if self._chunk is None or self._at == self._chunk_steps:
+            self._send()
+            shape = (self._chunk_steps, self.num_rows, self.num_columns)
+            self._chunk = torch.empty(shape, dtype=self.dtype, device=waiting[0][1].device)
+            self._sent = self._at = 0
         for _, group in groupby(waiting, key=lambda step: id(step[0])):
             same_rows = list(group)
             rows, values = same_rows[0][0], [value for _, value in same_rows]
-            target = self._steps[self._at : self._at + len(values)]
-            stacked = torch.stack(values)[:, :, self._first_column :]
-            if stacked.shape[1] == self.num_rows:  # rows only ever leave: all are here, in order
+            target = self._chunk[self._at : self._at + len(values)]
+            stacked = torch.stack(values)
+            if stacked.shape[1] == self.num_rows:  # all are here, in order
                 target.copy_(stacked)
             else:
                 target.index_copy_(1, rows, stacked.to(self.dtype))
@@ -775,17 +864,3 @@ class StepBuffer:
         self._room = min(_STEPS_AT_ONCE, self._chunk_steps - self._at) or min(
             _STEPS_AT_ONCE, self._chunk_steps
         )
-
-    def _begin(self, device: torch.device) -> None:
-        size = self.num_rows * self.num_columns
-        if self._flat is not None:
-            self._parts.append(self._part(self._copies.add(self._flat[: self._at * size])))
-        length = self._chunk_steps * size
-        self._flat = torch.empty(length + self._tail, dtype=self.dtype, device=device)
-        self._steps = self._part(self._flat[:length])
-        self._at = 0
-
-    def _part(self, flat: Tensor) -> Tensor:
-        if self.num_rows * self.num_columns == 0:
-            return flat.view(0, self.num_rows, self.num_columns)
-        return flat.view(-1, self.num_rows, self.num_columns)

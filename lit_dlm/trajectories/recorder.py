@@ -31,10 +31,11 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.trajectories.capture import (
     CapturedDecode,
+    CapturedRow,
     HostCopies,
+    StartingRows,
+    StepBuffer,
     TopTokens,
-    canvas_buffer,
-    finished_canvases,
 )
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.provenance import RunRecord, hardware_facts
@@ -106,7 +107,7 @@ class TraceRecorder:
         self._rows = torch.arange(B, device=ids.device)
         self._num_steps = torch.zeros(B, dtype=torch.long, device=ids.device)
         self._copies = HostCopies(ids.device)
-        self._canvas = canvas_buffer(B, start, L - start, self._copies)
+        self._canvas = StepBuffer(B, L - start, torch.int32, self._copies, expected_steps=L - start)
         self._top = TopTokens(B, L - start, self.top_k, self._copies) if self.top_k else None
         self._step_seconds: list[float] = []
         self._clock = time.perf_counter()
@@ -166,24 +167,28 @@ class TraceRecorder:
         if not torch.equal(ids[:, :start], self._first[:, :start]):
             raise ValueError(f"recorder: the loop changed a prompt (columns before {start})")
         left = (ids[:, start:] == self.mask_id).any(1)
-        canvases, facts = finished_canvases(
-            self._canvas,
-            self._first,
-            start,
-            pad_mask=self._pad_mask,
-            num_steps=self._num_steps,
-            seeds=self._seeds,
-            prompt_editable=torch.zeros(1, dtype=torch.bool),
+        starting = StartingRows.of(
+            self._first, start, pad_mask=self._pad_mask, seeds=self._seeds, copies=self._copies
         )
         captured = CapturedDecode(
             copies=self._copies,
-            canvases=canvases,
-            facts=facts,
-            shape=(len(ids), start, ids.shape[1] - start),
-            status=["step_limit" if is_open else "complete" for is_open in left.tolist()],
+            rows=[
+                CapturedRow(
+                    start=starting,
+                    number=row,
+                    place=row,
+                    first_step=0,
+                    num_steps=num_steps,
+                    status="step_limit" if is_open else "complete",
+                )
+                for row, (num_steps, is_open) in enumerate(
+                    zip(self._num_steps.tolist(), left.tolist(), strict=True)
+                )
+            ],
+            canvases=self._canvas.parts(),
             mask_id=self.mask_id,
             vocab_size=self.vocab_size,
-            signals={} if self._top is None else self._top.finish(),
+            signals={} if self._top is None else self._top.parts(),
             step_seconds=self._step_seconds,
         )
         self._ids = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 import numpy as np
@@ -178,12 +179,12 @@ def teacher_forced(
         canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
         state = initial_state(backbone, canvas)
         session = decoder.cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
-        while True:
+        for step in count():
             # A row ends where its record does, whatever this model would do.
-            running = num_steps[state.rows] > state.step
+            running = num_steps[state.rows] > step
             full = running & ~state.masked.any(1)
             for row in state.rows[full].tolist():
-                tallies[row].fail(state.step, "the canvas was full before this recorded step")
+                tallies[row].fail(step, "the canvas was full before this recorded step")
             keep = (running & ~full).nonzero()[:, 0]
             if not len(keep):
                 break
@@ -192,8 +193,8 @@ def teacher_forced(
                 if session is not None:
                     session.take(keep.tolist(), keep)
             state = replace(state, frontier=tuple(first_column(state.masked).tolist()))
-            after = _recorded_after(records, state)
-            if steps is None or state.step in steps:
+            after = _recorded_after(records, state, step)
+            if steps is None or step in steps:
                 decision = decide(
                     backbone,
                     state,
@@ -202,14 +203,14 @@ def teacher_forced(
                     sampler=decoder.sampler,
                     policy=decoder.policy,
                     settings=decoder.settings,
-                    requires=requires | captured(state.step) | {"logits"},
+                    requires=requires | captured(step) | {"logits"},
                     hidden_layers=hidden_layers,
                     session=session,
                 )
                 state = decision.record.state
                 stored = None if margins is None else margins[state.rows]
                 compared = compare_step(decision, after, decoder, stored)
-                tally_step(tallies, decision, after, compared.margin, decoder)
+                tally_step(tallies, decision, after, compared.margin, decoder, step)
                 if on_step is not None:
                     on_step(len(state.rows))
             else:  # without a decision, but quotas count the steps of a block
@@ -319,13 +320,15 @@ class _FirstDifference:
         self._on_step = on_step
 
     def on_start(self, state: DecodeState) -> None:
-        """Nothing to prepare."""
+        """Counts steps from 0."""
+        self._step = 0
 
     def on_step(self, record: StepRecord) -> None:
         """Compares the canvases; margins only for rows that never differed before."""
-        state = record.state
-        self.requires = self._captured(state.step + 1) | {"logits"}
-        after = _recorded_after(self._records, state)
+        state, step = record.state, self._step
+        self._step += 1
+        self.requires = self._captured(self._step) | {"logits"}
+        after = _recorded_after(self._records, state, step)
         stalled = torch.zeros_like(state.rows, dtype=torch.bool)
         stored = None if self._margins is None else self._margins[state.rows]
         decision = Decision(record, stalled, stalled)
@@ -339,9 +342,9 @@ class _FirstDifference:
             elif tally.first_step is None:
                 different = record.new_ids[i] != after[i]
                 reason = describe_difference(different, after[i], record, i)
-                tally.differ(state.step, margins[i], reason)
+                tally.differ(step, margins[i], reason)
             else:  # follows from the first one
-                tally.differing_steps.append(state.step)
+                tally.differing_steps.append(step)
         if self._on_step is not None:
             self._on_step(len(state.rows))
 
@@ -361,11 +364,11 @@ def _advanced(state: DecodeState, ids: Tensor) -> DecodeState:
     )
 
 
-def _recorded_after(records: Sequence[Trajectory], state: DecodeState) -> Tensor:
-    """``(b, L)`` int64: the canvases that the records have after the step of ``state``."""
+def _recorded_after(records: Sequence[Trajectory], state: DecodeState, step: int) -> Tensor:
+    """``(b, L)`` int64: the canvases that the records have after a step."""
     after = state.ids.clone()
     here = [records[row] for row in state.rows.tolist()]
-    after[:, state.start :] = states_at(here, state.step + 1).to(after.device)
+    after[:, state.start :] = states_at(here, step + 1).to(after.device)
     return after
 
 
@@ -395,6 +398,7 @@ def tally_step(
     after: Tensor,
     margin: Tensor,
     decoder: Decoder,
+    number: int,
 ) -> None:
     """Adds a teacher-forced step to the tallies of its rows."""
     step = decision.record
@@ -415,11 +419,11 @@ def tally_step(
         tally.num_equal += num_equal[i]
         if bool(differing[i].any()):
             reason = describe_difference(differing[i], after[i], step, i)
-            tally.differ(state.step, float(margin[i]), reason)
+            tally.differ(number, float(margin[i]), reason)
             continue
-        wrong_end = _wrong_end(tally.record, state.step, status[i], decoder)
+        wrong_end = _wrong_end(tally.record, number, status[i], decoder)
         if wrong_end:
-            tally.fail(state.step, wrong_end)
+            tally.fail(number, wrong_end)
         else:
             tally.num_agreeing += 1
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from lit_dlm.decoding import (
     ConfidencePolicy,
@@ -14,6 +15,7 @@ from lit_dlm.decoding import (
     lockstep_score,
     prompt_canvas,
 )
+from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
 from lit_dlm.decoding.region_fill import fill_curves
 from tests.fakes import TableBackbone, logits_for
 
@@ -73,3 +75,38 @@ def test_a_decode_without_a_layout_is_refused():
         decoded(Decoder(policy=ConfidencePolicy()))
     with pytest.raises(ValueError, match="no decode has ended"):
         RegionFill().curves()
+
+
+def test_rows_that_are_replaced_have_the_curves_of_one_batch():
+    """The number of the prompt's token decides how sure the model is, so rows take 1 to 4 steps."""
+
+    def logits(ids: Tensor) -> Tensor:
+        tables = [
+            logits_for([4, 5, 5, 5, 5], [0.5, *([0.97] * int(row[-5]) + [0.3, 0.2, 0.4, 0.1])[:4]])
+            for row in ids
+        ]
+        return torch.stack(tables)
+
+    decoder = Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=HALVES)
+    prompts = [[2], [3], [4], [2], [6], [3]]
+    whole, found = RegionFill(), {}
+    backbone = TableBackbone(logits, 8)
+    decoder(
+        backbone,
+        prompt_canvas(prompts, response_length=4, spec=backbone.spec, seeds=range(6)),
+        [whole],
+    )
+    fill = RegionFill()
+    for numbers, _ in decode_queued_prompts(
+        backbone,
+        decoder,
+        WorkQueue(6),
+        lambda number: (prompts[number], number),
+        response_length=4,
+        num_places=2,
+        observers=[fill],
+    ):
+        found.update(zip(numbers, fill.curves(), strict=True))
+    assert {len(curves.share) for curves in whole.curves()} >= {2, 3, 4}
+    for number, curves in enumerate(whole.curves()):
+        assert found[number].by_name() == curves.by_name()

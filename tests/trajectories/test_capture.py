@@ -25,6 +25,7 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.engine import initial_state
+from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
 from lit_dlm.trajectories import from_history
 from lit_dlm.trajectories.capture import (
     FeatureCapture,
@@ -174,7 +175,7 @@ def _drive(histories: list[np.ndarray]) -> TrajectoryCapture:
             positions=torch.arange(ids.shape[1]).expand_as(ids),
             rows=torch.tensor(rows),
             seeds=torch.tensor(rows),
-            step=step,
+            step=torch.full((len(rows),), step),
             start=start,
             mask_id=9,
             eos_ids=torch.tensor([EOS]),
@@ -206,6 +207,7 @@ def _drive(histories: list[np.ndarray]) -> TrajectoryCapture:
     capture.on_end(
         DecodeResult(
             ids=final,
+            rows=list(range(B)),
             start=start,
             seeds=torch.arange(B),
             num_steps=lengths,
@@ -471,3 +473,55 @@ def test_the_most_probable_tokens_and_the_times_of_every_step_are_kept_on_reques
         assert after.signals == {}
     with pytest.raises(ValueError, match=f"top_k: expected 0 to {VOCAB}, got {VOCAB + 1}"):
         TrajectoryCapture(vocab_size=VOCAB, top_k=VOCAB + 1)
+
+
+@pytest.mark.parametrize("asked", ["as rows end", "at the end"])
+@pytest.mark.parametrize(
+    "level", ["tokens", "signals", "features", "features of the prompt", "the most probable"]
+)
+@pytest.mark.parametrize("name", ["threshold", "blocks", "stop"])
+def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, asked):
+    """16 prompts in 3 places."""
+    options = {
+        "tokens": {},
+        "signals": {"level": "signals"},
+        "features": {"level": "features", "features": feature_capture()},
+        "features of the prompt": {"level": "features", "features": feature_capture(layout="all")},
+        "the most probable": {"top_k": 3},
+    }[level]
+    prompts, seeds = PROMPTS * 2, [7 * i for i in range(16)]
+    expected = captured(DECODERS[name], prompts, seeds, **options)
+    capture, found = TrajectoryCapture(vocab_size=VOCAB, **options), {}
+    order: list[int] = []
+    for numbers, _ in decode_queued_prompts(
+        TableBackbone(logits, VOCAB),
+        DECODERS[name],
+        WorkQueue(16),
+        lambda number: (prompts[number], seeds[number]),
+        response_length=G,
+        num_places=3,
+        observers=[capture],
+    ):
+        order = numbers if asked == "as rows end" else order + numbers
+        if asked == "as rows end":
+            records = capture.trajectories([f"u{seeds[number]}" for number in order])
+            found.update(zip(order, records, strict=True))
+    records = capture.trajectories([f"u{seeds[number]}" for number in order])
+    found.update(zip(order, records, strict=True))
+    for number, record in enumerate(expected):
+        assert_same(found[number], record)
+
+
+def test_steps_that_no_open_row_needs_are_forgotten():
+    """One place: a row's record does not hold the canvases of the rows before it."""
+    capture = TrajectoryCapture(vocab_size=VOCAB)
+    for _ in decode_queued_prompts(
+        TableBackbone(logits, VOCAB),
+        DECODERS["one"],
+        WorkQueue(24),
+        lambda number: ([3], number),
+        response_length=G,
+        num_places=1,
+        observers=[capture],
+    ):
+        assert capture.captured().nbytes == G * G * 4  # G steps of G cells

@@ -18,8 +18,6 @@ def _filled(steps: int, *, leave: dict[int, int], chunk_bytes: int, expected: in
         torch.int32,
         HostCopies(CPU),
         expected_steps=expected,
-        first_column=2,
-        tail=3,
         max_chunk_bytes=chunk_bytes,
     )
     rows, truth = torch.arange(4), []
@@ -38,23 +36,33 @@ def _filled(steps: int, *, leave: dict[int, int], chunk_bytes: int, expected: in
 def test_every_step_comes_back_whatever_the_size_of_the_parts(steps, chunk_bytes, expected):
     """A step of 4 x 3 int32 takes 48 bytes; rows leave at steps 3 and 20."""
     buffer, truth = _filled(steps, leave={3: 3, 20: 1}, chunk_bytes=chunk_bytes, expected=expected)
-    tail = torch.tensor([7, 8, 9])
     assert buffer.length == steps
-    parts, facts = buffer.finish(tail[:1], tail[1:])
-    assert facts.tolist() == [7, 8, 9]
-    joined = torch.cat(parts).numpy()
-    assert joined.shape == (steps, 4, 3)
-    for step, (rows, values) in enumerate(truth):
-        np.testing.assert_array_equal(joined[step, rows], values)
-    largest = max(len(part) for part in parts)
+    parts = buffer.parts()
+    for place in range(4):
+        there = [values[place] for rows, values in truth if place < len(rows)]
+        np.testing.assert_array_equal(
+            parts.of(place, slice(0, len(there))), np.array(there).reshape(-1, 3)
+        )
+    largest = max((len(part) for part in parts.parts), default=0)
     assert largest <= max(1, min(expected, chunk_bytes // 48))
 
 
-def test_the_last_part_and_the_tail_are_one_piece_of_memory():
-    """So that one copy brings them to the host."""
-    buffer, _ = _filled(10, leave={}, chunk_bytes=2**20, expected=16)
-    (part,), facts = buffer.finish(torch.tensor([1, 2, 3]))
-    assert facts.data_ptr() == part.data_ptr() + 10 * 48
+def test_steps_are_sent_as_they_come_and_forgotten_in_whole_parts():
+    """Parts end where they were asked for, after 5 and 9 steps, and where 4 steps fill a chunk."""
+    buffer, truth = _filled(5, leave={}, chunk_bytes=48 * 4, expected=16)
+    first = buffer.parts()
+    assert [len(part) for part in first.parts] == [4, 1]
+    rows, values = torch.arange(4), torch.arange(12).view(4, 3)
+    for step in range(4):
+        buffer.append(rows, values + step)
+    buffer.forget(4)
+    buffer.forget(4)
+    second = buffer.parts()
+    assert second.first_step == 4
+    assert [len(part) for part in second.parts] == [1, 3, 1]
+    np.testing.assert_array_equal(second.of(1, slice(4, 5))[0], truth[4][1][1])
+    np.testing.assert_array_equal(second.of(1, slice(6, 9))[:, 0], [4, 5, 6])
+    np.testing.assert_array_equal(first.of(2, slice(0, 5)), [values[2] for _, values in truth])
 
 
 @pytest.mark.gpu
@@ -62,18 +70,16 @@ def test_the_last_part_and_the_tail_are_one_piece_of_memory():
 def test_steps_come_back_from_the_device_without_waiting_for_it():
     device = torch.device("cuda")
     copies = HostCopies(device)
-    buffer = StepBuffer(4, 3, torch.int32, copies, expected_steps=8, tail=1, max_chunk_bytes=48 * 5)
+    buffer = StepBuffer(4, 3, torch.int32, copies, expected_steps=8, max_chunk_bytes=48 * 5)
     rows, values = torch.arange(4, device=device), torch.arange(12, device=device).view(4, 3)
     steps = [values + step for step in range(40)]
-    flag = torch.ones(1, device=device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in steps:
             buffer.append(rows, step)
-        parts, facts = buffer.finish(flag)
+        parts = buffer.parts()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     copies.wait()
-    assert facts.tolist() == [1]
-    torch.testing.assert_close(torch.cat(parts), torch.stack(steps).int().cpu())
+    torch.testing.assert_close(torch.cat(parts.parts), torch.stack(steps).int().cpu())

@@ -1,0 +1,181 @@
+"""Rows that end are replaced: what each gets does not depend on the places or on its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice, pairwise
+
+import pytest
+import torch
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    ConfidencePolicy,
+    Decoder,
+    DecodeResult,
+    DecodeSettings,
+    DecodeState,
+    DualCache,
+    DynamicPolicy,
+    EvenQuota,
+    FixedQuota,
+    NoQuota,
+    PrefixCache,
+    RandomPolicy,
+    Sampler,
+    ScheduleQuota,
+    StepRecord,
+    ThresholdPolicy,
+    prompt_canvas,
+)
+from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from tests.backbones.conftest import tiny_architecture
+
+RESPONSE = 12
+LENGTHS = [9, 8, 30, 2, 1, 7, 7, 3, 3, 31, 2, 1, 5, 4, 6, 1, 2, 12, 1, 1]
+"""Prompts grow and shrink by more than an eighth of the canvas, so it must follow them."""
+PROMPTS = [[5 + (7 * row + i) % 80 for i in range(length)] for row, length in enumerate(LENGTHS)]
+
+
+def _backbone(**changes: object) -> HFBackbone:
+    torch.manual_seed(3)
+    values = {"vocab_size": 97, "num_layers": 2, "num_kv_heads": 1, **changes}
+    return HFBackbone(architecture=tiny_architecture(**values)).eval()
+
+
+FULL = {"policy": ThresholdPolicy(0.15), "quota": NoQuota()}
+BLOCK = {"policy": DynamicPolicy(0.15), "quota": EvenQuota(steps_per_block=4)}
+CASES = {
+    "plain": ({}, FULL),
+    "shifted": ({"shift": 1}, FULL),
+    "arange": ({"positions": "arange"}, FULL),
+    "warm": ({}, {**FULL, "sampler": Sampler(temperature=1.0, top_k=9)}),
+    "random": ({}, {"policy": RandomPolicy(), "quota": FixedQuota(5)}),
+    "scheduled": ({}, {"policy": ConfidencePolicy(), "quota": ScheduleQuota(5)}),
+    "stopped": ({}, {**FULL, "settings": DecodeSettings(eos_rule="stop", max_steps=4)}),
+    "prefix": ({}, {**FULL, "window": BlockWindow(5), "cache": PrefixCache()}),
+    "dual": ({"shift": 1}, {**FULL, "window": BlockWindow(5), "cache": DualCache()}),
+    **{
+        f"blocks of the {origin}": (
+            {
+                "decoder": "qwen3",
+                "attention": "block",
+                "block_size": 4,
+                "block_origin": origin,
+            },
+            {**BLOCK, "window": BlockWindow(4, origin=origin), "cache": BlockCache()},
+        )
+        for origin in ("sequence", "response")
+    },
+}
+
+
+def _decoded(backbone, decoder, num_places: int, observers=()) -> dict[int, tuple]:
+    found = {}
+    rows = decode_queued_prompts(
+        backbone,
+        decoder,
+        WorkQueue(len(PROMPTS)),
+        lambda number: (PROMPTS[number], 100 + number),
+        response_length=RESPONSE,
+        num_places=num_places,
+        observers=observers,
+    )
+    for numbers, result in rows:
+        for row, number in enumerate(numbers):
+            assert number not in found
+            found[number] = (
+                result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
+                int(result.num_steps[row]),
+                int(result.stalled_steps[row]),
+                result.status[row],
+                None if result.num_refreshes is None else int(result.num_refreshes[row]),
+                int(result.seeds[row]),
+            )
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
+    changes, plugs = CASES[case]
+    backbone, decoder = _backbone(**changes), Decoder(**plugs)
+    alone = _decoded(backbone, decoder, 1)
+    assert sorted(alone) == list(range(len(PROMPTS)))
+    assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(alone.items())] == PROMPTS
+    assert len({row[1] for row in alone.values()}) > 1 or case in ("random", "scheduled")
+    for num_places in (3, 8, 64):
+        assert _decoded(backbone, decoder, num_places) == alone
+
+
+def test_a_place_is_filled_as_soon_as_its_row_ends():
+    """20 rows of 1 to 12 steps in 4 places: all are at work until no prompt is left."""
+    backbone, occupancy = _backbone(), Occupancy(4)
+    seen = _Rows()
+    found = _decoded(backbone, Decoder(**FULL), 4, [occupancy, seen])
+    steps = sum(row[1] for row in found.values())
+    assert occupancy.row_steps == steps == sum(seen.counts)
+    assert occupancy.share == pytest.approx(steps / (4 * len(seen.counts)))
+    assert seen.counts == sorted(seen.counts, reverse=True)
+    assert seen.counts.count(4) > 0.8 * len(seen.counts)
+    widths = seen.widths  # of prompts, which the canvas follows both ways
+    assert any(a < b for a, b in pairwise(widths))
+    assert any(a > b for a, b in pairwise(widths))
+
+
+class _Rows:
+    """Notes how many rows every step has, and that entering rows are new."""
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.widths: list[int] = []
+
+    def on_start(self, state: DecodeState) -> None:
+        assert state.rows.tolist() == [0, 1, 2, 3]
+
+    def on_step(self, record: StepRecord) -> None:
+        assert record.state.rows.tolist() == sorted(record.state.rows.tolist())
+        self.counts.append(len(record.state.rows))
+        self.widths.append(record.state.start)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        assert set(state.rows.tolist()) <= set(result.rows)
+        assert state.step.tolist() == [0] * len(state.rows)
+
+    def on_end(self, result: DecodeResult) -> None:
+        assert result.rows == sorted(result.rows)
+
+
+def test_a_prompt_with_nothing_to_fill_ends_at_once():
+    """Every third canvas comes full: it takes no step and its place goes on to the next."""
+    backbone = _backbone()
+    decoder = Decoder(**FULL)
+    taken = iter(range(9))
+
+    def source(count):
+        numbers = list(islice(taken, count))
+        if not numbers:
+            return None
+        canvas = prompt_canvas(
+            [PROMPTS[0]] * len(numbers), response_length=4, spec=backbone.spec, seeds=numbers
+        )
+        full = torch.tensor([number % 3 == 0 for number in numbers])[:, None]
+        ids = torch.where(full & canvas.editable, 7, canvas.ids)
+        return replace(canvas, ids=ids, editable=canvas.editable & ~full)
+
+    results = list(decoder.queue(backbone, source, num_places=2))
+    steps = {
+        int(seed): int(count)
+        for result in results
+        for seed, count in zip(result.seeds, result.num_steps, strict=True)
+    }
+    assert sorted(steps) == list(range(9))
+    assert [steps[number] == 0 for number in range(9)] == [True, False, False] * 3
+
+
+def test_a_queue_hands_out_each_number_once():
+    queue = WorkQueue(5)
+    assert [queue.take(2), queue.take(2), queue.take(2), queue.take(2)] == [[0, 1], [2, 3], [4], []]
