@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+import hashlib
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch
 from lit_dlm.tasks import PromptExample, Task
+
+_NUM_KEPT = 10_000
+"""Verdicts that are remembered for equal completions of other methods."""
 
 
 class GradingQueue:
@@ -34,7 +38,7 @@ class GradingQueue:
                 )
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
-        self._verdicts: dict[tuple[str, str], Future[Verdict]] = {}
+        self._verdicts: OrderedDict[tuple[str, bytes], Future[Verdict]] = OrderedDict()
         self._pending: deque[tuple[DecodedBatch, list[Future[Verdict]], Future[None]]] = deque()
 
     def submit(self, decoded: DecodedBatch) -> None:
@@ -46,8 +50,11 @@ class GradingQueue:
         self._pending.append((decoded, futures, self._pool.submit(_make_records, decoded)))
 
     def _grade(self, example: PromptExample, completion: str) -> Future[Verdict]:
-        key = (example.uid, completion)
+        """The verdict of an equal completion, which several methods may give, or a new one."""
+        key = (example.uid, hashlib.sha256(completion.encode(errors="surrogatepass")).digest())
         if key not in self._verdicts:
+            if len(self._verdicts) >= _NUM_KEPT:
+                self._verdicts.popitem(last=False)
             task = self.tasks[example.task]
             grade = task.grade if task.is_graded else _ungraded
             self._verdicts[key] = self._pool.submit(grade, example, completion)

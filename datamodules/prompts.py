@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +20,39 @@ from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.trajectories.store import completed_uids, recover
 
+_STRETCH = 64
+"""Most neighbouring examples of one process: about a block of its shards."""
+
+
+class ShareLoader(DataLoader[PromptBatch]):
+    """The share of one process in some work, which may be nothing.
+
+    It counts as one batch at least: Lightning refuses a loader that is empty on some processes.
+    """
+
+    def __len__(self) -> int:
+        return max(super().__len__(), 1)
+
+
+def share(examples: Sequence[PromptExample], rank: int, world: int) -> list[PromptExample]:
+    """The part of one process: stretches of neighbours, equally many in all up to one.
+
+    Args:
+        examples: what all processes share, the same list on each.
+        rank: number of the part.
+        world: number of parts.
+    """
+    num = world * -(-len(examples) // (_STRETCH * world))
+    ends = [len(examples) * at // num for at in range(num + 1)] if num else [0]
+    stretches = list(pairwise(ends))[rank::world]
+    return [example for first, end in stretches for example in examples[first:end]]
+
 
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
 
-    Every process takes every ``world_size``-th example of the full list and then leaves out what
-    the result or trajectory folder already holds, so a restart with any number of processes does
-    exactly the missing work.
+    Processes share what the result or trajectory folder does not hold yet, so a restart with any
+    number of them does exactly the missing work, and none waits while another has much left.
 
     Args:
         tasks: where the prompts come from.
@@ -92,7 +118,7 @@ class PromptDataModule(LightningDataModule):
         return next(task for task in self.tasks if task.name == name)
 
     def setup(self, stage: str) -> None:
-        """Lists the work that is left for this process."""
+        """Lists the work that is left for all processes."""
         assert self.trainer is not None
         module = self.trainer.lightning_module
         if not isinstance(module, DecodeModule):
@@ -107,7 +133,6 @@ class PromptDataModule(LightningDataModule):
             )
         for name in methods:
             module.decoders[name].check(module.backbone)
-        rank, world = self.trainer.global_rank, self.trainer.world_size
         recorded: set[str] = set()
         if self.trajectories_dir:
             folder = Path(self.trajectories_dir)
@@ -123,13 +148,12 @@ class PromptDataModule(LightningDataModule):
         if self.mix is not None:
             examples = self.mix.chosen(examples)
         for task in self.tasks:
-            mine = examples[task.name][rank::world]
             for method in methods:
                 # Of a method that draws nothing all responses would be equal.
                 count = self.responses_per_prompt if module.decoders[method].draws else 1
                 assigned = [
                     response
-                    for example in mine
+                    for example in examples[task.name]
                     if self._assigned(example, methods, method)
                     for response in example.responses(count)
                 ]
@@ -149,8 +173,16 @@ class PromptDataModule(LightningDataModule):
         return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
 
     def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
-        """One loader per task and method that has work left; none when all is done."""
-        return [self._loader(*work) for work in self._work]
+        """One loader per task and method that has work left, on every process the same ones.
+
+        Lightning would wait for ever where one process has a loader more than another.
+        """
+        assert self.trainer is not None
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return [
+            self._loader(method, length, share(examples, (rank + number) % world, world))
+            for number, (method, length, examples) in enumerate(self._work)
+        ]
 
     def transfer_batch_to_device(
         self, batch: PromptBatch, device: torch.device, dataloader_idx: int
@@ -183,7 +215,7 @@ class PromptDataModule(LightningDataModule):
     def _loader(
         self, method: str, length: int, examples: list[PromptExample]
     ) -> DataLoader[PromptBatch]:
-        return DataLoader(
+        return ShareLoader(
             examples,  # type: ignore[arg-type]
             batch_size=self.batch_size,
             shuffle=False,

@@ -287,9 +287,13 @@ def write_atomically(path: Path, text: str) -> None:
 def _drop_torn_line(path: Path) -> None:
     if not path.exists():
         return
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if not size or (file.seek(-1, os.SEEK_CUR), file.read())[1] == b"\n":
+            return
+        file.seek(0)
+        data = file.read()
+    os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:

@@ -1,5 +1,5 @@
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ import pytest
 
 from datamodules import PromptDataModule
 from datamodules.prompt_mix import PromptMix
+from datamodules.prompts import share
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports.results import ResultFolder
@@ -96,16 +97,47 @@ def test_processes_share_the_examples_without_overlap(world: int):
     assert sorted(chain(*parts)) == sorted(whole)
 
 
+@pytest.mark.parametrize(("count", "world"), [(0, 3), (1, 3), (2, 3), (100, 3), (1000, 7)])
+def test_shares_differ_by_one_example_per_round_and_hold_neighbours(count: int, world: int):
+    examples = [
+        PromptExample(uid=f"a/test/{n:04d}", task="letters", text="x") for n in range(count)
+    ]
+    shares = [share(examples, rank, world) for rank in range(world)]
+    assert sorted(e.uid for e in chain(*shares)) == [e.uid for e in examples]
+    sizes = [len(one) for one in shares]
+    assert max(sizes) - min(sizes) <= -(-count // (64 * world))
+    for one in shares:
+        numbers = [int(e.uid[-4:]) for e in one]
+        assert numbers == sorted(numbers)
+        assert sum(b != a + 1 for a, b in pairwise(numbers)) <= count // (64 * world)
+
+
+def test_what_is_left_is_shared_anew_and_every_process_has_as_many_loaders(tmp_path: Path):
+    """A killed run of three: the second and third had done their part."""
+    folder = ResultFolder(tmp_path)
+    for method, done in (("one", range(7)), ("two", (2, 3, 4, 5, 6))):
+        rows = [row(f"letters/test/{n}", task="letters", method=method) for n in done]
+        folder.append(rows, rank=1)
+    counts, work = [], []
+    for rank in range(3):
+        data = PromptDataModule([Letters()], results_dir=str(tmp_path))
+        work.append(_work(data, rank=rank, world=3))
+        loaders = data.predict_dataloader()
+        counts.append(len(loaders))
+        assert all(len(loader) == 1 for loader in loaders)
+    assert counts == [1, 1, 1]
+    assert sorted(map(len, work)) == [0, 1, 1]
+    assert sorted(chain(*work)) == [("two", "letters/test/0"), ("two", "letters/test/1")]
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_further_responses_have_names_of_their_own_and_the_first_keeps_its(world: int):
     options = {"responses_per_prompt": 3, "methods": ["two"]}
     parts = [
         _work(PromptDataModule([Letters()], **options), rank=r, world=world) for r in range(world)
     ]
-    # All responses to a prompt on one process, one behind the other.
-    assert parts[0][:4] == [
-        ("two", f"letters/test/{name}") for name in ("0", "0#1", "0#2", f"{world}")
-    ]
+    # The responses to a prompt are decoded one behind the other.
+    assert parts[0][:4] == [("two", f"letters/test/{name}") for name in ("0", "0#1", "0#2", "1")]
     wanted = [f"letters/test/{n}{suffix}" for n in range(7) for suffix in ("", "#1", "#2")]
     assert sorted(uid for _, uid in chain(*parts)) == sorted(wanted)
 

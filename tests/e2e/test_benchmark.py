@@ -119,6 +119,17 @@ def test_two_processes_give_the_same_results(whole: Path, tmp_path: Path):
     assert len(list((tmp_path / "two").rglob("part-r00001.jsonl"))) == 3
 
 
+@pytest.mark.ddp
+def test_more_processes_than_samples_that_are_left_do_what_is_left(whole: Path, tmp_path: Path):
+    """Eleven of twelve problems are done; three processes share the last one of each method."""
+    run("predict", "--config", config(tmp_path, "three", num_examples=11))
+    finished(start("predict", "--config", config(tmp_path, "three", devices=3)))
+    assert results(tmp_path / "three") == results(whole)
+    assert_every_row_has_its_trajectory(tmp_path / "three")
+    owners = {path.name for path in (tmp_path / "three").rglob("part-*.jsonl")}
+    assert owners == {"part-r00000.jsonl", "part-r00001.jsonl", "part-r00002.jsonl"}
+
+
 def test_a_killed_run_resumes_to_the_same_results(whole: Path, tmp_path: Path):
     path = config(tmp_path, "killed", batch_size=1)
     files = "results/word_problems/*/part-*.jsonl"
