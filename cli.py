@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),
     "view": ("lit_dlm.reports.viewer_command", "decodes step by step, as a page or as pictures"),
     "traj": ("lit_dlm.trajectories.commands", "inspect, replay, verify and convert trajectories"),
+    "doctor": ("lit_dlm.doctor", "what this machine gives: sandbox, GPUs, extras, disk, versions"),
     "profile": ("lit_dlm.profile_command", "speed and quality of policies, budgets and caches"),
 }
 """Module of every command, whose ``main(arguments)`` returns the exit status, and what it does."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch
-from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tasks import PromptExample, Task, require_code_execution
 
 _NUM_KEPT = 10_000
 """Verdicts that are remembered for equal completions of other methods."""
@@ -29,13 +29,8 @@ class GradingQueue:
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
-        for task in tasks.values():
-            # Before hours of decoding, not at the first grade.
-            if task.runs_code and not getattr(task, "allow_code_execution", False):
-                raise ValueError(
-                    f"{task.name}: grading runs model-written code; set allow_code_execution: true "
-                    "in the task to allow it"
-                )
+        self.isolation = require_code_execution(tasks.values())
+        """What model-written code runs in."""
         self.tasks = tasks
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="grading")
         self._verdicts: OrderedDict[tuple[str, bytes], Future[Verdict]] = OrderedDict()

@@ -68,15 +68,17 @@ class ResultWriter(BasePredictionWriter):
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         tasks: list[Task] = datamodule.tasks
         methods = datamodule.methods or list(pl_module.decoders)
+        self._queue = GradingQueue(
+            {task.name: task for task in tasks}, num_workers=self.num_workers
+        )
         if trainer.is_global_zero:
             for task in tasks:
                 for method in methods:
                     settings = _settings(pl_module, datamodule, task, method)
+                    if task.runs_code:
+                        settings["isolation"] = self._queue.isolation
                     self.results.claim(task.name, method, settings)
             logger.info("Results go to %s", self.results.folder)
-        self._queue = GradingQueue(
-            {task.name: task for task in tasks}, num_workers=self.num_workers
-        )
         self._target = self._open_trajectories(trainer, pl_module, datamodule.trajectories_dir)
 
     def _open_trajectories(

@@ -1,10 +1,16 @@
 """Graders: one verdict per completion, and the sandbox in which model-written code runs."""
 
-from lit_dlm.grading.launch import SandboxError, SandboxLimits, isolation_level
+from lit_dlm.grading.launch import (
+    IsolationLevel,
+    SandboxError,
+    SandboxLimits,
+    isolation_level,
+)
 from lit_dlm.grading.sandbox import run_python_check
 from lit_dlm.grading.verdict import Status, Verdict
 
 __all__ = [
+    "IsolationLevel",
     "SandboxError",
     "SandboxLimits",
     "Status",

@@ -91,7 +91,13 @@ def write_pages(
         groups += of_run
         shown.append({row.uid for group in of_run for row in group.rows})
     links: dict[tuple[str, str, str], str] = {}
-    notes, written = [], []
+    written: list[Path] = []
+    notes = [
+        f"Code of {summary.task} ran in {summary.isolation} when it was graded."
+        for run in runs
+        for summary in run.summaries
+        if summary.isolation is not None
+    ]
     if traces:
         sets = _sample_sets(runs, shown)
         if sets:
@@ -114,7 +120,7 @@ def write_pages(
         summaries=merged,
         groups=sorted(groups, key=lambda group: -group.num_wrong),
         pictures=_pictures(merged, runs),
-        notes=notes,
+        notes=list(dict.fromkeys(notes)),
         links=links,
     )
     write_atomically(folder / "report.html", report_html(content))

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
@@ -46,6 +46,8 @@ class MethodSummary:
     """Fraction of samples whose grading ran out of time."""
     lockstep: float | None = None
     """Mean lockstep score; ``None`` for a method without a layout."""
+    isolation: str | None = None
+    """What model-written code ran in to be graded (SECURITY.md); ``None`` where none ran."""
     pass_at: dict[str, float] | None = None
     """pass@k by ``k``, for the powers of two up to the responses to a prompt and their number;
     ``None`` with one response, or where nothing was graded."""
@@ -140,8 +142,11 @@ def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSumm
     results = ResultFolder(folder)
     place = {name: number for number, name in reversed(list(enumerate(order)))}
     pairs = sorted(results.pairs(), key=lambda pair: (pair[0], place.get(pair[1], len(place))))
-    found = (results.rows(task, method) for task, method in pairs)
-    return [summarise(rows) for rows in found if rows]
+    return [
+        replace(summarise(rows), isolation=results.settings(*pair).get("isolation"))
+        for pair in pairs
+        if (rows := results.rows(*pair))
+    ]
 
 
 def write_summary(path: Path, summaries: Sequence[MethodSummary]) -> None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lit_dlm.grading import SandboxError, Verdict
+from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
-from lit_dlm.tasks import Task
+from lit_dlm.tasks import Task, require_code_execution
 
 OVERLONG = "the response fills its budget"
 """Detail of the verdict on an overlong response."""
@@ -38,10 +38,13 @@ class Rewarder:
         overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
             does in training.
         num_workers: threads that grade at the same time.
+        require_isolation: the least that model-written code must run in: it attacks its grader
+            as training goes on.
 
     Raises:
         ValueError: without rewards, for names that repeat, if a task would run model-written
-            code without permission, or if a filter needs verdicts that a task does not give.
+            code without permission or in less isolation than wanted, or if a filter needs
+            verdicts that a task does not give.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Rewarder:
         filters: Sequence[GroupFilter] = (),
         overlong_is_wrong: bool = True,
         num_workers: int = 1,
+        require_isolation: IsolationLevel = "namespaces",
     ) -> None:
         rewards = [completed(reward, Reward, option="rewards") for reward in rewards]
         names = [reward.name for reward in rewards]
@@ -64,13 +68,8 @@ class Rewarder:
                 raise ValueError(f"rewards: weight of {reward.name!r} is {reward.weight!r}")
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        require_code_execution(tasks.values(), isolation=require_isolation)
         for task in tasks.values():
-            # Before the first rollout, not after it.
-            if task.runs_code and not getattr(task, "allow_code_execution", False):
-                raise ValueError(
-                    f"{task.name}: its reward runs model-written code; set "
-                    "allow_code_execution: true in the task to allow it"
-                )
             for keep in filters:
                 if keep.needs_verdict and not task.is_graded:
                     raise ValueError(

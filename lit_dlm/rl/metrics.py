@@ -104,6 +104,7 @@ class RolloutValidation:
             tasks_by_name(tasks, option="val_tasks"),
             overlong_is_wrong=False,
             num_workers=settings.num_workers,
+            require_isolation=settings.require_isolation,
         )
         problems = encoded_prompts(
             module,

@@ -538,6 +538,7 @@ class OnlineRollouts(RolloutSource):
             filters=settings.filters or (),
             overlong_is_wrong=settings.overlong_is_wrong,
             num_workers=settings.num_workers,
+            require_isolation=settings.require_isolation,
         )
         prompts = encoded_prompts(
             module,

@@ -266,6 +266,8 @@ class RolloutSettings:
         val_response_length: cells of those; as many as in training by default.
         smoothing: weight of the past in ``rollout/reward_smoothed``.
         num_workers: threads that grade.
+        require_isolation: the least that model-written code must run in: ``namespaces``, or
+            ``landlock`` where there are none (SECURITY.md).
         seed: seed of the order of prompts and items.
 
     Raises:
@@ -296,6 +298,7 @@ class RolloutSettings:
     val_response_length: int | None = None
     smoothing: float = 0.9
     num_workers: int = 1
+    require_isolation: Literal["namespaces", "landlock"] = "namespaces"
     seed: int = 0
 
     def __post_init__(self) -> None:

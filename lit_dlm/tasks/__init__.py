@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from lit_dlm.tasks.alpaca import Alpaca
-from lit_dlm.tasks.base import PromptExample, Task, tasks_by_name
+from lit_dlm.tasks.base import PromptExample, Task, require_code_execution, tasks_by_name
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
@@ -26,6 +26,7 @@ __all__ = [
     "PromptExample",
     "PromptsFile",
     "Task",
+    "require_code_execution",
     "tasks_by_name",
 ]
 

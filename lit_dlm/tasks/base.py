@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_dlm.grading import Verdict
+from lit_dlm.grading import IsolationLevel, Verdict, isolation_level
 from lit_dlm.plugs import Plug, completed
 
 
@@ -99,6 +99,41 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
             )
         found[task.name] = task
     return found
+
+
+def require_code_execution(
+    tasks: Iterable[Task], *, isolation: IsolationLevel = "landlock"
+) -> IsolationLevel | None:
+    """Refuses tasks that could not be graded as wanted, before the first decode.
+
+    Args:
+        tasks: the tasks of a run.
+        isolation: the least that model-written code must run in.
+
+    Returns:
+        What it will run in; ``None`` if no task runs code.
+
+    Raises:
+        ValueError: a task runs code without permission, or this machine isolates it less.
+        SandboxError: there is no sandbox here.
+    """
+    running = [task for task in tasks if task.runs_code]
+    for task in running:
+        if not getattr(task, "allow_code_execution", False):
+            raise ValueError(
+                f"{task.name}: grading runs model-written code; set allow_code_execution: true in "
+                "the task to allow it"
+            )
+    if not running:
+        return None
+    level = isolation_level()
+    if isolation == "namespaces" and level != isolation:
+        raise ValueError(
+            f"require_isolation: expected namespaces, got {level}, which is all that this machine "
+            "gives ('lit-dlm doctor' says why); install bubblewrap, allow user namespaces, or set "
+            f"require_isolation: {level} (SECURITY.md)"
+        )
+    return level
 
 
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.grading import isolation_level
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ROOT, fails, finished, killed, results, run, start, write_config
 
@@ -104,6 +105,22 @@ def test_the_saved_configuration_runs_again_and_redoes_nothing(whole: Path):
     run("predict", "--config", str(whole / "predict.yaml"))
     assert results(whole) == before
     assert {p: p.stat().st_mtime_ns for p in whole.rglob("part-*.jsonl")} == parts
+
+
+def test_results_of_code_say_what_it_ran_in(tmp_path: Path):
+    text = Path(config(tmp_path, "code", num_examples=2)).read_text()
+    code = text.replace("WordProblems", "PythonFunctions").replace(
+        "num_examples: 2", "num_examples: 2, allow_code_execution: true"
+    )
+    run("predict", "--config", write_config(tmp_path / "code.yaml", code))
+    level = isolation_level()
+    for method in ("random", "threshold_09", "drawn"):
+        folder = tmp_path / "code/results/python_functions" / method
+        assert json.loads((folder / "settings.json").read_text())["isolation"] == level
+    assert json.loads((tmp_path / "code/summary.json").read_text())[0]["isolation"] == level
+    run("report", str(tmp_path / "code"), "--out", str(tmp_path / "report"))
+    page = (tmp_path / "report/report.md").read_text()
+    assert f"Code of python_functions ran in {level} when it was graded." in page
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lit_dlm.grading import SandboxError, Verdict
+from lit_dlm.grading import SandboxError, Verdict, launch
 from lit_dlm.rewards import (
     FormatReward,
     Graded,
@@ -248,3 +248,17 @@ def test_rewards_that_wait_for_others_see_all_groups_at_the_same_time() -> None:
         for rewards in expected
     ]
     rewarder.close()
+
+
+def test_code_needs_namespaces_unless_less_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Allowed(_Runs):
+        allow_code_execution = True
+
+    monkeypatch.setattr(launch, "isolation_method", lambda: "landlock")
+    message = "require_isolation: expected namespaces, got landlock, which is all that this machine"
+    with pytest.raises(ValueError, match=message):
+        Rewarder([Graded()], {"runs": Allowed()})
+    Rewarder([Graded()], {"runs": Allowed()}, require_isolation="landlock").close()
+    monkeypatch.setattr(launch, "isolation_method", lambda: "bubblewrap")
+    Rewarder([Graded()], {"runs": Allowed()}).close()
+    Rewarder([Graded()], {"sums": Sums()}).close()

@@ -218,7 +218,10 @@ def restrict_files(folders: Sequence[str]) -> None:
     rules += [("/dev/null", _LANDLOCK_WRITE_FILE)]
     for path, rights in rules:
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except PermissionError:
+                raise PermissionError(f"{path} is closed to all users but root") from None
             rule = struct.pack("=Qi", rights, descriptor)
             _system_call(f"Landlock {path}", _SYS_LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
             os.close(descriptor)
