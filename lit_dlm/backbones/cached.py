@@ -10,12 +10,14 @@ uniform. Which windows to run is decided elsewhere (:mod:`lit_dlm.decoding.cache
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache
 
+from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
@@ -33,12 +35,17 @@ class WindowBackbone(Protocol):
         self,
         ids: Tensor,
         *,
-        cache: Cache,
+        cache: WindowCache,
         visible: Tensor | None,
         position_ids: Tensor,
         hidden_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Raw hidden rows ``(B, W, D)`` and snapshots ``(B, W, H, D)`` of some columns."""
+        ...
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether the attention takes rows of any lengths without a mask."""
         ...
 
     def head(self, rows: Tensor) -> Tensor:
@@ -56,6 +63,7 @@ class CachedCanvas:
         pad_mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None`` without padding.
         positions: ``(B, L)`` int64 position ids.
         blocks: ``(B, L)`` int64 block of every column of a block-causal model.
+        block_size: of that model.
         hidden_layers: snapshots to keep for every column.
     """
 
@@ -68,6 +76,7 @@ class CachedCanvas:
         pad_mask: Tensor | None,
         positions: Tensor,
         blocks: Tensor | None = None,
+        block_size: int | None = None,
         hidden_layers: Sequence[int] = (),
     ) -> None:
         self.backbone = backbone
@@ -77,10 +86,11 @@ class CachedCanvas:
         self._pad_mask = pad_mask
         self._positions = positions
         self._blocks = blocks
+        self._block_size = block_size
+        self._starts = None if pad_mask is None else first_real_columns(pad_mask)
         self._cache = WindowCache(backbone.num_layers, length=length, num_rows=num_rows)
-        # One column more than the canvas has: the plan writes there what is not kept.
-        self._last: Tensor | None = None  # (B, L + 1, D)
-        self._hidden: Tensor | None = None  # (B, L + 1, H, D)
+        self._last: Tensor | None = None  # (B, L, D)
+        self._hidden: Tensor | None = None  # (B, L, H, D)
 
     def take(self, index: Tensor) -> None:
         """Keeps some rows only.
@@ -89,7 +99,7 @@ class CachedCanvas:
             index: ``(n,)`` int64 rows.
         """
         self._cache.take(index)
-        for name in ("_pad_mask", "_positions", "_blocks", "_last", "_hidden"):
+        for name in ("_pad_mask", "_positions", "_blocks", "_starts", "_last", "_hidden"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[index])
@@ -122,6 +132,7 @@ class CachedCanvas:
             blocks: ``(B, L)`` int64 of all rows of a block-causal model.
         """
         self._pad_mask, self._blocks = pad_mask, blocks
+        self._starts = None if pad_mask is None else first_real_columns(pad_mask)
         self._positions = self._positions.index_copy(0, index, positions[index])
         for buffer in (self._last, self._hidden):
             if buffer is not None:
@@ -137,8 +148,8 @@ class CachedCanvas:
     ) -> None:
         """Runs one window of each row.
 
-        Rows with different spans run together: the queries are as wide as the widest window, and
-        what a row has too many is computed and not kept.
+        Windows of different widths run side by side as one row, so that only attention is as wide
+        as the widest for all of them.
 
         Args:
             ids: ``(B, L)`` int64 canvas.
@@ -147,43 +158,52 @@ class CachedCanvas:
             block_causal: the windows hold several blocks, and a query sees those up to its own.
         """
         device = ids.device
-        index = None if rows is None else _tensor(rows, device)
-        begins, ends, kv_ends = _tensor(spans, device)[:, :, None].unbind(1)  # (n, 1) each
-        width = max(span.end - span.begin for span in spans)
+        widths = [span.end - span.begin for span in spans]
+        width, total = max(widths), sum(widths)
         kv_end = max(span.kv_end for span in spans)
-        columns = begins + torch.arange(width, device=device)  # (n, W)
-        kept = torch.where(columns < ends, columns, self.length)
-        columns = columns.clamp_max(self.length - 1)
-        keys = torch.arange(kv_end, device=device)
-
-        def of_rows(values: Tensor) -> Tensor:
-            return values if index is None else values[index]
-
-        visible = None  # broadcastable to (n, W, kv_end)
-        if self._pad_mask is not None:
-            visible = of_rows(self._pad_mask)[:, None, :kv_end]
-        if any(span.kv_end < kv_end for span in spans):
-            before = keys < kv_ends[:, None]
-            visible = before if visible is None else visible & before
-        if block_causal:
-            assert self._blocks is not None
-            blocks = of_rows(self._blocks)
-            seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
-            if visible is not None:
-                seen = seen & visible
-            # Padding may lie in a block of its own: it sees itself, since softmax needs a key.
-            visible = seen | (columns[:, :, None] == keys)
+        rests = zip(spans, accumulate(widths), strict=True)
+        table = _tensor([[*span, last] for span, last in rests], device)
+        begins, ends, kv_ends, lasts = table[:, :, None].unbind(1)  # (n, 1) each
+        taken = torch.arange(len(ids), device=device) if rows is None else _tensor(rows, device)
+        offsets = torch.arange(width, device=device)
+        columns = begins + offsets  # (n, W)
+        at, packing = taken[:, None], None
+        if min(widths) < width:
+            firsts = lasts - (ends - begins)
+            windows = torch.arange(len(spans), device=device).repeat_interleave(
+                (ends - begins)[:, 0], output_size=total
+            )
+            at = taken[windows][None]
+            packing = Packing(
+                rows=at,
+                cells=(firsts + offsets).clamp_max(total - 1),
+                windows=windows,
+                offsets=torch.arange(total, device=device) - firsts[windows, 0],
+            )
         plan = WindowPlan(
-            rows=torch.arange(len(ids), device=device) if index is None else index,
-            columns=kept,
+            rows=taken,
+            columns=columns
+            if packing is None
+            else (begins[packing.windows, 0] + packing.offsets)[None],
             kv_end=kv_end,
+            packing=packing,
+            sequences=self._sequences(spans, block_causal) if rows is None else None,
         )
+        visible = None
+        if plan.sequences is None:
+            is_whole = all(span.kv_end == kv_end for span in spans)
+            visible = self._visible(
+                taken if rows is not None else None,
+                columns.clamp_max(self.length - 1) if block_causal else None,
+                None if is_whole else kv_ends,
+                kv_end,
+            )
         self._cache.plan = plan
         last, hidden = self.backbone.encode_window(
-            of_rows(ids).gather(1, columns),
+            ids[at, plan.columns],
             cache=self._cache,
-            visible=None if visible is None else visible[:, None],
-            position_ids=of_rows(self._positions).gather(1, columns),
+            visible=visible,
+            position_ids=self._positions[at, plan.columns],
             hidden_layers=self.hidden_layers,
         )
         self.num_forwards += 1
@@ -195,6 +215,73 @@ class CachedCanvas:
                 self._hidden = self._buffer(hidden)
             plan.write(self._hidden, hidden)
 
+    def _visible(
+        self,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        kv_ends: Tensor | None,
+        kv_end: int,
+    ) -> Tensor | None:
+        """Who sees whom, ``(n, 1, 1 or W, kv_end)`` bool, or ``None`` where all see all.
+
+        Args:
+            rows: ``(n,)`` rows that take part; ``None``: all.
+            columns: ``(n, W)`` queries that see blocks up to their own; ``None``: all keys.
+            kv_ends: ``(n, 1)`` ends of the keys that rows see, where they differ.
+            kv_end: the largest of these.
+        """
+
+        def of_rows(values: Tensor) -> Tensor:
+            return values if rows is None else values[rows]
+
+        visible = None
+        if self._pad_mask is not None:
+            visible = of_rows(self._pad_mask)[:, None, :kv_end]
+        keys = torch.arange(kv_end, device=self._positions.device)
+        if kv_ends is not None:
+            before = (keys < kv_ends)[:, None]
+            visible = before if visible is None else visible & before
+        if columns is not None:
+            assert self._blocks is not None
+            blocks = of_rows(self._blocks)
+            seen = blocks.gather(1, columns)[:, :, None] >= blocks[:, None, :kv_end]
+            if visible is not None:
+                seen = seen & visible
+            # Padding may lie in a block of its own: it sees itself, since softmax needs a key.
+            visible = seen | (columns[:, :, None] == keys)
+        return None if visible is None else visible[:, None]
+
+    def _sequences(self, spans: Sequence[Span], block_causal: bool) -> Sequences | None:
+        """The windows of all rows as sequences, one for each block where they are block-causal.
+
+        ``None`` where the attention does not take them, and where a block-causal window begins with
+        the canvas: its first block may be cut short.
+        """
+        if not self.backbone.takes_sequences:
+            return None
+        if block_causal and not all(span.begin for span in spans):
+            return None
+        lengths, rows, seen = [], [], []
+        for row, (begin, end, kv_end) in enumerate(spans):
+            step = self._block_size if block_causal and self._block_size else end - begin
+            for start in range(begin, end, step):
+                stop = min(start + step, end)
+                lengths.append(stop - start)
+                rows.append(row)
+                seen.append(stop if block_causal else kv_end)
+        of, num_keys = _tensor([rows, seen], self._positions.device)
+        key_starts = of * self.length
+        if self._starts is not None:
+            key_starts, num_keys = key_starts + self._starts[of], num_keys - self._starts[of]
+        query_starts = _tensor([0, *accumulate(lengths)], self._positions.device)
+        return Sequences(
+            query_starts=query_starts.int(),
+            key_starts=F.pad(key_starts, (0, 1), value=len(spans) * self.length).int(),
+            num_keys=num_keys.int(),
+            most_queries=max(lengths),
+            most_keys=max(seen),
+        )
+
     def read(self, columns: Tensor) -> Denoised:
         """Predictions at some columns, from the last forward that covered each of them.
 
@@ -205,23 +292,20 @@ class CachedCanvas:
             Aligned logits ``(B, K, V)`` and, when kept, aligned snapshots ``(B, L, H, D)``.
         """
         assert self._last is not None, "read before the first forward"
-        shift = self.backbone.spec.shift
-        starts = None
-        if shift and self._pad_mask is not None:
-            starts = first_real_columns(self._pad_mask)
+        shift, starts = self.backbone.spec.shift, self._starts
         rows = gather_aligned(self._last, columns, shift, starts=starts)
         hidden = None
         if self._hidden is not None:
             # The buffer changes with the next forward; what is handed out must not.
-            hidden = self._hidden[:, : self.length]
+            hidden = self._hidden
             hidden = aligned(hidden, shift, starts=starts) if shift else hidden.clone()
         return Denoised(logits=self.backbone.head(rows), columns=columns, hidden=hidden)
 
     def _buffer(self, like: Tensor) -> Tensor:
-        """``(B, L + 1, ...)`` zeros for rows ``(n, W, ...)``."""
-        return like.new_zeros(self._cache.num_rows, self.length + 1, *like.shape[2:])
+        """``(B, L, ...)`` zeros for rows ``(n, W, ...)``."""
+        return like.new_zeros(self._cache.num_rows, self.length, *like.shape[2:])
 
 
-def _tensor(values: Sequence[int] | Sequence[Span], device: torch.device) -> Tensor:
+def _tensor(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Small integers on the device, without waiting for it."""
     return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)

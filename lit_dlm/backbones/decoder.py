@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones import lora as adapters
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.attention import GROUPED_SDPA
+from lit_dlm.backbones.attention import ROUTES, AttentionRoute
 from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyMap, original_config
 from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings
@@ -36,7 +36,6 @@ from lit_dlm.backbones.weights import (
 logger = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float16"]
-AttentionRoute = Literal["sdpa", "eager"]
 ExportLayout = Literal["hf", "original"]
 
 
@@ -50,7 +49,7 @@ class StoredDecoder(nn.Module):
             is ever loaded.
         architecture: sizes for random weights, instead of ``path``. Seed torch before.
         dtype: of the weights and activations.
-        attn_implementation: ``sdpa`` (fast), or ``eager`` as a reference.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
             own weights ever do.
         spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
@@ -80,7 +79,7 @@ class StoredDecoder(nn.Module):
         *,
         architecture: Architecture | None = None,
         dtype: DType = "float32",
-        attn_implementation: AttentionRoute = "sdpa",
+        attn_implementation: AttentionRoute = "auto",
         trainable: bool = False,
         spec_overrides: dict[str, Any] | None = None,
         from_ar: FromAR | None = None,
@@ -96,9 +95,9 @@ class StoredDecoder(nn.Module):
             raise ValueError(
                 f"HFBackbone: expected exactly one of path and architecture, got {given}"
             )
-        if attn_implementation not in ("sdpa", "eager"):
+        if attn_implementation not in ROUTES:
             raise ValueError(
-                "HFBackbone.attn_implementation: expected 'sdpa' or 'eager', "
+                f"HFBackbone.attn_implementation: expected one of {', '.join(ROUTES)}, "
                 f"got {attn_implementation!r}"
             )
         if lora is not None and adapter is not None:
@@ -453,7 +452,7 @@ def random_decoder(
 ) -> PreTrainedModel:
     """A decoder with random weights, on torch's default device."""
     config = architecture.hf_config()
-    config._attn_implementation = GROUPED_SDPA if attn_implementation == "sdpa" else "eager"
+    config._attn_implementation = f"lit_dlm_{attn_implementation}"
     model = architecture.model_class(config)
     nn.Module.to(model, dtype)  # in place
     return model
@@ -474,7 +473,7 @@ def loaded_decoder(
     Args:
         resolved: the checkpoint's description.
         files: its safetensors files.
-        attn_implementation: ``sdpa`` or ``eager``.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         dtype: of the weights.
 
     Returns:

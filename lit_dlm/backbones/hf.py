@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
+from lit_dlm.backbones.attention import added_mask, takes_sequences
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
 from lit_dlm.backbones.lora import LoRASettings
@@ -23,9 +23,9 @@ from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.visibility import (
     attention_visibility,
     key_visibility,
-    mask_for,
     position_ids_for,
 )
+from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
@@ -128,7 +128,7 @@ class HFBackbone(StoredDecoder, Backbone):
         self,
         ids: Tensor,
         *,
-        cache: Cache,
+        cache: WindowCache,
         visible: Tensor | None,
         position_ids: Tensor,
         hidden_layers: Sequence[int] = (),
@@ -136,21 +136,36 @@ class HFBackbone(StoredDecoder, Backbone):
         """Runs some columns of a canvas against cached keys and values.
 
         Args:
-            ids: ``(B, W)`` int64 tokens of the columns.
-            cache: receives their keys and values and gives those to attend to.
-            visible: bool, broadcastable to ``(B, 1, W, K)`` for the ``K`` keys that the cache
-                gives, ``True`` where the query may see the key; ``None`` when it sees all.
-            position_ids: ``(B, W)`` int64.
+            ids: ``(B, W)`` int64 tokens of the columns; ``(1, T)`` where the cache's plan packs
+                windows of different widths.
+            cache: receives their keys and values and gives those to attend to; its plan is that of
+                this forward.
+            visible: ``(B, 1, 1 or W, K)`` bool for the ``K`` keys that the cache gives and ``W``
+                queries (with a packing as many as its grid is wide), ``True`` where the query may
+                see the key; ``None`` when it sees all, or what the plan's sequences say.
+            position_ids: like ``ids``.
             hidden_layers: as in :meth:`denoise`.
 
         Returns:
             *Raw* rows, not aligned: ``(B, W, D)`` after the final norm, and ``(B, W, H, D)``
-            snapshots, or ``None`` when none is asked for.
+            snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing.
         """
         layers = [self._hidden_index(index) for index in hidden_layers]
         last, snapshots = self._encode(ids, visible, position_ids, layers=layers, cache=cache)
         hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
         return last, hidden
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether windows are best described by sequences (:attr:`WindowPlan.sequences`)."""
+        return takes_sequences(self.attn_implementation, self.device, self._compute_dtype())
+
+    def _compute_dtype(self) -> torch.dtype:
+        """Dtype of products: that of autocast where it is on."""
+        kind = self.device.type
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.dtype
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits of aligned hidden rows.
@@ -315,11 +330,14 @@ class HFBackbone(StoredDecoder, Backbone):
         position_ids: Tensor | None,
         *,
         layers: Sequence[int] = (),
-        cache: Cache | None = None,
+        cache: WindowCache | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Raw last hidden rows ``(B, L, D)`` after the final norm, and raw snapshots by index."""
         decoder = self.model.model
         snapshots: dict[int, Tensor] = {}
+        plan = {}
+        if cache is not None:
+            plan = {"packing": cache.plan.packing, "sequences": cache.plan.sequences}
 
         def keep(index: int) -> Callable[[nn.Module, Any, Tensor], None]:
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
@@ -337,18 +355,30 @@ class HFBackbone(StoredDecoder, Backbone):
         try:
             last = decoder(
                 input_ids=ids,
-                attention_mask=None
-                if visible is None
-                else mask_for(self.attn_implementation, visible, self.dtype),
+                attention_mask=self._mask(visible, is_window=cache is not None),
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=cache is not None,
+                **plan,
             ).last_hidden_state
         finally:
             for handle in handles:
                 handle.remove()
         snapshots[self.num_layers] = last
         return last, snapshots
+
+    def _mask(self, visible: Tensor | None, *, is_window: bool) -> Tensor | None:
+        """The mask as the attention of the layers takes it."""
+        if visible is None:
+            return None
+        if self.attn_implementation == "eager":
+            hidden = torch.finfo(self.dtype).min
+            return added_mask(visible, groups=1, dtype=self.dtype, hidden=hidden)
+        # Training keeps the order of transformers' sums.
+        if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
+            groups = self.architecture.num_heads // self.architecture.kv_heads
+            return added_mask(visible, groups=groups, dtype=self._compute_dtype())
+        return visible
 
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
@@ -383,7 +413,7 @@ def load_backbone(
     *,
     dtype: DType | torch.dtype = "float32",
     device: str | torch.device = "cpu",
-    attn_implementation: AttentionRoute = "sdpa",
+    attn_implementation: AttentionRoute = "auto",
     adapter: str | Path | None = None,
 ) -> HFBackbone:
     """Loads a frozen backbone for decoding.
@@ -395,7 +425,7 @@ def load_backbone(
         path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
         dtype: of weights and activations.
         device: where the weights go; they are read straight to it.
-        attn_implementation: ``sdpa``, or ``eager`` as a reference.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         adapter: folder or hub id of a low-rank adapter in PEFT layout.
 
     Returns:
@@ -419,7 +449,7 @@ def build(
     *,
     weights: str | Path | None = None,
     dtype: DType | torch.dtype = "float32",
-    attn_implementation: AttentionRoute = "sdpa",
+    attn_implementation: AttentionRoute = "auto",
     lora: LoRASettings | None = None,
 ) -> HFBackbone:
     """Builds a backbone from a resolved description.
@@ -429,7 +459,7 @@ def build(
             variants that no checkpoint has.
         weights: folder or hub id with the weights; ``None`` gives random ones (seed torch before).
         dtype: of weights and activations.
-        attn_implementation: ``sdpa``, or ``eager`` as a reference.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         lora: puts a new trainable adapter on the frozen weights.
 
     Returns:

@@ -1,8 +1,7 @@
 """Which keys a query sees, and the position ids that go with it.
 
-One place turns padding into attention masks, because the two attention routes disagree on the
-form: SDPA takes booleans (``True`` = visible), the eager route *adds* the mask to the scores, so a
-boolean would silently count as 0 and 1.
+Masks are boolean here, ``True`` where a query sees a key; :mod:`lit_dlm.backbones.attention` brings
+them into the form of its kernels.
 """
 
 from __future__ import annotations
@@ -23,30 +22,9 @@ def key_visibility(pad_mask: Tensor) -> Tensor:
         pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
 
     Returns:
-        ``(B, 1, L, L)`` bool, a view without own storage for the query axis.
+        ``(B, 1, 1, L)`` bool, for all queries.
     """
-    length = pad_mask.shape[1]
-    return pad_mask.bool()[:, None, None, :].expand(-1, 1, length, -1)
-
-
-def mask_for(attn_implementation: str, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Brings a boolean mask into the form that an attention route expects.
-
-    Args:
-        attn_implementation: ``sdpa`` or ``eager``.
-        visible: ``(B, 1, L, L)`` bool, ``True`` where the query may see the key.
-        dtype: floating dtype of the attention scores.
-
-    Returns:
-        The same mask for SDPA; for eager ``(B, 1, L, L)`` of ``dtype`` with 0 where visible and
-        the dtype's minimum elsewhere (finite, so that a row without keys gives no NaN).
-    """
-    if attn_implementation == "sdpa":
-        return visible
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
-        ~visible, hidden
-    )
+    return pad_mask.bool()[:, None, None, :]
 
 
 def position_ids_for(pad_mask: Tensor, positions: Literal["cumsum", "arange"]) -> Tensor:

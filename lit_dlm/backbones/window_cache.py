@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.ops.columns import shifted
 
 
@@ -25,19 +26,23 @@ class WindowPlan:
     """``(n,)`` int64 rows of the buffers that the forward consists of. Where they are not all, the
     keys and values of these rows are copied for attention."""
     columns: Tensor
-    """``(n, W)`` int64 columns that each query is written to; the canvas length ``L`` for one that
-    is not kept."""
+    """``(n, W)`` int64 columns that each query is written to, or ``(1, T)`` with a packing."""
     kv_end: int
     """Keys and values of columns ``[0, kv_end)`` are given to attention."""
+    packing: Packing | None = None
+    """Where windows of different widths lie, ``T`` queries in all in one row."""
+    sequences: Sequences | None = None
+    """What each query sees, for the attention that needs no mask: it is given whole buffers."""
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Writes a window into a buffer, in place.
 
         Args:
-            buffer: ``(B, L + 1, ...)``; what is not kept goes to the last column.
-            new: ``(n, W, ...)``.
+            buffer: ``(B, L, ...)``.
+            new: ``(n, W, ...)``, or ``(1, T, ...)`` with a packing.
         """
-        buffer[self.rows[:, None], self.columns] = new
+        rows = self.rows[:, None] if self.packing is None else self.packing.rows
+        buffer[rows, self.columns] = new
 
 
 class WindowCache(Cache):
@@ -84,12 +89,15 @@ class WindowCache(Cache):
         self.length += by
         for layer in self._window_layers:
             if layer.keys is not None and layer.values is not None:
-                layer.keys = shifted(layer.keys, by, dim=2)
-                layer.values = shifted(layer.values, by, dim=2)
+                layer.keys = shifted(layer.keys.transpose(1, 2), by).transpose(1, 2)
+                layer.values = shifted(layer.values.transpose(1, 2), by).transpose(1, 2)
 
 
 class _WindowLayer(CacheLayerMixin):
-    """One decoder layer's buffers, ``(B, kv heads, L + 1, head dim)`` each."""
+    """One decoder layer's buffers, ``(B, kv heads, L, head dim)`` each, heads innermost in memory.
+
+    So a window is written in whole rows, and the buffers of all rows are one long sequence.
+    """
 
     def __init__(self, cache: WindowCache) -> None:
         super().__init__()
@@ -97,15 +105,19 @@ class _WindowLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers in the dtype and on the device of the first forward."""
-        size = (self._cache.num_rows, key_states.shape[1], self._cache.length + 1)
-        self.keys = key_states.new_zeros(*size, key_states.shape[3])
-        self.values = value_states.new_zeros(*size, value_states.shape[3])
+        size = (self._cache.num_rows, self._cache.length, key_states.shape[1])
+        self.keys = key_states.new_zeros(*size, key_states.shape[3]).transpose(1, 2)
+        self.values = value_states.new_zeros(*size, value_states.shape[3]).transpose(1, 2)
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes a window ``(n, h, W, d)``; returns what attention sees, ``(n, h, kv_end, d)``."""
+        """Writes a window ``(n, h, W, d)``, or ``(1, h, T, d)`` with a packing.
+
+        Returns:
+            Keys and values that attention sees, ``(n, h, kv_end, d)``; of sequences all of them.
+        """
         # Under autocast rotated keys are float32; attention would round them in every forward.
         key_states = key_states.to(value_states.dtype)
         if not self.is_initialized:
@@ -115,6 +127,8 @@ class _WindowLayer(CacheLayerMixin):
         plan = self._cache.plan
         plan.write(self.keys.transpose(1, 2), key_states.transpose(1, 2))
         plan.write(self.values.transpose(1, 2), value_states.transpose(1, 2))
+        if plan.sequences is not None:
+            return self.keys, self.values
         keys, values = self.keys[:, :, : plan.kv_end], self.values[:, :, : plan.kv_end]
         if len(plan.rows) < self._cache.num_rows:
             keys, values = keys[plan.rows], values[plan.rows]

@@ -259,6 +259,7 @@ class CacheSession:
             pad_mask=state.pad_mask,
             positions=self._positions(state),
             blocks=self._blocks(state),
+            block_size=block_size,
             hidden_layers=hidden_layers,
         )
         self._window = window
@@ -365,7 +366,8 @@ class CacheSession:
                 self.num_refreshes[row] += 1
         if self._block_causal and 0 < len(new) < len(spans):
             self._run_prompts(state, new, spans)
-        if self._block_causal or len(entered) in (0, len(spans)):
+        is_alike = self._block_causal or len(entered) in (0, len(spans))
+        if is_alike or self._canvas.backbone.takes_sequences:
             several_blocks = self._block_causal and bool(entered)
             self._canvas.forward(state.ids, spans, block_causal=several_blocks)
         else:

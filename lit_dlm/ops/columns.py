@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 
-def shifted(values: Tensor, by: int, fill: int = 0, *, dim: int = 1) -> Tensor:
+def shifted(values: Tensor, by: int, fill: int = 0) -> Tensor:
     """Values per column with columns added on the left, or taken away where ``by`` is negative.
 
     Args:
-        values: of any shape.
+        values: ``(B, L, ...)``.
         by: how many columns.
         fill: value of new columns.
-        dim: the axis of the columns.
+
+    Returns:
+        ``(B, L + by, ...)``, contiguous.
     """
     if by < 0:
-        return values.narrow(dim, -by, values.shape[dim] + by)
-    shape = [*values.shape]
-    shape[dim] = by
-    return torch.cat([values.new_full(shape, fill), values], dim)
+        return values[:, -by:].contiguous()
+    new = values.new_full((values.shape[0], by, *values.shape[2:]), fill)
+    return torch.cat([new, values], dim=1)

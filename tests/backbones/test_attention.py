@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones import attention
-from lit_dlm.backbones.attention import grouped_sdpa
+from lit_dlm.backbones.attention import Packing, added_mask, grouped_sdpa
 
 
 def _inputs(*, window: int, mask_rows: int, mask_width: int):
@@ -48,17 +48,43 @@ def test_a_masked_window_equals_a_slow_loop_and_repeats_no_keys(
         return plain(q, k, v, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
-    output, weights = grouped_sdpa(nn.Module(), query, key, value, visible, scaling=0.3)
+    mask = added_mask(visible, groups=3, dtype=torch.float32)
+    output, weights = grouped_sdpa(nn.Module(), query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(output, _slow(query, key, value, visible, 0.3))
     assert weights is None
     assert [tensor.data_ptr() for tensor in seen] == [key.data_ptr(), value.data_ptr()]
 
 
-def test_whatever_else_goes_through_transformers(make_backbone):
-    """A whole canvas under a mask: the same bits as with keys repeated for every head."""
+def test_an_added_mask_has_aligned_rows_and_says_the_same_of_every_group():
+    """Two queries and three keys: rows begin every eight cells, where kernels read them as is."""
+    visible = torch.tensor([[[[True, False, True], [False, True, True]]]])
+    mask = added_mask(visible, groups=1, dtype=torch.bfloat16)
+    inf = float("inf")
+    assert mask.tolist() == [[[[0.0, -inf, 0.0], [-inf, 0.0, 0.0]]]]
+    assert mask.stride()[-2:] == (8, 1)
+    twice = added_mask(visible, groups=2, dtype=torch.float32, hidden=-5.0)
+    assert twice.tolist() == [[[[0.0, -5.0, 0.0], [-5.0, 0.0, 0.0]] * 2]]
+
+
+def test_packed_windows_become_a_grid_and_return():
+    """Windows of two queries and of one; the cell behind the short one is dropped."""
+    packing = Packing(
+        rows=torch.tensor([[0, 0, 1]]),
+        cells=torch.tensor([[0, 1], [2, 2]]),
+        windows=torch.tensor([0, 0, 1]),
+        offsets=torch.tensor([0, 1, 0]),
+    )
+    packed = torch.arange(6.0).view(1, 2, 3, 1)  # two heads
+    grid = packing.grid(packed)
+    assert grid[..., 0].tolist() == [[[0, 1], [3, 4]], [[2, 2], [5, 5]]]
+    assert packing.pack(grid)[0, ..., 0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@torch.no_grad()
+def test_a_padded_canvas_equals_that_with_keys_repeated_for_every_head(make_backbone):
     backbone = make_backbone(num_kv_heads=1)
     ids = torch.arange(4, 12).view(2, 4)
     pad_mask = torch.tensor([[False, True, True, True], [True] * 4])
-    ours = backbone.denoise(ids, pad_mask=pad_mask).logits
-    backbone.model.config._attn_implementation = "sdpa"
-    assert torch.equal(backbone.denoise(ids, pad_mask=pad_mask).logits, ours)
+    matrix = pad_mask[:, None, None].expand(-1, 1, 4, -1)
+    repeated = backbone.forward(ids, matrix, torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]]))
+    torch.testing.assert_close(backbone.forward(ids, pad_mask), repeated)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from lit_dlm.backbones import attention
+from lit_dlm.backbones.attention import Packing
 from lit_dlm.backbones.base import Span
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.masking import block_numbers
+from tests.backbones.reference import slow_varlen_attn
 
 
 def _canvas(backbone: HFBackbone, length: int, *, block_size: int | None = None) -> CachedCanvas:
@@ -56,19 +60,26 @@ def test_cached_blocks_equal_the_references(parity: Path, attn: str):
     check("out.b5", range(16, 20))
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize(
+    "spans", [[Span(2, 6, 10), Span(5, 9, 9)], [Span(3, 9, 9), Span(7, 9, 10)]]
+)
 @torch.no_grad()
-def test_rows_with_different_spans_equal_rows_alone(make_backbone):
-    """Spans [2, 6) and [5, 9) in one forward, after a forward over everything."""
-    backbone = make_backbone(num_kv_heads=1)
+def test_rows_with_different_spans_equal_rows_alone(
+    make_backbone, attn: str, spans: list[Span], monkeypatch: pytest.MonkeyPatch
+):
+    """Spans of one width or of two in one forward, after a forward over everything."""
+    monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
+    backbone = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn=attn)
+    reference = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn="eager")
     ids = torch.randint(4, 32, (2, 10), generator=torch.Generator().manual_seed(1))
     pad_mask = torch.ones(2, 10, dtype=torch.bool)
     pad_mask[0, :2] = False
     positions = (pad_mask.long().cumsum(1) - 1).clamp_min(0)
-    spans = [Span(2, 6, 10), Span(5, 9, 9)]
     changed = ids.clone()
     changed[:, 5] = 30
 
-    def run(rows: list[int]) -> torch.Tensor:
+    def run(rows: list[int], backbone: HFBackbone = reference) -> torch.Tensor:
         canvas = CachedCanvas(
             backbone,
             num_rows=len(rows),
@@ -82,9 +93,50 @@ def test_rows_with_different_spans_equal_rows_alone(make_backbone):
         denoised = canvas.read(torch.arange(10).expand(len(rows), -1))
         return torch.cat([denoised.logits[..., 4:], denoised.hidden.flatten(2)], -1)
 
-    together = run([0, 1])
+    together = run([0, 1], backbone)
     for row in (0, 1):
-        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:])
+        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "varlen"])
+@torch.no_grad()
+def test_blocks_out_of_phase_equal_rows_alone(
+    make_backbone, attn: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Row 0 goes on in its block while row 1 enters one: widths 2 and 4, causal by blocks."""
+    called: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        called.append(len(args[0]))
+        return slow_varlen_attn(*args, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    backbone = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn=attn)
+    ids = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(3))
+    pad_mask = torch.ones(2, 8, dtype=torch.bool)
+    pad_mask[0, :2] = False
+
+    def run(rows: list[int]) -> torch.Tensor:
+        canvas = CachedCanvas(
+            backbone,
+            num_rows=len(rows),
+            length=8,
+            pad_mask=pad_mask[rows],
+            positions=(pad_mask[rows].long().cumsum(1) - 1).clamp_min(0),
+            blocks=block_numbers(pad_mask[rows], 2),
+            block_size=2,
+        )
+        canvas.forward(ids[rows], [Span(0, 6, 6)] * len(rows), block_causal=True)
+        changed = ids[rows].clone()
+        changed[:, 5] = 9
+        spans = [Span(4, 6, 6), Span(4, 8, 8)]
+        canvas.forward(changed, [spans[row] for row in rows], block_causal=rows != [0])
+        return canvas.read(torch.arange(8).expand(len(rows), -1)).logits[..., 4:]
+
+    together = run([0, 1])
+    assert called == ([6] * 3 if attn == "varlen" else [])
+    for row in (0, 1):
+        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -119,16 +171,27 @@ def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
 
 
 def test_writes_reach_only_the_planned_rows_and_columns():
-    """Row 1 of 2: the first of three queries is not kept, the others go to columns 4 and 5."""
+    """Row 1 of 2 at columns 4 and 5; then column 2 of row 0 and 0 to 1 of row 1, side by side."""
     cache = WindowCache(1, length=6, num_rows=2)
-    cache.plan = WindowPlan(rows=torch.tensor([1]), columns=torch.tensor([[6, 4, 5]]), kv_end=6)
-    new = torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1)
+    cache.plan = WindowPlan(rows=torch.tensor([1]), columns=torch.tensor([[4, 5]]), kv_end=6)
+    new = torch.tensor([8.0, 9.0]).view(1, 1, 2, 1)
     seen, values = cache.update(new, -new, 0)
     assert seen.flatten().tolist() == [0, 0, 0, 0, 8, 9]
     assert values.flatten().tolist() == [0, 0, 0, 0, -8, -9]
-    cache.plan = WindowPlan(rows=torch.arange(2), columns=torch.full((2, 3), 6), kv_end=6)
-    seen, _ = cache.update(new.expand(2, -1, -1, -1), new.expand(2, -1, -1, -1), 0)
-    assert seen[:, 0, :, 0].tolist() == [[0] * 6, [0, 0, 0, 0, 8, 9]]
+    cache.plan = WindowPlan(
+        rows=torch.arange(2),
+        columns=torch.tensor([[2, 0, 1]]),
+        kv_end=6,
+        packing=Packing(
+            rows=torch.tensor([[0, 1, 1]]),
+            cells=torch.tensor([[0, 0], [1, 2]]),
+            windows=torch.tensor([0, 1, 1]),
+            offsets=torch.tensor([0, 0, 1]),
+        ),
+    )
+    new = torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1)
+    seen, _ = cache.update(new, new, 0)
+    assert seen[:, 0, :, 0].tolist() == [[0, 0, 1, 0, 0, 0], [2, 3, 0, 0, 8, 9]]
 
 
 def test_keys_of_all_rows_are_seen_without_a_copy():
