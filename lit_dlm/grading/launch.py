@@ -47,7 +47,7 @@ _TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
 _next_user = itertools.count(os.getpid() * 1000)
 
 
-class SandboxError(RuntimeError):
+class SandboxError(OSError):
     """The sandbox itself failed; says nothing about the candidate."""
 
 
@@ -164,11 +164,16 @@ def _run_driver(
     job: dict[str, Any], values: Sequence[bytes], limits: SandboxLimits, method: IsolationMethod
 ) -> tuple[dict[str, Any], list[bytes]]:
     nonce = secrets.token_hex(16)
+    user = _spare_user()
+    # The driver gives up root when it has shown the interpreter's files, wherever they lie. Without
+    # the right to do so it is another user from the start, who may make a user namespace.
+    early = user is not None and (method == "landlock" or not _may_mount())
     config = {
         **asdict(limits),
         "level": method,
         "setup_seconds": _SETUP_SECONDS,
-        "user": _spare_user(),
+        "user": None if early else user,
+        "owns_user": method != "landlock" or user is not None,
         "parent": os.getpid(),
         "folders": _shown_folders(),
         "library_paths": _library_paths(),
@@ -186,9 +191,13 @@ def _run_driver(
             env={k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
             cwd="/",
             start_new_session=True,
+            user=user if early else None,
+            group=user if early else None,
+            extra_groups=[] if early else None,
         )
     except OSError as error:
-        raise SandboxError(f"{command[0]}: {error.strerror}") from error
+        whom = f", for a user other than root: {command[0]}" if early else f": {command[0]}"
+        raise SandboxError(f"{error.strerror}{whom}") from error
     with driver:
         try:
             sent = wire.pack([json.dumps({**job, "nonce": nonce}).encode(), *values])
@@ -235,6 +244,12 @@ def _spare_user() -> int | None:
     return end - 1 - next(_next_user) % (end // 20) if end > 1000 else None
 
 
+def _may_mount() -> bool:
+    """Whether we have CAP_SYS_ADMIN, which containers often keep from root."""
+    status = Path("/proc/self/status").read_text()
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> 21 & 1)
+
+
 def _bubblewrap() -> list[str]:
     """The beginning of a command that runs the rest of it in bubblewrap."""
     program = shutil.which("bwrap")
@@ -242,7 +257,7 @@ def _bubblewrap() -> list[str]:
         raise SandboxError("not installed")
     words = ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     words += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
-    if os.geteuid() == 0:  # the driver gives them up with its user id
+    if os.geteuid() == 0 and _may_mount():  # the driver gives them up with its user id
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     paths = [*isolate.SYSTEM_FOLDERS, *_shown_folders(), *isolate.SYSTEM_FILES, *isolate.DEVICES]
     # It makes missing parents for their owner only, who is another one when root starts it.

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,15 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 """One that other users may run, which root's own often is not."""
 
 
-def _run(level: str, *, python: str = sys.executable, user: int | None = None) -> Any:
+def _run(
+    level: str,
+    *,
+    python: str = sys.executable,
+    user: int | None = None,
+    prefix: Sequence[str] = (),
+) -> Any:
     """What the script says, run as another user if need be."""
-    command = [python, "-m", "tests.grading.hostile", level]
+    command = [*prefix, python, "-m", "tests.grading.hostile", level]
     if level == "unguarded":
         # Processes, files, network and all else of its own.
         namespaces = ["-U", "-r", "-p", "-f", "-m", "-n", "-i", "--mount-proc", "--kill-child"]
@@ -69,11 +76,20 @@ def test_nothing_hostile_is_worth_anything_or_leaves_anything(level: Any) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run it for another user")
-@pytest.mark.parametrize("user", [None, 54321])
-def test_nor_without_namespaces_as_root_or_as_a_plain_user(user: int | None) -> None:
-    if not os.access(SYSTEM_PYTHON, os.X_OK):
-        pytest.skip(f"{SYSTEM_PYTHON} is not installed")
-    _check(_run("landlock", python=SYSTEM_PYTHON, user=user))
+@pytest.mark.parametrize(
+    ("level", "user", "prefix"),
+    [
+        ("landlock", None, []),
+        ("landlock", 54321, []),
+        # As in a container that allows user namespaces alone.
+        ("namespaces", None, ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]),
+    ],
+    ids=["root", "plain user", "root without CAP_SYS_ADMIN"],
+)
+def test_nor_as_others(level: str, user: int | None, prefix: list[str]) -> None:
+    if not all(map(shutil.which, [SYSTEM_PYTHON, *prefix[:1]])):
+        pytest.skip("needs the system's Python and setpriv")
+    _check(_run(level, python=SYSTEM_PYTHON, user=user, prefix=prefix))
 
 
 def test_without_walls_the_attacks_win() -> None:

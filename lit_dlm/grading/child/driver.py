@@ -100,7 +100,7 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
             isolate.confine(
                 cpu_seconds=config["cpu_seconds"],
                 memory_bytes=int(config["memory_bytes"]),
-                owns_user=config["level"] != "landlock" or config["user"] is not None,
+                owns_user=config["owns_user"],
             )
             null = os.open("/dev/null", os.O_RDWR)
             for standard in (0, 1, 2):
