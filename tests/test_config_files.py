@@ -135,6 +135,7 @@ def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_no_method_name_has_a_dot():
     for name in packaged("exp"):
         model = load(name)["model"].get("init_args", {})

@@ -12,6 +12,7 @@ from lit_dlm.rewards import SpreadFilter
 from tests.rollouts import fit, learner, rollout_data
 
 
+@pytest.mark.slow
 def test_a_replay_writes_nothing_and_may_begin_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

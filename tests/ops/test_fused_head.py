@@ -208,6 +208,7 @@ class TensorCores(TorchDispatchMode):
         return out.copy_(packet(*(factor.double() for factor in factors), **kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tensor_cores_multiply_half_precision_as_it_is(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
