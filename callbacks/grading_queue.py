@@ -67,7 +67,8 @@ class GradingQueue:
         """
         while self._pending:
             decoded, futures, records = self._pending[0]
-            if not wait and not (records.done() and all(future.done() for future in futures)):
+            parts = [records, *futures]
+            if not wait and not all(one.done() and not one.cancelled() for one in parts):
                 return
             verdicts = [future.result() for future in futures]
             records.result()

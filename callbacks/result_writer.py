@@ -78,6 +78,9 @@ class ResultWriter(BasePredictionWriter):
                     if task.runs_code:
                         settings["isolation"] = self._queue.isolation
                     self.results.claim(task.name, method, settings)
+            removed = self.results.drop_doubles()
+            if removed:
+                logger.warning("%s: removed %d doubled rows", self.results.folder, removed)
             logger.info("Results go to %s", self.results.folder)
         self._target = self._open_trajectories(trainer, pl_module, datamodule.trajectories_dir)
 

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ import lit_dlm.toy  # noqa: F401
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint_files import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.run_lock import locked
 
 logger = logging.getLogger(__name__)
 
 BASE_CONFIG = FOLDER / "base.yaml"
+_held = ExitStack()
+"""The lock of the run folder."""
 
 
 class CLI(LightningCLI):
@@ -51,8 +55,11 @@ class CLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Sets the precision of float32 products on GPUs, as a release's ``enable_tf32`` does."""
-        torch.backends.cuda.matmul.allow_tf32 = self.config[self.subcommand].tf32
+        """Takes the run folder and sets the precision of products (a release's ``enable_tf32``)."""
+        options = self.config[self.subcommand]
+        if self.subcommand in ("fit", "predict") and rank_zero_only.rank == 0:
+            _held.enter_context(locked(Path(options.run_dir), self.subcommand))
+        torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -141,6 +148,8 @@ def main(arguments: Sequence[str]) -> int:
             raise
         sys.stderr.write(f"lit-dlm: error: {_told(error)}\n")
         return 1
+    finally:
+        _held.close()
     return 0
 
 

@@ -11,11 +11,12 @@ checked when it is read. Lines from before there were digests are read as they a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -87,6 +88,7 @@ class ResultFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
+        self._written: set[Path] = set()
 
     def method_folder(self, task: str, method: str) -> Path:
         """Folder of one method on one task.
@@ -152,14 +154,35 @@ class ResultFolder:
         Returns:
             How many rows were removed.
         """
+        return self._remove(lambda _, row: (row.get("trajectory") or {}).get("uid") not in uids)
+
+    def drop_doubles(self) -> int:
+        """Removes the second rows of samples, as two processes in one folder left them.
+
+        No other process may write meanwhile.
+
+        Returns:
+            How many rows were removed.
+        """
+        seen: set[tuple[Path, str]] = set()
+
+        def is_double(path: Path, row: Mapping[str, Any]) -> bool:
+            key = (path.parent, row["uid"])
+            is_known = key in seen
+            seen.add(key)
+            return is_known
+
+        return self._remove(is_double)
+
+    def _remove(self, is_bad: Callable[[Path, Mapping[str, Any]], bool]) -> int:
         num_removed = 0
         for path in sorted(self.folder.glob("*/*/part-r*.jsonl")):
             kept, removed = [], 0
             for row in self._rows_of(path):
-                if (row.get("trajectory") or {}).get("uid") in uids:
-                    kept.append(_line(row))
-                else:
+                if is_bad(path, row):
                     removed += 1
+                else:
+                    kept.append(_line(row))
             if removed:
                 write_atomically(path, "".join(kept))
             num_removed += removed
@@ -177,6 +200,9 @@ class ResultFolder:
             folder = self.method_folder(row.task, row.method)
             grouped.setdefault(folder / f"part-r{rank:05d}.jsonl", []).append(row)
         for path, group in grouped.items():
+            if path in self._written and not path.exists():
+                raise FileNotFoundError(errno.ENOENT, "was deleted during the run", str(path))
+            self._written.add(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(path)
             with path.open("a", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,6 +84,25 @@ def test_the_same_sample_twice_is_an_error(tmp_path: Path):
     folder.append([row("a")], rank=1)
     with pytest.raises(ValueError, match="sample a was written twice"):
         folder.rows("t", "m")
+
+
+def test_doubled_rows_are_taken_out(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("a"), row("b")], rank=0)
+    folder.append([row("b"), row("c")], rank=1)
+    folder.append([row("a", method="n")], rank=1)
+    assert folder.drop_doubles() == 1
+    assert [found.uid for found in folder.rows("t", "m")] == ["a", "b", "c"]
+    assert len(folder.rows("t", "n")) == 1
+    assert folder.drop_doubles() == 0
+
+
+def test_a_file_that_is_deleted_during_the_run_is_noticed(tmp_path: Path):
+    folder = ResultFolder(tmp_path)
+    folder.append([row("a")])
+    shutil.rmtree(tmp_path / "t")
+    with pytest.raises(FileNotFoundError, match="was deleted during the run"):
+        folder.append([row("b")])
 
 
 def test_other_settings_are_refused_and_the_difference_is_named(tmp_path: Path):

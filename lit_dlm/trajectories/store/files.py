@@ -250,6 +250,14 @@ def completed_uids(folder: str | Path) -> set[str]:
     return {uid for side in side_files(folder) for uid in side.uids}
 
 
+def doubled(folder: Path, uid: str, first: str, second: str) -> str:
+    """Says that two shards of a folder hold one uid, and how to mend it."""
+    return (
+        f"uid {uid!r} is in both {first} and {second}: two processes wrote to {folder}; "
+        f"`lit-dlm traj recover {folder}` takes the second ones out"
+    )
+
+
 def uid_order(uids: Sequence[str]) -> list[int]:
     """Numbers of records in an order that does not depend on which process wrote them when.
 

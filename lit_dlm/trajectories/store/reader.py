@@ -29,7 +29,13 @@ from lit_dlm.trajectories.format import (
     read_metas,
 )
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.store.files import BlockEntry, SideFile, shards_in, side_path
+from lit_dlm.trajectories.store.files import (
+    BlockEntry,
+    SideFile,
+    doubled,
+    shards_in,
+    side_path,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +81,8 @@ class TrajectoryShardReader:
                 uids of the side file are always checked.
 
         Raises:
-            ShardError: If there is no shard, or a shard or side file is missing (``skip`` warns).
+            ShardError: If there is no shard, a shard or side file is missing, or two shards of a
+                folder hold one uid (``skip`` warns and leaves the second one out).
         """
         self.on_error = on_error
         self.features = features
@@ -189,6 +196,7 @@ class TrajectoryShardReader:
         else:
             paths = [Path(path) for path in shards]
         sides = {}
+        owners: dict[Path, dict[str, str]] = {}
         for path in paths:
             try:
                 if not side_path(path).exists():
@@ -198,6 +206,11 @@ class TrajectoryShardReader:
                     raise ShardError(f"{path}: the shard of this side file is missing")
                 if len(set(side.uids)) != sum(entry.num_records for entry in side.blocks):
                     raise ShardError(f"{side_path(path)}: its uids and block counts do not fit")
+                known = owners.setdefault(path.parent, {})
+                uid = next((uid for uid in side.uids if uid in known), None)
+                if uid is not None:
+                    raise ShardError(doubled(path.parent, uid, known[uid], path.name))
+                known.update(dict.fromkeys(side.uids, path.name))
                 sides[path] = side
             except ShardError as error:
                 self._damage(error)

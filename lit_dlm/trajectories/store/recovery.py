@@ -20,6 +20,7 @@ from lit_dlm.trajectories.store.files import (
     RUN_MEMBER,
     ShardName,
     completed_uids,
+    doubled,
     merkle_root,
     next_index,
     scan_members,
@@ -55,8 +56,10 @@ def recover(folder: str | Path) -> list[Recovered]:
     Each such file is read as far as it goes; blocks that pass every check go into a new shard of
     the same series, records that a finished shard already holds are left out, and the file is
     deleted. A finished shard without side file (a crash between the two) is treated the same way,
-    but kept as ``.damaged`` if anything in it was lost. Run it before a folder is resumed, by one
-    process, while no other starts to write there; running it again changes nothing.
+    but kept as ``.damaged`` if anything in it was lost. Of records that two finished shards hold,
+    as two processes in one folder left them, the second ones are taken out. Run it before a folder
+    is resumed, by one process, while no other starts to write there; running it again changes
+    nothing.
 
     Args:
         folder: folder of the set. A folder that does not exist holds nothing to recover.
@@ -85,6 +88,32 @@ def recover(folder: str | Path) -> list[Recovered]:
                 path,
                 report.num_records,
                 report.num_dropped_blocks,
+            )
+            reports.append(report)
+    return reports + _without_doubles(folder)
+
+
+def _without_doubles(folder: Path) -> list[Recovered]:
+    """Writes shards that repeat records of earlier ones anew, without these."""
+    seen: set[str] = set()
+    reports = []
+    for side in side_files(folder):
+        if seen.isdisjoint(side.uids):
+            seen.update(side.uids)
+            continue
+        path = folder / side.shard
+        parsed = ShardName.parse(path)
+        if parsed is None or not path.exists():
+            continue
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        # Should the process die now, the shard without side file is recovered in the same way.
+        side_path(path).unlink()
+        report = _recover_file(folder, path, parsed[0], seen, is_unfinished=False)
+        if report is not None:
+            logger.warning(
+                "%s: held %d records that other shards hold, too; they are out",
+                path,
+                side.num_records - report.num_records,
             )
             reports.append(report)
     return reports
@@ -146,7 +175,7 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
             raise ShardError(f"{path}: expected {side.bytes} bytes, got {size}")
         for uid in side.uids:
             if uid in owners:
-                raise ShardError(f"uid {uid!r} is in both {owners[uid]} and {side.shard}")
+                raise ShardError(doubled(folder, uid, owners[uid], side.shard))
             owners[uid] = side.shard
     manifest = {
         "format": MANIFEST_FORMAT,

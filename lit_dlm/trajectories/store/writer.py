@@ -183,6 +183,8 @@ class ShardFile:
     def _append(self, data: bytes, *, sync: bool = True) -> None:
         if self._fd < 0:
             raise OSError(errno.EBADF, "the shard was given up after an error", str(self.path))
+        if not os.fstat(self._fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "was deleted during the run", str(self.path))
         view = memoryview(data)
         try:
             while view:

@@ -236,6 +236,34 @@ def test_one_uid_in_two_shards_fails_the_manifest(tmp_path):
         merge_manifest(tmp_path / "a")
 
 
+def test_a_doubled_folder_is_refused_by_readers_and_repaired(tmp_path):
+    """Two processes wrote records 0 to 7 and 4 to 11, in blocks of four."""
+    records = records_of(12, features=True)
+    write_shards(tmp_path / "a", records[:8], max_shard_records=8)
+    write_shards(tmp_path / "b", records[4:], rank=1, max_shard_records=8)
+    for path in (tmp_path / "b").glob("*.tar*"):
+        path.rename(tmp_path / "a" / path.name)
+    folder = tmp_path / "a"
+    with pytest.raises(ShardError, match=f"'{records[4].uid}' is in both .*traj recover {folder}"):
+        TrajectoryShardReader(folder)
+    (report,) = recover(folder)
+    assert (report.num_records, report.num_dropped_blocks) == (4, 0)
+    assert recover(folder) == []
+    found = list(TrajectoryShardReader(folder))
+    assert merge_manifest(folder)["num_records"] == len(found) == 12
+    for before, after in zip(records, found, strict=True):
+        assert_same(before, after)
+
+
+def test_a_shard_that_is_deleted_while_it_grows_is_noticed(tmp_path):
+    writer = shard_writer(tmp_path, block_size=1)
+    records = records_of(2)
+    writer.put(records[0])
+    next(tmp_path.glob("*.tmp-*")).unlink()
+    with pytest.raises(FileNotFoundError, match="was deleted during the run"):
+        writer.put(records[1])
+
+
 def test_shards_of_stale_records_go_as_a_whole(tmp_path):
     records = records_of(6)
     uids = [record.uid for record in records]

@@ -1,0 +1,85 @@
+"""One process at a time in a run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from lit_dlm.trajectories.store.writer import lock
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Holds a folder for this process; the lock ends with the process, however that ends.
+
+    Args:
+        folder: created if need be.
+        name: what is done there: ``fit`` and ``predict`` may share a folder.
+
+    Raises:
+        ValueError: another process holds it; says which, on which host, and since when.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".{name}.lock"
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        is_free = lock(file)
+        owner = os.read(file, 4096)
+        if is_free is False or (is_free is None and _lives(owner)):
+            os.close(file)
+            hint = "" if is_free is False else f", or delete {path} if that process is dead"
+            raise ValueError(
+                f"{folder}: is in use by {_spoken(owner)}; wait for its end or choose another "
+                f"run_dir{hint}"
+            )
+        if os.fstat(file).st_nlink:
+            break
+        os.close(file)  # its owner has just ended and deleted it
+    if owner:
+        logger.warning("%s: going on after %s, which is dead", folder, _spoken(owner))
+    facts = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(facts).encode(), 0)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _spoken(owner: bytes) -> str:
+    try:
+        facts = json.loads(owner)
+        return (
+            f"process {facts['pid']} on {facts['host']} since {facts['since']} ({facts['command']})"
+        )
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _lives(owner: bytes) -> bool:
+    """Whether a process may still run, where the file system has no locks that would tell."""
+    try:
+        facts = json.loads(owner)
+        if facts["host"] != socket.gethostname():
+            return True
+        os.kill(facts["pid"], 0)
+    except (ValueError, KeyError, TypeError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
