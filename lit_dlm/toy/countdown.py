@@ -38,7 +38,8 @@ MAX_ANSWER_CHARS = 200
 """Longest answer that is parsed; a longer one is not a Countdown answer."""
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
-_RUN = re.compile(r"[\d(][-+*/()=\d\s]*[\d)]")
+_RUN = re.compile(r"[-+*/()=\d\s]+")
+_BEFORE, _BEHIND = re.compile(r"[^\d(]*"), re.compile(r"[^\d)]*")
 _SIGNS = {
     "\N{MULTIPLICATION SIGN}": "*",
     "\N{MIDDLE DOT}": "*",
@@ -151,6 +152,14 @@ def read_problems(path: str | Path) -> list[tuple[list[int], int, str | None]]:
                 raise ValueError(f"{path}: row {row}: solution {output!r}: {wrong}")
             problems.append((numbers, target, output))
     return problems
+
+
+def _trimmed(run: str) -> str:
+    """From the first digit or opening to the last digit or closing parenthesis."""
+    before, behind = _BEFORE.match(run), _BEHIND.match(run[::-1])
+    assert before is not None
+    assert behind is not None
+    return run[before.end() : len(run) - behind.end()]
 
 
 class Countdown(PuzzleTask):
@@ -269,7 +278,7 @@ class Countdown(PuzzleTask):
         parts = [part for part in re.split(r"[,;\n]+", text) if part.strip()]
         kept: list[str] = []
         for part in reversed(parts):
-            runs = [run for run in _RUN.findall(part) if re.search(r"[-+*/]", run)]
+            runs = [run for run in map(_trimmed, _RUN.findall(part)) if re.search(r"[-+*/]", run)]
             if runs:
                 kept.insert(0, re.sub(r"\s", "", runs[-1]))
             elif kept:

@@ -24,7 +24,7 @@ SEPARATORS = ("\n", " so ", " then ")
 MAX_COMPLETION_TOKENS = 31
 """Longest completion, in pieces of the tiny tokenizer, that leaves room for the end of text."""
 
-_ANSWER = re.compile(r"####\s*(-?\d+)")
+_ANSWER = re.compile(r"####\s*(-?\d{1,400})(?!\d)")
 
 
 def draw_word_problem(rng: random.Random) -> Problem:

@@ -260,6 +260,21 @@ PROGRAMS = {
     ),
     "printing half a character": "print('\\ud800')",
     "printing without end": "while True: print('4')",
+    "printing success": 'print(\'right\\npassed\\n{"status": "right", "score": 1.0}\\n1.0\')',
+    "ending at once": "import sys\nsys.exit(0)",
+    "ending the process": "import os\nos._exit(0)",
+    "a program that forks": "import os\nwhile True: os.fork()",
+    "a program that hoards": "data = bytearray(4 << 30)\nprint(int(input()) ** 2)",
+    "a program that never ends": "while True: pass",
+    "a program that looks around": (
+        "import gc, sys\nfound = ''\nframe = sys._getframe()\nwhile frame is not None:\n"
+        "    for scope in (frame.f_locals, frame.f_globals):\n"
+        "        for value in list(scope.values()):\n"
+        "            if value in ('4', ['4']): found = value\n    frame = frame.f_back\n"
+        "for thing in gc.get_objects():\n"
+        "    if isinstance(thing, dict) and 'outputs' in thing: found = thing['outputs'][0]\n"
+        "print(found)"
+    ),
 }
 
 

@@ -146,6 +146,21 @@ def test_a_folder_others_can_write_is_refused(tmp_path):
         PlusGrader(cache_dir=str(tmp_path), allow_code_execution=True)
 
 
+def test_a_forged_message_of_20_mb_leaves_one_line(grader):
+    code = (
+        "import os, struct\ndef f(x):\n"
+        '    body = b\'{"id":2,"error":["E","\' + b\'x\' * (20 << 20) + b\'"]}\'\n'
+        "    for fd in range(3, 64):\n        try:\n"
+        "            message = memoryview(struct.pack('>I', len(body)) + body)\n"
+        "            while message: message = message[os.write(fd, message):]\n"
+        "        except OSError: pass\n    return 1"
+    )
+    verdict = grader.grade(code, HALVES)
+    assert (verdict.status, verdict.score) == ("runtime_error", 0.0)
+    assert verdict.detail.startswith("base input 0: E: xxx")
+    assert len(verdict.detail) < 600
+
+
 def test_execution_must_be_allowed():
     with pytest.raises(ValueError, match="allow_code_execution"):
         PlusGrader(allow_code_execution=False).grade("def f(x): pass", HALVES)

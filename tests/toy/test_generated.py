@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser
 
 from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
+from lit_dlm.toy.addition import Addition
 from lit_dlm.toy.countdown import Countdown, canonical
 from lit_dlm.toy.generated import Problem, draw_of_split, generated_examples, is_held_out
 from lit_dlm.toy.python_functions import PythonFunctions, draw_function
@@ -38,6 +39,18 @@ def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
     assert len(texts[0] & texts[1]) < 20
     assert not texts[0] & texts[2]
     assert not texts[1] & texts[2]
+
+
+@pytest.mark.parametrize("task", [WordProblems, Addition, Sudoku, Countdown])
+@pytest.mark.parametrize(
+    "completion",
+    ["#### " + "7" * 6_000, "(" * 100_000, "<answer>" * 20_000, "1" + "-" * 100_000 + "1"],
+    ids=["digits", "parentheses", "tags", "signs"],
+)
+def test_no_completion_breaks_a_grader_or_keeps_it_for_minutes(task: type, completion: str) -> None:
+    """Python converts at most 4300 digits; 100,000 times to the end of the text take minutes."""
+    problems = task(split="test", num_examples=1)
+    assert not problems.grade(problems.examples()[0], completion).is_correct
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""The half of the sandbox that runs in the sample's own processes; standard library only.
+"""What runs in processes of its own, beside the run: the sandbox, and the bounded answerers.
 
 These modules import one another relatively and nothing else of the project, because they run in a
-bare ``python -I -S`` that must start in milliseconds and must hold no secret when the graded code
-is forked off it.
+bare ``python -I`` that must start in milliseconds and must hold no secret when the graded code is
+forked off it.
 """

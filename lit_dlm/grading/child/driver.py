@@ -78,7 +78,8 @@ def main() -> NoReturn:
         result = {"status": lost.status, "detail": lost.detail}
     except Exception as error:  # the candidate's error while loading, any class
         status, detail = remote.failure or ("runtime_error", f"{type(error).__name__}: {error}")
-        result = {"status": status, "detail": detail[:_MAX_DETAIL]}
+        result = {"status": status, "detail": detail}
+    result["detail"] = result["detail"][:_MAX_DETAIL]
     _print([json.dumps({**result, "nonce": job["nonce"]}).encode(), *replies])
     os._exit(0)
 
@@ -105,6 +106,7 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
             null = os.open("/dev/null", os.O_RDWR)
             for standard in (0, 1, 2):
                 os.dup2(null, standard)
+            os.close(null)
             worker.main(request_read, reply_write, config)
         except OSError as error:
             sys.stderr.write(f"{error}\n")
@@ -178,10 +180,7 @@ def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
             return {"status": "wrong", "detail": _failing_line(error, source)}
         status, detail = remote.failure
     except Exception as error:  # tests may raise anything on a strange value
-        status, detail = remote.failure or (
-            "wrong",
-            f"{type(error).__name__}: {error}"[:_MAX_DETAIL],
-        )
+        status, detail = remote.failure or ("wrong", f"{type(error).__name__}: {error}")
     else:
         return None
     return {"status": status, "detail": detail}
@@ -191,7 +190,7 @@ def _failing_line(error: AssertionError, source: str) -> str:
     lines = source.splitlines()
     numbers = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == _TESTS]
     if numbers and numbers[-1] is not None and numbers[-1] <= len(lines):
-        return lines[numbers[-1] - 1].strip()[:_MAX_DETAIL]
+        return lines[numbers[-1] - 1].strip()
     return "an assertion failed"
 
 

@@ -192,7 +192,7 @@ class Remote:
         name, message = error
         status = "syntax_error" if name in _SYNTAX_ERRORS else "runtime_error"
         if self.failure is None:
-            self.failure = (status, f"{name}: {message}"[:500])
+            self.failure = (status, f"{name}: {message}")
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
