@@ -23,6 +23,7 @@ COMMANDS = {
         "decode prompts of the command line or stdin",
     ),
     "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
+    "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.download", "fetch models and data that a configuration names"),
     "report": ("lit_dlm.reports.command", "tables, plots and pages of benchmark runs"),
     "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),

@@ -33,6 +33,7 @@ import lit_dlm.toy  # noqa: F401
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint_files import LAST, CheckpointFiles, last_checkpoint, local
+from lit_dlm.plan import check_run
 from lit_dlm.run_lock import locked
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,17 @@ class CLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Takes the run folder and sets the precision of products (a release's ``enable_tf32``)."""
+        """Plans the run, takes its folder and sets the precision of products.
+
+        The precision is that of a release's ``enable_tf32``.
+
+        Raises:
+            ValueError: the run cannot fit its devices, or another one has the folder.
+        """
         options = self.config[self.subcommand]
+        planned = check_run(options.as_dict())
+        if planned is not None:
+            rank_zero_only(logger.info)(planned)
         if self.subcommand in ("fit", "predict") and rank_zero_only.rank == 0:
             _held.enter_context(locked(Path(options.run_dir), self.subcommand))
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
@@ -107,11 +117,12 @@ class CLI(LightningCLI):
         self.config_init["predict"]["return_predictions"] = False
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     """Runs one subcommand.
 
     Args:
         arguments: the subcommand and its options.
+        cli: what runs it.
 
     Returns:
         The exit status: 1 where a class or a file refused what it was given.
@@ -129,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     subcommands = ("fit", "validate", "test", "predict")
     sys.argv = [sys.argv[0], *arguments]  # processes that Lightning starts get it
     try:
-        CLI(
+        cli(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,

@@ -25,10 +25,9 @@ from torch.autograd.function import once_differentiable
 CHUNK_ROWS = 4096
 """Rows worked on together by default: each set of them reads the whole weight once per pass."""
 
-CHUNK_ELEMENTS = {"cpu": 1_000_000}
+CHUNK_ELEMENTS = {"cpu": 1_000_000, "cuda": 32_000_000}
 """Logits held at a time, by type of device: on a CPU few enough to stay in its cache."""
 
-_CHUNK_ELEMENTS = 32_000_000
 _SMALLEST_SLICE = 256
 
 
@@ -295,7 +294,7 @@ def _logit_slices(
     height = min(chunk_rows, len(rows))
     if not height:
         return
-    elements = CHUNK_ELEMENTS.get(rows.device.type, _CHUNK_ELEMENTS)
+    elements = CHUNK_ELEMENTS.get(rows.device.type, CHUNK_ELEMENTS["cuda"])
     width = min(max(elements // height, _SMALLEST_SLICE), len(weight))
     logits_buffer, spare_buffer = rows.new_empty(2, height * width, dtype=dtype)
     for first in range(0, len(rows), chunk_rows):

@@ -1,0 +1,133 @@
+"""Peak memory of training steps and decodes on this machine, over what their plans say.
+
+    python benchmarks/plan.py [--json] [--width 512] [--layers 8] [--rows 8] [--length 256]
+
+Every case is a process of its own that builds a random model, takes two steps of AdamW on it (or
+runs one forward of a decode), and reads its peak resident set (``VmHWM``) over what it had after a
+step of a small model, which loads all libraries. The allocator is told to give freed memory back.
+The plan counts the same settings without memory. A ratio above 1 says that the plan was too low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import peak_memory
+import torch
+
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.plan import GIB, plan_of
+
+CASES: dict[str, dict[str, Any]] = {
+    "all weights": {"trainable": True},
+    "all weights, every layer recomputed": {"trainable": True, "gradient_checkpointing": True},
+    "all weights, selective": {"trainable": True, "gradient_checkpointing": "selective"},
+    "adapter": {"lora": {"rank": 16, "targets": "all"}},
+    "forward": {},
+}
+
+
+def architecture(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A decoder with full attention."""
+    return {
+        "vocab_size": arguments.vocab, "hidden_size": arguments.width,
+        "intermediate_size": 4 * arguments.width, "num_layers": arguments.layers,
+        "num_heads": 8, "num_kv_heads": 4, "mask_id": 3, "pad_id": 0, "eos_ids": [1],
+    }  # fmt: skip
+
+
+def planned(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Bytes by the plan: a third of each row is prompt."""
+    prompt = arguments.length // 3
+    data = {
+        "class_path": "SupervisedDataModule" if options else "PromptDataModule",
+        "init_args": {
+            "batch_size": arguments.rows,
+            "max_prompt_length": prompt,
+            "response_length": arguments.length - prompt,
+        },
+    }
+    backbone = {"dtype": "float32", "architecture": architecture(arguments), **options}
+    model = {
+        "class_path": "SFTModule",
+        "init_args": {
+            "backbone": {"class_path": "HFBackbone", "init_args": backbone},
+            "optimizer": {"class_path": "torch.optim.AdamW"},
+        },
+    }
+    plan = plan_of({"model": model, "data": data, "trainer": {"accelerator": "cpu", "devices": 1}})
+    assert plan is not None
+    return plan.most()
+
+
+def measured(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Bytes that this process needs beyond its libraries."""
+    given = {**options, "lora": LoRASettings(**options["lora"])} if "lora" in options else options
+
+    def run(arguments: argparse.Namespace) -> int:
+        before = peak_memory.reset_peak()
+        backbone = HFBackbone(architecture=Architecture(**architecture(arguments)), **given)
+        ids = torch.randint(4, arguments.vocab, (arguments.rows, arguments.length))
+        real = torch.ones_like(ids, dtype=torch.bool)
+        real[1:, :5] = False
+        columns = torch.arange(arguments.length // 3, arguments.length)
+        if not options:
+            with torch.no_grad():
+                logits = backbone.denoise(
+                    ids, pad_mask=real, columns=columns.expand(arguments.rows, -1)
+                ).logits
+                logits.float().softmax(-1)
+            return peak_memory.peak() - before
+        scored = (torch.arange(arguments.length) >= columns[0]).expand_as(ids)
+        trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for _ in range(2):
+            backbone.score_tokens(ids, ids, scored, mask=real).ce.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return peak_memory.peak() - before
+
+    run(argparse.Namespace(width=16, layers=1, vocab=64, rows=2, length=32))
+    return run(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--width", type=int, default=512, help="width of the residual stream")
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers")
+    parser.add_argument("--vocab", type=int, default=32000, help="ids of the vocabulary")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        print(measured(options, CASES[options.case]))
+        return
+    found = {}
+    for name, case in CASES.items():
+        child = subprocess.run(
+            [sys.executable, *sys.argv, "--case", name],
+            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found[name] = (int(child.stdout), planned(options, case))
+        if not options.json:
+            real, told = found[name]
+            print(f"{name:38} {real / GIB:7.3f} GiB, planned {told / GIB:7.3f}: {real / told:.2f}")
+    if options.json:
+        print(json.dumps({name: real / told for name, (real, told) in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""``lit-dlm plan``: parameters, memory on 1 to 64 devices and disk of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lit_dlm import trainer_command
+from lit_dlm.plan import plan_of
+
+HELP = """usage: lit-dlm plan --config FILE [--config FILE ...] [options]
+
+Prints what a run takes at most: parameters, bytes on each of 1 to 64 devices, records on disk.
+Nothing is loaded, and releases that are not on this machine are known by their sizes. Options are
+those of fit and predict.
+"""
+
+
+class PlanCLI(trainer_command.CLI):
+    """Reads a configuration and prints its plan."""
+
+    def before_instantiate_classes(self) -> None:
+        """Ends the process before anything is built."""
+        plan = plan_of(self.config[self.subcommand].as_dict(), offline=True)
+        if plan is None:
+            raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
+        print(plan.table())  # noqa: T201
+        raise SystemExit(0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints a plan.
+
+    Args:
+        arguments: those of ``fit``.
+
+    Returns:
+        The exit status.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(HELP, end="")  # noqa: T201
+        return 0
+    return trainer_command.main(["fit", *arguments], PlanCLI)
