@@ -8,7 +8,10 @@ the compute limit the forwards reach.
 ``--ragged N`` makes prompts up to N tokens shorter, so that the rows of a block model come into
 their blocks at different steps; the time of decoding each row alone is then the baseline.
 
-    python benchmarks/decode.py --json
+``--peer`` also times Fast-dLLM's way with the same schemes (``fast_dllm.py``), on transformers' own
+model with the same weights, and compares the tokens.
+
+    python benchmarks/decode.py --peer --json
     python benchmarks/decode.py --block-size 4 --batch 16 --ragged 16 --schemes block
     python benchmarks/decode.py --preset dream-7b --device cuda --dtype bfloat16 --batch 1 16
 """
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
+import fast_dllm
 import torch
 from torch import Tensor
 
@@ -145,6 +149,9 @@ class Measurement:
     """Of decoding each row alone, once, for the same tokens; with ``--ragged`` only."""
     equal_percent: float | None
     """Tokens that are the same as those of the row alone."""
+    peer_seconds: float | None
+    """Of Fast-dLLM's way; with ``--peer`` only."""
+    peer_equal_percent: float | None
     loop_overhead_percent: float
     peak_memory_gib: float | None
     bandwidth_percent: float | None = None
@@ -164,13 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(report))
         return
     print(f"{'scheme':<9}{'policy':<17}{'batch':>5}{'tok/s':>10}{'fwd/s':>9}{'fwd':>6}", end="")
-    print(f"{'fwd/step':>10}{'x alone':>9}", end="")
+    print(f"{'fwd/step':>10}{'x alone':>9}{'x peer':>8}", end="")
     print(f"{'overhead %':>12}{'peak GiB':>10}{'bandwidth %':>13}{'compute %':>11}")
     for m in measurements:
         print(f"{m.scheme:<9}{m.policy:<17}{m.batch:>5}{m.tokens_per_second:>10.2f}", end="")
         print(f"{m.forwards_per_second:>9.2f}{m.forwards:>6}", end="")
         ratio = "-" if m.alone_seconds is None else f"{m.alone_seconds / m.seconds:.2f}"
-        print(f"{m.forwards / m.steps:>10.2f}{ratio:>9}", end="")
+        peer = "-" if m.peer_seconds is None else f"{m.peer_seconds / m.seconds:.2f}"
+        print(f"{m.forwards / m.steps:>10.2f}{ratio:>9}{peer:>8}", end="")
         print(f"{m.loop_overhead_percent:>12.2f}", end="")
         for value, width in (
             (m.peak_memory_gib, 10), (m.bandwidth_percent, 13), (m.compute_percent, 11)
@@ -201,6 +209,9 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
     times: dict[tuple[str, str], list[tuple[float, float]]] = {cell: [] for cell in cells}
     kept: dict[tuple[str, str], tuple[Meter, int, float | None]] = {}
     alone: dict[tuple[str, str], tuple[float, float]] = {}
+    peers: dict[tuple[str, str], list[float]] = {cell: [] for cell in cells}
+    equal: dict[tuple[str, str], float] = {}
+    peer = fast_dllm.plain_model(backbone) if args.peer else None
     for repetition in range(args.repetitions + args.warmup):
         for scheme, policy in cells:
             decoder = Decoder(
@@ -223,18 +234,42 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
                 times[scheme, policy].append((total, meter.seconds))
             elif args.ragged:
                 begin = clock()
-                ids = [
+                rows = [
                     decoder(backbone, canvas_of(range(row, row + 1))).ids for row in range(batch)
                 ]
                 seconds = clock() - begin
-                equal = (
-                    torch.cat([row[:, -args.gen :] for row in ids]) == result.ids[:, -args.gen :]
+                same = (
+                    torch.cat([ids[:, -args.gen :] for ids in rows]) == result.ids[:, -args.gen :]
                 )
-                alone[scheme, policy] = seconds, 100.0 * float(equal.double().mean())
+                alone[scheme, policy] = seconds, 100.0 * float(same.double().mean())
+            if peer is not None:
+                begin = clock()
+                ids = fast_dllm.generate(
+                    peer,
+                    canvas.ids,
+                    start=canvas.start,
+                    block=args.block,
+                    steps=args.steps,
+                    mask_id=backbone.spec.mask_id,
+                    scheme=scheme,
+                )
+                if repetition >= args.warmup:
+                    peers[scheme, policy].append(clock() - begin)
+                same = (ids == result.ids)[:, -args.gen :]
+                equal[scheme, policy] = 100.0 * float(same.double().mean())
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
             kept[scheme, policy] = meter, int(result.num_steps.max()), peak
     return [
-        _measurement(backbone, args, cell, batch, times[cell], *kept[cell], alone.get(cell))
+        _measurement(
+            backbone,
+            args,
+            cell,
+            batch,
+            times[cell],
+            *kept[cell],
+            alone.get(cell),
+            (statistics.median(peers[cell]), equal[cell]) if peers[cell] else None,
+        )
         for cell in cells
     ]
 
@@ -249,6 +284,7 @@ def _measurement(
     steps: int,
     peak: float | None,
     alone: tuple[float, float] | None,
+    peer: tuple[float, float] | None,
 ) -> Measurement:
     total = statistics.median(total for total, _ in times)
     # Of the same repetition, so that both times saw the same machine.
@@ -267,6 +303,8 @@ def _measurement(
         steps=steps,
         alone_seconds=alone[0] if alone else None,
         equal_percent=alone[1] if alone else None,
+        peer_seconds=peer[0] if peer else None,
+        peer_equal_percent=peer[1] if peer else None,
         loop_overhead_percent=overhead,
         peak_memory_gib=peak,
         bandwidth_percent=100.0 * weights / inside / bandwidth if bandwidth else None,
@@ -313,6 +351,10 @@ def _report(measurements: list[Measurement], args: argparse.Namespace) -> dict[s
             report[f"{scheme}_speedup"] = (
                 first[scheme].tokens_per_second / first["none"].tokens_per_second
             )
+    for scheme, m in first.items():
+        if m.peer_seconds is not None:
+            report[f"{scheme}_over_fast_dllm"] = m.peer_seconds / m.seconds
+            report[f"{scheme}_equal_percent"] = m.peer_equal_percent
     report["loop_overhead_percent"] = max(m.loop_overhead_percent for m in measurements)
     report["tokens_per_second"] = max(m.tokens_per_second for m in first.values())
     report["tokens_per_second_by_scheme"] = {n: m.tokens_per_second for n, m in first.items()}
@@ -376,6 +418,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run = parser.add_argument_group("measurement")
     run.add_argument("--repetitions", type=int, default=3)
     run.add_argument("--warmup", type=int, default=1)
+    run.add_argument("--peer", action="store_true", help="also time Fast-dLLM's way")
     run.add_argument("--threads", type=int, default=1)
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--peak-bandwidth", type=float, help="GB/s of the device, for the shares")
@@ -387,6 +430,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.block is None:
         args.block = args.block_size or 32
+    if args.peer and (
+        args.block_size
+        or args.shift
+        or args.ragged
+        or args.policies != ["confidence"]
+        or not set(args.schemes or []) <= {"none", "prefix", "dual"}
+    ):
+        parser.error("--peer: only full attention without a shift, equal prompts, confidence")
     if args.schemes is None:
         args.schemes = ["none", "block"] if args.block_size else ["none", "prefix", "dual"]
     return args

@@ -107,7 +107,10 @@ class Sampler:
         if "region" not in requires and columns.device.type == "cpu":
             # Each column left out saves a softmax over the vocabulary.
             order = masks_first(state, columns)
-            columns = columns.gather(1, order)
+            if order.shape[1] == columns.shape[1]:
+                order = None  # the logits are read where they are
+            else:
+                columns = columns.gather(1, order)
         scores: dict[str, Tensor] = {}
         first = 0
         for raw, keys in self._chunks(state, denoised.logits, columns, order):

@@ -1,0 +1,38 @@
+"""The speed table of decoding: its peer decodes the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--hidden", "32", "--heads", "2", "--layers", "2", "--intermediate", "48"]
+SMALL += ["--vocab", "300", "--prompt", "9", "--gen", "16", "--block", "8", "--steps", "8"]
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+
+
+def test_fast_dllm_fills_the_same_tokens_under_every_scheme(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import decode
+
+    decode.main(["--peer", "--json", "--repetitions", "1", "--batch", "2", *SMALL])
+    told = json.loads(capsys.readouterr().out)
+    for scheme in ("none", "prefix", "dual"):
+        assert told[f"{scheme}_equal_percent"] == 100.0
+        assert told[f"{scheme}_over_fast_dllm"] > 0.0
+    forwards = {m["scheme"]: m["forwards"] for m in told["measurements"]}
+    assert forwards == {"none": 8, "prefix": 8, "dual": 8}
+
+
+def test_a_peer_is_refused_where_it_has_no_such_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    import decode
+
+    with pytest.raises(SystemExit):
+        decode.main(["--peer", "--block-size", "4", *SMALL])
+    assert "--peer: only full attention" in capsys.readouterr().err
