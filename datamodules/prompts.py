@@ -145,6 +145,9 @@ class PromptDataModule(LightningDataModule):
         self._work = []
         examples = {task.name: list(task.examples()) for task in self.tasks}
         check_uids(examples)
+        for name, group in examples.items():
+            if not group:
+                raise ValueError(f"tasks: {name} has no examples; expected at least one")
         if self.mix is not None:
             examples = self.mix.chosen(examples)
         for task in self.tasks:

@@ -147,6 +147,7 @@ class StoredDecoder(nn.Module):
         self.spec = self.architecture.spec()
         self.hidden_size = self.architecture.hidden_size
         self.num_layers = self.architecture.num_layers
+        self.max_positions = self.architecture.max_positions
         self.vocab_size = self.architecture.vocab_size
         self.register_buffer(
             "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False

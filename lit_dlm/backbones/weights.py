@@ -147,12 +147,31 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     Args:
         tensors: by key; each is stored contiguously on its own.
         path: target file, replaced atomically.
+
+    Raises:
+        ValueError: a number is not finite; what was there stays.
     """
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ValueError(f"{path}: not written, since {key} has numbers that are not finite")
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
     partial = path.with_name(path.name + ".partial")
     save_file(plain, partial, metadata={"format": "pt", _DIGEST: tensors_digest(plain)})
+    _sort_metadata(partial)
     partial.chmod(0o644)  # safetensors makes files that only their owner may read
     os.replace(partial, path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Orders the facts in a header, which safetensors writes in an order that changes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        )
 
 
 def files_digest(files: Iterable[Path]) -> str:

@@ -2,7 +2,7 @@
 
 from lit_dlm.decoding.caches import BlockCache, CacheScheme, DualCache, NoCache, PrefixCache
 from lit_dlm.decoding.decoder import Decoder, decode_prompts
-from lit_dlm.decoding.engine import DecodeSettings, decode
+from lit_dlm.decoding.engine import DecodeSettings, NotANumberError, decode
 from lit_dlm.decoding.layout import (
     FixedLayout,
     FractionLayout,
@@ -81,6 +81,7 @@ __all__ = [
     "MarkerLayout",
     "NoCache",
     "NoQuota",
+    "NotANumberError",
     "Observer",
     "PrefixCache",
     "Proposal",

@@ -234,8 +234,16 @@ def decode_prompts(
         The final canvas and the counts of every row.
 
     Raises:
-        ValueError: see :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
+        ValueError: a prompt reaches, with its response, beyond the positions that the backbone was
+            made for; see also :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
     """
+    longest = max(map(len, prompts), default=0)
+    limit = getattr(backbone, "max_positions", None)
+    if limit is not None and longest + response_length > limit:
+        raise ValueError(
+            f"response_length: expected at most {limit} tokens of prompt and response, the "
+            f"positions that the model was made for, got {longest} + {response_length}"
+        )
     canvas = prompt_canvas(
         prompts,
         response_length=response_length,

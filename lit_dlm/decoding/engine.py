@@ -53,6 +53,17 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
+class NotANumberError(ValueError):
+    """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
+
+    def __init__(self, rows: list[int], *, step: int) -> None:
+        super().__init__(
+            f"the model's probabilities are not numbers at step {step} (rows {rows} of the batch); "
+            "look at its weights and at the precision it computes in"
+        )
+        self.rows = rows
+
+
 def decode(
     backbone: Backbone,
     canvas: Canvas,
@@ -84,6 +95,7 @@ def decode(
     Raises:
         ValueError: the canvas holds a mask that may not be written, or the model cannot have the
             window or the cache.
+        NotANumberError: the model's probabilities are not numbers, in some rows.
     """
     waiting = [canvas]
     (result,) = decode_queue(
@@ -222,7 +234,13 @@ def decode_queue(
             block_step=state.block_step + 1,
             written=new_ids != state.ids,
         )
-        frontier = _frontier(masked, decision.ended)
+        frontier = _frontier(masked, decision.ended, record.proposal.prob)
+        if _BROKEN in frontier:
+            rows = state.rows.tolist()
+            raise NotANumberError(
+                [row for row, column in zip(rows, frontier, strict=True) if column == _BROKEN],
+                step=state.step - 1,
+            )
         now = time.perf_counter()
         tally.add_seconds(now - clock, decision.policy_span)
         clock = now
@@ -366,19 +384,22 @@ def _denoise(
     )
 
 
-_COMPLETE, _ENDED = -1, -2
+_COMPLETE, _ENDED, _BROKEN = -1, -2, -3
 
 
-def _frontier(masked: Tensor, ended: Tensor | None = None) -> list[int]:
+def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None = None) -> list[int]:
     """The leftmost mask of every row, negative where it is done: the loop waits here.
 
-    One transfer tells how many rows are left, which ones, how the others ended, and in which block
-    each of them is.
+    One transfer tells how many rows are left, which ones, how the others ended, in which block
+    each of them is, and which have a probability that is not a number.
     """
     column = first_column(masked)
     if ended is not None:
         column = torch.where(ended, _ENDED, column)
-    return torch.where(masked.any(1), column, _COMPLETE).tolist()
+    column = torch.where(masked.any(1), column, _COMPLETE)
+    if prob is not None:
+        column = column.masked_fill(prob.sum(1).isnan(), _BROKEN)
+    return column.tolist()
 
 
 def needs(

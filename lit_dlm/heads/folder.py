@@ -1,12 +1,11 @@
 """Folders of exported networks: a JSON file of settings beside a file of weights, with digests.
 
-The weights' header holds the digests of both, so a folder that was damaged, or whose files belong
-to two exports, is refused. Folders from before there were digests load as they are.
+The weights' header holds a digest of both, so a folder that was damaged, or whose files belong to
+two exports, is refused. Folders from before there were digests load as they are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_dlm.ops.digests import is_finite, tensors_digest
+
+_DIGEST = "sha256"
 
 
 def write_folder(
@@ -37,13 +38,16 @@ def write_folder(
         tensors: weights by key.
         config: name of the file of settings.
         weights: name of the file of weights.
+
+    Raises:
+        ValueError: a weight is not finite; what was there stays.
     """
+    _require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    digests = {"sha256": tensors_digest(plain), "config_sha256": _sha256(text)}
     partial = folder / f"{weights}.partial"
-    save_file(plain, partial, metadata=digests)
+    save_file(plain, partial, metadata={_DIGEST: tensors_digest(plain, text)})
     os.replace(partial, folder / weights)
     partial = folder / f"{config}.partial"
     partial.write_text(text, encoding="utf-8")
@@ -80,19 +84,16 @@ def read_folder(
         raise ValueError(f"{folder / config}: not the settings of an export ({error})") from None
     try:
         with safe_open(folder / weights, framework="pt") as file:
-            digests = file.metadata() or {}
+            digest = (file.metadata() or {}).get(_DIGEST)
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except SafetensorError as error:
         raise ValueError(f"{folder / weights}: not a safetensors file ({error})") from None
-    if "sha256" in digests and tensors_digest(tensors) != digests["sha256"]:
-        raise ValueError(f"{folder / weights}: the weights are damaged: they have another digest")
-    if "config_sha256" in digests and _sha256(text) != digests["config_sha256"]:
+    if digest is not None and tensors_digest(tensors, text) != digest:
         raise ValueError(
-            f"{folder / config}: damaged, or of another export than {weights}: the digest differs"
+            f"{what} folder {folder}: damaged, or {config} and {weights} are of two exports: the "
+            "digest differs; expected the files as training wrote them"
         )
-    for key, value in tensors.items():
-        if not is_finite(value):
-            raise ValueError(f"{folder / weights}: {key} has numbers that are not finite")
+    _require_finite(folder / weights, tensors)
     return record, tensors
 
 
@@ -115,5 +116,7 @@ def fitting(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _require_finite(place: Path, tensors: Mapping[str, Tensor]) -> None:
+    for key, value in tensors.items():
+        if not is_finite(value):
+            raise ValueError(f"{place}: {key} has numbers that are not finite")

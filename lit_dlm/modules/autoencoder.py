@@ -18,10 +18,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
+from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.projector import state_snapshots
 from lit_dlm.modules.state_batch import StateBatch
@@ -132,6 +134,10 @@ class AutoencoderModule(LightningModule):
             prog_bar=stage == "val",
         )
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Stops at a gradient that is not finite."""
+        require_finite_gradients(self)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser over encoders and decoders and the optional schedule."""

@@ -22,6 +22,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_dlm.ops.digests import is_finite
+
 LAST = "last"
 """Stem of the checkpoint that a run goes on from; the one before it is kept."""
 
@@ -79,11 +81,16 @@ class CheckpointFiles(TorchCheckpointIO):
             storage_options: none; files are local.
 
         Raises:
-            OSError: it cannot be written; what was there before stays.
+            ValueError: a weight is not finite.
+            OSError: it cannot be written.
+                In both cases what was there before stays.
         """
         if storage_options is not None:
             raise TypeError("storage_options: expected none, since checkpoints are local files")
         path = local(path)
+        for key, value in checkpoint.get("state_dict", {}).items():
+            if not is_finite(value):
+                raise ValueError(f"{path}: not written, since {key} is not finite")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = draft_of(path)
         try:

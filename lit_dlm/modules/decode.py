@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
@@ -20,6 +21,7 @@ from lit_dlm.decoding import (
     Decoder,
     DecodeResult,
     FillCurves,
+    NotANumberError,
     Observer,
     RegionFill,
     decode_prompts,
@@ -27,6 +29,7 @@ from lit_dlm.decoding import (
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
+from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
@@ -176,6 +179,14 @@ class DecodeModule(LightningModule):
             mesh = self.device_mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
 
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Looks at the gradients, whatever is trained.
+
+        Raises:
+            NonFiniteError: one is not finite; raised in all processes, before any weight changes.
+        """
+        require_finite_gradients(self)
+
     def on_predict_start(self) -> None:
         """Gathers sharded weights: processes decode different numbers of steps."""
         self._whole.enter_context(whole_weights(self))
@@ -207,14 +218,18 @@ class DecodeModule(LightningModule):
             raise ValueError(
                 f"decoders: no method '{batch.method}', known: {', '.join(self.decoders) or 'none'}"
             )
-        return decode_prompts(
-            self.backbone,
-            self.decoders[batch.method],
-            batch.prompt_ids,
-            response_length=batch.response_length,
-            seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
-            observers=observers,
-        )
+        try:
+            return decode_prompts(
+                self.backbone,
+                self.decoders[batch.method],
+                batch.prompt_ids,
+                response_length=batch.response_length,
+                seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
+                observers=observers,
+            )
+        except NotANumberError as error:
+            uids = [decode_uid(batch.examples[row], batch.method) for row in error.rows]
+            raise ValueError(f"{', '.join(uids)}: {error}") from error
 
     def predict_step(
         self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0

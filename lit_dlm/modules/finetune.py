@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -26,6 +24,7 @@ from lit_dlm.losses.states import Corruption, NoisyStates
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.checkpoint import export_trained
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.finite import require_finite, require_finite_gradients
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.schedules import warmup_cosine
@@ -35,9 +34,6 @@ LossNorm = Literal["local", "global"]
 
 _VALIDATION_SEED = 1_000_003
 """Added to the seed for the fixed noise of validation."""
-
-_MOST_NAMED = 16
-"""Samples that a message about numbers that are not finite lists."""
 
 logger = logging.getLogger(__name__)
 
@@ -129,12 +125,7 @@ class TrainableModule(DecodeModule):
                 has changed.
         """
         uids, self._step_uids = self._step_uids, []
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            return  # float16 precision tries its loss scale out and skips such steps itself
-        gradients = [value.grad for value in self.parameters() if value.grad is not None]
-        require_finite(
-            finite_gradients(gradients), self.trainer, what="a gradient", blamed=lambda: uids
-        )
+        require_finite_gradients(self, uids)
 
     def scheduled(
         self, groups: Sequence[Any], factor: Callable[[int], float]
@@ -445,61 +436,6 @@ def _non_finite_samples(
     row, _ = states.supervised.nonzero(as_tuple=True)  # in the order of the scores
     samples = states.sample[row[bad]].unique().tolist()
     return [batch.uids[sample] for sample in samples] or batch.uids
-
-
-class NonFiniteError(ValueError):
-    """A loss or gradient is infinite or not a number; raised by all processes at the same step."""
-
-
-def require_finite(
-    is_finite: Tensor, trainer: Trainer | None, *, what: str, blamed: Callable[[], list[str]]
-) -> None:
-    """Raises in every process when one of them has met a number that is not finite.
-
-    One process alone must not stop, or the others would wait for it forever. Costs one reduction of
-    a number, and a look at the result from the host.
-
-    Args:
-        is_finite: scalar bool of this process.
-        trainer: the run; ``None`` outside of one.
-        what: what was checked, for the message.
-        blamed: uids of this process's samples that the message shall name, possibly none; called
-            on failure only.
-
-    Raises:
-        NonFiniteError: naming the samples of all processes.
-    """
-    world_size = 1 if trainer is None else trainer.world_size
-    bad = (~is_finite).float()
-    if world_size > 1:
-        assert trainer is not None
-        bad = trainer.strategy.reduce(bad, reduce_op="sum")
-    if not bool(bad):
-        return
-    named = blamed()
-    if world_size > 1:
-        gathered: list[list[str]] = [[] for _ in range(world_size)]
-        torch.distributed.all_gather_object(gathered, named)
-        named = [uid for part in gathered for uid in part]
-    step = 0 if trainer is None else trainer.global_step
-    listed = ", ".join(named[:_MOST_NAMED])
-    if len(named) > _MOST_NAMED:
-        listed += f" and {len(named) - _MOST_NAMED} more"
-    raise NonFiniteError(
-        f"{what} is not finite at optimiser step {step}, samples {listed}; weights are those from "
-        "before it. Look at these samples, or lower the learning rate"
-    )
-
-
-def finite_gradients(gradients: Sequence[Tensor]) -> Tensor:
-    """Scalar bool: whether all gradients are finite, of sharded ones this process's part.
-
-    Args:
-        gradients: at least one, of any shapes.
-    """
-    local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
-    sums = torch.stack([value.float().abs().sum() for value in local])
-    return torch.isfinite(sums).all()
 
 
 class SFTModule(FinetuneModule):

@@ -10,10 +10,14 @@ from torch import Tensor
 
 
 class TensorDigest:
-    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which are added one by one."""
+    """SHA-256 over the names, dtypes, shapes and bytes of tensors, which are added one by one.
 
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
+    Args:
+        text: what goes before them.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._sha = hashlib.sha256(text.encode())
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Adds a tensor.
@@ -31,13 +35,14 @@ class TensorDigest:
         return self._sha.hexdigest()
 
 
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
     """Digest of tensors in the order of their names.
 
     Args:
         tensors: by key.
+        text: what goes before them.
     """
-    digest = TensorDigest()
+    digest = TensorDigest(text)
     for name in sorted(tensors):
         digest.add(name, tensors[name])
     return digest.text()

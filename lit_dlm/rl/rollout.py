@@ -337,8 +337,6 @@ def encoded_prompts(
 ) -> list[EncodedPrompt]:
     """The problems of some tasks as the model is given them.
 
-    Warns of those that reach, with their responses, beyond the positions the backbone was made for.
-
     Args:
         module: whose tokenizer and chat template are used.
         tasks: in their order.
@@ -347,7 +345,8 @@ def encoded_prompts(
         option: the setting that says so.
 
     Raises:
-        ValueError: no prompt is short enough, or two problems have one uid.
+        ValueError: no prompt is short enough, two problems have one uid, or some reach, with their
+            responses, beyond the positions that the backbone was made for.
     """
     found, dropped = [], 0
     examples = {task.name: list(task.examples()) for task in tasks}
@@ -370,14 +369,10 @@ def encoded_prompts(
     max_positions = module.backbone.architecture.max_positions
     num_long = sum(len(prompt.ids) + response_length > max_positions for prompt in found)
     if num_long:
-        logger.warning(
-            "%s: %d of %d prompts have, with a response of %d tokens, more than the %d positions "
-            "that the backbone was made for",
-            option,
-            num_long,
-            len(found),
-            response_length,
-            max_positions,
+        raise ValueError(
+            f"{option}: {num_long} of {len(found)} prompts have, with a response of "
+            f"{response_length} tokens, more than the {max_positions} positions that the model was "
+            "made for; expected shorter responses, or a smaller max_prompt_length"
         )
     return found
 

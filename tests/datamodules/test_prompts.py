@@ -90,6 +90,15 @@ def test_each_method_sees_each_example_once_and_in_order():
     assert work == [(m, f"letters/test/{n}") for m in ("one", "two") for n in range(7)]
 
 
+def test_a_task_without_examples_is_refused():
+    class Nothing(Letters):
+        def examples(self) -> list[PromptExample]:
+            return []
+
+    with pytest.raises(ValueError, match="tasks: letters has no examples"):
+        _work(PromptDataModule([Nothing()]))
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_share_the_examples_without_overlap(world: int):
     whole = _work(PromptDataModule([Letters()]))

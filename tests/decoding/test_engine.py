@@ -16,12 +16,14 @@ from lit_dlm.decoding import (
     FixedQuota,
     MarginPolicy,
     NoQuota,
+    NotANumberError,
     RandomPolicy,
     Sampler,
     ScheduleQuota,
     SlidingWindow,
     StepRecord,
     ThresholdPolicy,
+    decode_prompts,
     prompt_canvas,
 )
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
@@ -301,6 +303,34 @@ def test_a_mask_in_the_prompt_is_refused():
     canvas = prompt_canvas([[4, MASK]], response_length=1, spec=backbone.spec, seeds=[0])
     with pytest.raises(ValueError, match="row 0, column 1 holds the mask id"):
         Decoder(policy=ConfidencePolicy())(backbone, canvas)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_end_a_decode_and_its_row_is_named(bad: float):
+    """From its second step on, in the row that has a 7 in its prompt."""
+
+    def logits(ids: Tensor) -> Tensor:
+        found = _hashed(ids)
+        begun = (ids[:, 2:] != MASK).any(1) & (ids[:, 0] == 7)
+        return torch.where(begun[:, None, None], torch.full_like(found, bad), found)
+
+    backbone = TableBackbone(logits, vocab_size=12)
+    canvas = prompt_canvas([[4, 4], [7, 4]], response_length=3, spec=backbone.spec, seeds=[0, 1])
+    with pytest.raises(NotANumberError, match=r"not numbers at step 1 \(rows \[1\]") as error:
+        Decoder(policy=ConfidencePolicy())(backbone, canvas)
+    assert error.value.rows == [1]
+
+
+def test_prompt_and_response_stay_within_the_positions_of_the_model():
+    backbone = _table([5, 6], [0.9, 0.8])
+    backbone.max_positions = 4
+    decoder = Decoder(policy=ConfidencePolicy())
+    decode_prompts(backbone, decoder, [[4, 4]], response_length=2, seeds=[0])
+    for prompts, length in (([[4, 4]], 100_000), ([[4], [4, 4, 4]], 2)):
+        with pytest.raises(ValueError, match="response_length: expected at most 4 tokens of"):
+            decode_prompts(
+                backbone, decoder, prompts, response_length=length, seeds=[0, 1][: len(prompts)]
+            )
 
 
 def test_plugs_that_ask_for_different_hidden_layers_are_refused():

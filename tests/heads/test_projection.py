@@ -99,7 +99,7 @@ def test_changed_weights_are_refused(tmp_path: Path) -> None:
     weights = (tmp_path / "projector.safetensors").read_bytes()
     Projector.random_orthogonal(config, seed=1).save(tmp_path)
     (tmp_path / "projector.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match=r"projector\.json: damaged, or of another export"):
+    with pytest.raises(ValueError, match=r"damaged, or projector\.json and"):
         Projector.load(tmp_path)
     save_file(load_file(tmp_path / "projector.safetensors"), tmp_path / "projector.safetensors")
     with pytest.raises(ValueError, match="expected digest"):  # from before files had their own

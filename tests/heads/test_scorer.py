@@ -110,14 +110,23 @@ def test_the_files_of_two_exports_are_no_policy(tmp_path: Path) -> None:
     other.training_facts = {"seed": 4}
     other.save(tmp_path)
     (tmp_path / "config.json").write_bytes(former)
-    with pytest.raises(ValueError, match=r"config\.json: damaged, or of another export"):
+    with pytest.raises(
+        ValueError, match=r"damaged, or config\.json and model\.safetensors are of two"
+    ):
         AcceptanceScorer.load(tmp_path)
 
 
-def test_a_policy_with_a_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_policy_with_a_weight_that_is_no_number_is_neither_written_nor_read(
+    tmp_path: Path,
+) -> None:
     broken = scorer()
-    next(broken.head.parameters()).data.view(-1)[3] = torch.nan
     broken.save(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    next(broken.head.parameters()).data.view(-1)[3] = torch.nan
+    with pytest.raises(ValueError, match=r"head\..* has numbers that are not finite"):
+        broken.save(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    save_file(broken.state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"head\..* has numbers that are not finite"):
         AcceptanceScorer.load(tmp_path)
 

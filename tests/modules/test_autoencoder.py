@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.autoencoder import AutoencoderModule
+from lit_dlm.modules.finite import NonFiniteError
 from tests.traces import recorded, small_backbone, write_shards
 
 
@@ -83,3 +84,18 @@ def test_error_is_the_mean_square_on_normalised_vectors() -> None:
 def test_no_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="positions_per_state"):
         module(positions_per_state=0)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(shards: Path, tmp_path: Path) -> None:
+    model = module()
+    next(model.autoencoder.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    before = {name: value.clone() for name, value in model.autoencoder.named_parameters()}
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, max_steps=3,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(NonFiniteError, match="a gradient is not finite at optimiser step 0; weigh"):
+        trainer.fit(model, TrajectoryDataModule(shards, source="tokens", batch_size=8))
+    for name, value in model.autoencoder.named_parameters():
+        assert torch.equal(value, before[name])
+    assert not (tmp_path / "projector").exists()

@@ -67,6 +67,15 @@ def test_a_save_that_finds_no_room_leaves_the_checkpoint_that_was_there(
     assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    path, broken = tmp_path / "last.ckpt", checkpoint(2)
+    FILES.save_checkpoint(checkpoint(1), path)
+    broken["state_dict"]["weight"][7] = torch.nan
+    with pytest.raises(ValueError, match=r"last\.ckpt: not written, since weight is not finite"):
+        FILES.save_checkpoint(broken, path)
+    assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
+
+
 def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None:
     path, wanted, refused = tmp_path / "best.ckpt", checkpoint(1), 0
     FILES.save_checkpoint(wanted, path)

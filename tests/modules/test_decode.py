@@ -10,7 +10,7 @@ import torch
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.decoding import ConfidencePolicy, Decoder
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.decode import DecodeModule, PromptBatch
 from lit_dlm.tasks import PromptExample
 from tests.rollouts import learner, policy
 
@@ -61,3 +61,16 @@ def test_methods_without_a_window_are_described_with_that_of_the_model() -> None
         {"name": "FullWindow"},
         {"name": "BlockWindow", "block_length": 3, "origin": "sequence"},
     ]
+
+
+def test_a_sample_whose_logits_are_no_numbers_is_named() -> None:
+    """One weight is enough: a decode of it would only look like wrong answers."""
+    backbone = HFBackbone("tiny")
+    backbone.model.model.norm.weight.data[3] = torch.nan
+    module = DecodeModule(
+        backbone, tokenizer="tiny", decoders={"one": Decoder(policy=ConfidencePolicy())}
+    )
+    examples = [PromptExample(uid=f"t/test/{n}", task="t", text="3 pens") for n in range(2)]
+    ids = [module.encode(example) for example in examples]
+    with pytest.raises(ValueError, match="^t/test/0@one, t/test/1@one: the model's probabilities"):
+        module.decode(PromptBatch(examples, ids, "one", 4))

@@ -15,7 +15,8 @@ from torch import Tensor
 from callbacks.adapter_checkpoint import AdapterCheckpoint
 from datamodules.epoch_plan import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
-from lit_dlm.modules.finetune import NonFiniteError, SFTModule, finite_gradients
+from lit_dlm.modules.finetune import SFTModule
+from lit_dlm.modules.finite import NonFiniteError, finite_gradients
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.ops.fused_head import TokenStats
 from tests.finetuning import VOCAB, Data, examples, run, small, trained, two_processes

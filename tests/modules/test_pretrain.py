@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lit_dlm
 from datamodules.pretraining import PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
+from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.toy.word_problems import WordProblems
 
@@ -171,3 +172,11 @@ def test_a_frozen_backbone_and_an_endless_run_are_refused() -> None:
     module.trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False)
     with pytest.raises(ValueError, match=r"trainer\.max_steps: expected at least 1, got -1"):
         module.configure_optimizers()
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    module = PretrainModule(micro(), tokenizer=TINY, export_dir=str(tmp_path / "model"))
+    next(module.backbone.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(NonFiniteError, match="a gradient is not finite at optimiser step 0; weigh"):
+        fit(module, tmp_path, steps=2)
+    assert not (tmp_path / "model").exists()

@@ -14,6 +14,7 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.augmentation import FeatureNoise
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
+from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.selection import SelectionSettings
 from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
@@ -149,6 +150,18 @@ def test_training_lowers_the_loss(shards: Path, tmp_path: Path) -> None:
 
     trainer(tmp_path, max_steps=60, callbacks=[Watch()]).fit(module(), datamodule=data(shards))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def test_a_rate_that_is_too_high_ends_the_run_without_a_policy(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Clipping hides nothing: the gradients of weights beyond float32 are no numbers."""
+    broken = module(optimizer=lambda params: torch.optim.SGD(params, lr=1e38))
+    with pytest.raises(
+        NonFiniteError, match=r"a gradient is not finite at optimiser step \d+; weig"
+    ):
+        trainer(tmp_path).fit(broken, data(shards))
+    assert not (tmp_path / "policy").exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,19 @@ from lit_dlm.toy.word_problems import WordProblems
 from tests.rollouts import G, fit, learner, rollout_data
 
 
-def test_rows_beyond_the_backbones_positions_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_beyond_the_backbones_positions_are_counted_and_refused(tmp_path: Path) -> None:
     rl = learner(family={"max_positions": 26})
-    data = rollout_data(val_tasks=[WordProblems("test", num_examples=2)], val_response_length=26)
-    with caplog.at_level(logging.WARNING):
-        fit(rl, data, tmp_path, steps=1)
     lengths = [len(rl.encode(e)) for e in WordProblems("train", num_examples=20).examples()]
     num_long = sum(length + G > 26 for length in lengths)
     assert 0 < num_long < 20
-    assert f" response_length: {num_long} of 20 prompts have, with a response of 8" in caplog.text
-    assert "val_response_length: 2 of 2 prompts have, with a response of 26 tokens" in caplog.text
+    refused = rf"^response_length: {num_long} of 20 prompts have, with a response of 8 tokens, more"
+    with pytest.raises(ValueError, match=refused):
+        fit(rl, rollout_data(), tmp_path, steps=1)
+    rl = learner(family={"max_positions": max(lengths) + G})
+    data = rollout_data(val_tasks=[WordProblems("test", num_examples=2)], val_response_length=50)
+    refused = r"^val_response_length: 2 of 2 prompts have, with a response of 50 tokens, more than"
+    with pytest.raises(ValueError, match=refused):
+        fit(rl, data, tmp_path, steps=1)
 
 
 class Falling(Reward):

@@ -1,0 +1,90 @@
+"""Runs stop at numbers that are not finite, in all processes at once and before weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_MOST_NAMED = 16
+"""Samples that a message about numbers that are not finite lists."""
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient is infinite or not a number; raised by all processes at the same step."""
+
+
+def require_finite(
+    is_finite: Tensor, trainer: Trainer | None, *, what: str, blamed: Callable[[], list[str]]
+) -> None:
+    """Raises in every process when one of them has met a number that is not finite.
+
+    One process alone must not stop, or the others would wait for it forever. Costs one reduction of
+    a number, and a look at the result from the host.
+
+    Args:
+        is_finite: scalar bool of this process.
+        trainer: the run; ``None`` outside of one.
+        what: what was checked, for the message.
+        blamed: uids of this process's samples that the message shall name, possibly none; called
+            on failure only.
+
+    Raises:
+        NonFiniteError: naming the samples of all processes.
+    """
+    world_size = 1 if trainer is None else trainer.world_size
+    bad = (~is_finite).float()
+    if world_size > 1:
+        assert trainer is not None
+        bad = trainer.strategy.reduce(bad, reduce_op="sum")
+    if not bool(bad):
+        return
+    named = blamed()
+    if world_size > 1:
+        gathered: list[list[str]] = [[] for _ in range(world_size)]
+        torch.distributed.all_gather_object(gathered, named)
+        named = [uid for part in gathered for uid in part]
+    step = 0 if trainer is None else trainer.global_step
+    listed, look = "", ""
+    if named:
+        listed, look = ", samples " + ", ".join(named[:_MOST_NAMED]), "Look at these samples, or l"
+    if len(named) > _MOST_NAMED:
+        listed += f" and {len(named) - _MOST_NAMED} more"
+    raise NonFiniteError(
+        f"{what} is not finite at optimiser step {step}{listed}; weights are those from before it. "
+        f"{look or 'L'}ower the learning rate"
+    )
+
+
+def require_finite_gradients(module: LightningModule, uids: Sequence[str] = ()) -> None:
+    """Stops all processes before an optimiser step that would make weights not finite.
+
+    Clipping would spread one gradient that is not finite to all weights.
+
+    Args:
+        module: in training, before its optimiser step.
+        uids: samples of the step, where they are known.
+
+    Raises:
+        NonFiniteError: a gradient is not finite.
+    """
+    if getattr(module.trainer.precision_plugin, "scaler", None) is not None:
+        return  # float16 precision tries its loss scale out and skips such steps itself
+    gradients = [value.grad for value in module.parameters() if value.grad is not None]
+    require_finite(
+        finite_gradients(gradients), module.trainer, what="a gradient", blamed=lambda: list(uids)
+    )
+
+
+def finite_gradients(gradients: Sequence[Tensor]) -> Tensor:
+    """Scalar bool: whether all gradients are finite, of sharded ones this process's part.
+
+    Args:
+        gradients: at least one, of any shapes.
+    """
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
+    sums = torch.stack([value.float().abs().sum() for value in local])
+    return torch.isfinite(sums).all()
