@@ -3,6 +3,7 @@
 from callbacks.adapter_checkpoint import AdapterCheckpoint
 from callbacks.calibration_plot import CalibrationPlot
 from callbacks.discrimination import DiscriminationScore
+from callbacks.interruption import Interruption
 from callbacks.joint_early_stopping import JointEarlyStopping
 from callbacks.judge import HttpJudge
 from callbacks.progress import ProgressBar
@@ -17,6 +18,7 @@ __all__ = [
     "CalibrationPlot",
     "DiscriminationScore",
     "HttpJudge",
+    "Interruption",
     "JointEarlyStopping",
     "ProgressBar",
     "ResultWriter",

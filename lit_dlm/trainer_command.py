@@ -82,12 +82,13 @@ class CLI(LightningCLI):
         """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Adds the progress bar unless it is switched off, and our checkpoint files."""
+        """Adds the progress bar unless it is switched off, our checkpoint files, and signals."""
         given = self.config_init[self.subcommand].trainer
         if not isinstance(given, Namespace):
             raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
+        self.trainer_defaults["callbacks"] = [callbacks.Interruption()]
         if given.enable_progress_bar is not False:
-            self.trainer_defaults["callbacks"] = callbacks.ProgressBar()
+            self.trainer_defaults["callbacks"].append(callbacks.ProgressBar())
         plugins = given.plugins or []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
@@ -158,6 +159,15 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
         sys.stderr.write(f"lit-dlm: error: {_told(error)}\n")
+        return 1
+    except RuntimeError as error:
+        # Gloo's errors have no class of their own.
+        if not isinstance(error, torch.distributed.DistError) and "/gloo/" not in str(error):
+            raise
+        sys.stderr.write(
+            "lit-dlm: error: another process of this run has ended, so this one ends, too "
+            f"({str(error).rpartition('] ')[2][:200]})\n"
+        )
         return 1
     finally:
         _held.close()

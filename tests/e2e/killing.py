@@ -1,4 +1,4 @@
-"""A callback that ends its own process as ``kill -9`` would, at a chosen point of a run."""
+"""A callback that signals its own process, as ``kill -9`` would, at a chosen point of a run."""
 
 from __future__ import annotations
 
@@ -20,27 +20,39 @@ class KillBefore(Callback):
             thread may be behind.
         folder: of the run.
         num_bytes: how much they must hold together.
+        number: the signal.
+        rank: the process that is signalled.
     """
 
-    def __init__(self, batch: int, folder: str, files: str, num_bytes: int = 1) -> None:
+    def __init__(
+        self,
+        batch: int,
+        folder: str,
+        files: str,
+        num_bytes: int = 1,
+        number: int = signal.SIGKILL,
+        rank: int = 0,
+    ) -> None:
+        self.number = number
+        self.rank = rank
         self.batch = batch
         self.folder = Path(folder)
         self.files = files
         self.num_bytes = num_bytes
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self._kill_before(trainer.global_step)
+        self._kill_before(trainer.global_step, trainer)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, *args: Any
     ) -> None:
-        self._kill_before(batch_idx)
+        self._kill_before(batch_idx, trainer)
 
-    def _kill_before(self, number: int) -> None:
-        if number == self.batch:
+    def _kill_before(self, number: int, trainer: Trainer) -> None:
+        if number == self.batch and trainer.global_rank == self.rank:
             while self._size() < self.num_bytes:
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
 
     def _size(self) -> int:
         return sum(path.stat().st_size for path in self.folder.glob(self.files))

@@ -54,13 +54,38 @@ def finished(process: subprocess.Popen[bytes], seconds: float = 600.0) -> None:
     assert process.returncode == 0, errors.decode()[-4000:]
 
 
-def killed(run_dir: Path, *arguments: str, before: int, files: str, num_bytes: int = 1) -> None:
-    """Runs a command in a process that dies before a batch, once its files hold that much."""
+def killed(
+    run_dir: Path,
+    *arguments: str,
+    before: int,
+    files: str,
+    num_bytes: int = 1,
+    number: int = signal.SIGKILL,
+    rank: int = 0,
+    status: int = -signal.SIGKILL,
+) -> str:
+    """Runs a command that gets a signal before a batch, once its files hold that much.
+
+    Args:
+        run_dir: of the run.
+        *arguments: the command.
+        before: number of the batch.
+        files: pattern of files below ``run_dir``.
+        num_bytes: how much they hold together by then.
+        number: the signal, to one process.
+        rank: which one.
+        status: the exit status that is expected.
+
+    Returns:
+        What was written to the standard error.
+    """
     settings = {"batch": before, "folder": str(run_dir), "files": files, "num_bytes": num_bytes}
+    settings |= {"number": int(number), "rank": rank}
     callback = {"class_path": "tests.e2e.killing.KillBefore", "init_args": settings}
     process = start(*arguments, f"--trainer.callbacks+={json.dumps(callback)}")
     _, errors = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL, errors.decode()[-4000:]
+    assert process.returncode == status, errors.decode()[-4000:]
+    return errors.decode()
 
 
 def timeless(rows: list[ResultRow]) -> list[ResultRow]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,98 @@ def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path
     expected = load_file(whole / "policy" / "model.safetensors")
     assert resumed.keys() == expected.keys()
     assert all(resumed[name].equal(expected[name]) for name in expected)
+
+
+def _resumed_equals(whole: Path, folder: Path) -> None:
+    resumed, expected = (load_file(at / "policy" / "model.safetensors") for at in (folder, whole))
+    assert resumed.keys() == expected.keys()
+    assert all(resumed[name].equal(expected[name]) for name in expected)
+    facts = [json.loads((at / "policy" / "config.json").read_text()) for at in (folder, whole)]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "step"),
+    [(signal.SIGTERM, 5, 7), (signal.SIGINT, 7, 8), (signal.SIGUSR1, 10, 11)],
+)
+def test_an_interrupted_training_goes_on_from_the_step_it_reached(
+    whole: Path, tmp_path: Path, number: signal.Signals, before: int, step: int
+):
+    """Of 12, with a validation behind the sixth."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    command = [*FIT, f"--run_dir={tmp_path}"]
+    told = killed(
+        tmp_path, *command, before=before, files="fit.yaml", number=number, status=128 + number
+    )
+    assert f"ended at optimiser step {step}, saved as {tmp_path}/checkpoints/last.ckpt" in told
+    assert "go on with the same command and --ckpt_path last" in told
+    stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["global_step"] == step
+    assert not (tmp_path / "policy").exists()
+    run(*command)
+    _resumed_equals(whole, tmp_path)
+
+
+def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
+    command = [*GENERATE, f"--run_dir={tmp_path}"]
+    number = signal.SIGTERM
+    told = killed(
+        tmp_path, *command, before=2, files="traces/*", number=number, status=128 + number
+    )
+    assert "the same command decodes what is left" in told
+    assert len(list(TrajectoryShardReader(tmp_path / "traces"))) == 12
+    run(*command)
+    assert _traces(tmp_path) == _traces(whole)
+
+
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_size=4"]
+
+
+@pytest.mark.ddp
+def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, tmp_path: Path):
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    number = signal.SIGTERM
+    told = killed(
+        tmp_path, *FIT, f"--run_dir={tmp_path}", *TWO, before=3, files="fit.yaml", number=number,
+        status=128 + number,
+    )  # fmt: skip
+    assert told.count("saved as") == 1
+    stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert stored["global_step"] == 4
+    finished(start(*FIT, f"--run_dir={tmp_path}", *TWO))
+    one, two = (
+        torch.load(at / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for at in (whole, tmp_path)
+    )
+    for name, value in one.items():
+        if value.is_floating_point():  # sums in another order, under a rate of 0.002
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize(("rank", "status"), [(0, -signal.SIGKILL), (1, 1)])
+def test_a_dead_process_ends_the_others(whole: Path, tmp_path: Path, rank: int, status: int):
+    """Within ten seconds: Lightning looks after its children every five."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    told = killed(
+        tmp_path, *FIT, f"--run_dir={tmp_path}", *TWO, before=3, files="fit.yaml", rank=rank,
+        status=status,
+    )  # fmt: skip
+    ended = time.monotonic()
+    assert told.count("error: another process of this run has ended, so") == rank
+    while [path for path in Path("/proc").glob("[0-9]*/cmdline") if _names(path, tmp_path)]:
+        assert time.monotonic() < ended + 10
+        time.sleep(0.1)
+
+
+def _names(cmdline: Path, folder: Path) -> bool:
+    try:
+        return str(folder).encode() in cmdline.read_bytes()
+    except OSError:
+        return False
 
 
 def test_last_is_the_last_validation_also_where_it_was_not_the_best(whole: Path, tmp_path: Path):

@@ -83,10 +83,14 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert again[name] == value, name
 
 
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)],
+)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
 ) -> None:
-    """SIGKILL after the first of three RL steps: same curve, weights and rollouts, each once."""
+    """After the first of three RL steps: same curve, weights and rollouts, each once."""
     monkeypatch.chdir(ROOT)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     steps = [*SMALL, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"]
@@ -97,8 +101,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     while not last.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None, process.stderr.read().decode()[-4000:]  # type: ignore[union-attr]
-    os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, number)
     process.communicate()
+    assert process.returncode == status
     assert len(read_points(killed / "reward_curve.jsonl")) < 4
     run("fit", *steps, f"--run_dir={killed}", f"--ckpt_path={last}")
     curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, killed)]

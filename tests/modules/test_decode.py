@@ -72,5 +72,5 @@ def test_a_sample_whose_logits_are_no_numbers_is_named() -> None:
     )
     examples = [PromptExample(uid=f"t/test/{n}", task="t", text="3 pens") for n in range(2)]
     ids = [module.encode(example) for example in examples]
-    with pytest.raises(ValueError, match="^t/test/0@one, t/test/1@one: the model's probabilities"):
+    with pytest.raises(ValueError, match=r"^t/test/0@one, t/test/1@one: the model's prob"):
         module.decode(PromptBatch(examples, ids, "one", 4))

@@ -1,0 +1,222 @@
+"""Ends a run at a signal where nothing is lost: SIGTERM, Ctrl-C, or SLURM's warning (SIGUSR1)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lit_dlm.modules.checkpoint_files import LAST
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+_PATIENCE = 3.0
+"""Seconds after which a second signal ends the run at once."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Interrupted(SystemExit):
+    """The run was asked to end; its exit status is 128 and the number of the signal."""
+
+    def __init__(self, number: int, *, status: int | None = None) -> None:
+        super().__init__(128 + number if status is None else status)
+
+
+class Interruption(Callback):
+    """Finishes the batch at hand, saves what training needs to go on, and leaves.
+
+    Training saves ``last.ckpt`` after the optimiser step at hand, or after the next one where a
+    validation or the end of an epoch comes between. An RL step is left for its last checkpoint
+    where that is the step's own beginning, since it is repeated exactly from there. Decoding leaves
+    its shards and results complete. Several processes agree on the step, and a second signal ends
+    the run at once.
+
+    Lightning's own handler leaves with status 0 and without a checkpoint, and waits inside of the
+    handler for the other processes.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._since = 0.0
+        self._trainer: Trainer | None = None
+        self._former: dict[int, Any] = {}
+        self._step = 0  # of the optimiser, when the last batch ended
+        self._began = 0  # the same when the epoch did
+        self._saved = 0  # the same in the last checkpoint
+
+    # -- signals ---------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ties processes that Lightning started to the first one, which may be killed."""
+        self._trainer = trainer
+        if _is_launched(trainer):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def _install(self, trainer: Trainer) -> None:
+        """Takes the signals over, once Lightning has done so."""
+        if signal.getsignal(signal.SIGTERM) == self._note or (
+            threading.current_thread() is not threading.main_thread()
+        ):
+            return
+        if trainer.received_sigterm:  # before this
+            self._number = signal.SIGTERM
+        for number in SIGNALS:
+            self._former.setdefault(number, signal.getsignal(number))
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        assert self._trainer is not None
+        if self._number:
+            if time.monotonic() - self._since > _PATIENCE:
+                raise Interrupted(number)
+            return
+        self._number, self._since = number, time.monotonic()
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signal.Signals(number))
+        if self._trainer.is_global_zero:
+            logger.warning("%s: ending after the batch at hand", signal.Signals(number).name)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives the signals back."""
+        self._restore()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Gives the signals back; what is going on then ends by itself."""
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former = {}
+
+    # -- where a run may end ---------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals over."""
+        self._install(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals over."""
+        self._install(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals over."""
+        self._install(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the signals over; what was resumed is saved already."""
+        self._install(trainer)
+        self._step = self._saved = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes where the epoch begins."""
+        self._began = trainer.global_step
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Notes what is saved."""
+        self._saved = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Ends training behind an optimiser step, in all processes behind the same one."""
+        has_stepped, self._step = trainer.global_step != self._step, trainer.global_step
+        # Gradients that are accumulated are in no checkpoint, nor is a validation that is due.
+        if not has_stepped or _is_followed(trainer):
+            return
+        if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
+            is_rl = trainer.reload_dataloaders_every_n_epochs == 1  # type: ignore[attr-defined]
+            self._end_training(trainer, is_repeated=is_rl and self._saved == self._began)
+
+    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
+        """Ends the rollouts of an RL step, which are repeated; several processes train first.
+
+        Args:
+            text: what is going on.
+            done: how much of it is done.
+            total: how much there is.
+        """
+        del text, done, total
+        trainer = self._trainer
+        assert trainer is not None
+        if trainer.world_size == 1:
+            self._install(trainer)
+            if self._number:
+                self._end_training(trainer, is_repeated=False)
+        return False
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Ends a validation outside of training."""
+        is_outside = trainer.sanity_checking or trainer.state.fn != "fit"
+        if self._number and trainer.world_size == 1 and is_outside:
+            raise self._interrupted(trainer)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Ends decoding; what was decoded is graded and written, the rest is left."""
+        if self._number:
+            if trainer.is_global_zero:
+                logger.warning("ended; the same command decodes what is left")
+            raise self._interrupted(trainer)
+
+    def _end_training(self, trainer: Trainer, *, is_repeated: bool) -> None:
+        way_on = "go on with the same command and --ckpt_path last"
+        step = trainer.global_step
+        path = _last(trainer)
+        if self._saved == step or is_repeated:
+            told = f"ended at optimiser step {step}; {way_on}, from step {self._saved}"
+        elif path is None:
+            told = f"ended at optimiser step {step}; nothing is saved without a ModelCheckpoint"
+        else:
+            trainer.save_checkpoint(path, False)  # not only weights
+            told = f"ended at optimiser step {step}, saved as {path}; {way_on}"
+        if trainer.is_global_zero:
+            logger.warning(told)
+        raise self._interrupted(trainer)
+
+    def _interrupted(self, trainer: Trainer) -> Interrupted:
+        # The first process has the status of all that it launched, and takes others for crashes.
+        status = 0 if _is_launched(trainer) else None
+        return Interrupted(self._number or signal.SIGTERM, status=status)
+
+
+def _is_launched(trainer: Trainer) -> bool:
+    """Whether Lightning in the first process started this one."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+
+
+def _is_followed(trainer: Trainer) -> bool:
+    """Whether a validation or the end of the epoch comes before the next batch."""
+    loop = trainer.fit_loop.epoch_loop
+    every = trainer.val_check_batch
+    number = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+    is_checked = bool(every) and every != float("inf") and (number + 1) % int(every or 1) == 0
+    return bool(loop.batch_progress.is_last_batch) or is_checked
+
+
+def _last(trainer: Trainer) -> Path | None:
+    """Where ``--ckpt_path last`` looks first."""
+    for saver in trainer.checkpoint_callbacks:
+        if isinstance(saver, ModelCheckpoint) and saver.dirpath:
+            return Path(saver.dirpath) / f"{LAST}.ckpt"
+    return None
