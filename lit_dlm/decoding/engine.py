@@ -236,11 +236,9 @@ def decode_queue(
         )
         frontier = _frontier(masked, decision.ended, record.proposal.prob)
         if _BROKEN in frontier:
-            rows = state.rows.tolist()
-            raise NotANumberError(
-                [row for row, column in zip(rows, frontier, strict=True) if column == _BROKEN],
-                step=state.step - 1,
-            )
+            broken = [place for place, column in enumerate(frontier) if column == _BROKEN]
+            step = int(state.step[broken[0]]) - 1
+            raise NotANumberError(state.rows[broken].tolist(), step=step)
         now = time.perf_counter()
         tally.add_seconds(now - clock, decision.policy_span)
         clock = now
