@@ -134,8 +134,10 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         if self._pass is None or self._pass[0] != epoch:
             count = len(self) * self.world_size
             if self.max_tokens is None:
-                order = np.resize(self.order(epoch), count * self.batch_size)
-                found: _Batches = order.reshape(count, self.batch_size)
+                order = self.order(epoch)[: count * self.batch_size]
+                found: _Batches = np.resize(order, count * self.batch_size).reshape(
+                    count, self.batch_size
+                )
             else:
                 cut = split_batches(self._token_batches(epoch), count)
                 found = [cut[number % len(cut)] for number in range(count)]
@@ -151,8 +153,10 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
 
     def _shuffled(self, epoch: int) -> tuple[NDArray[np.int64], np.random.Generator]:
         rng = np.random.default_rng([self.seed, epoch])
-        names, block = np.unique(self.blocks, return_inverse=True)
-        group = rng.permutation(len(names))[block] // self.blocks_per_group
+        names = np.unique(self.blocks)
+        # Small integers: there may be many millions of examples.
+        groups = (rng.permutation(len(names)) // self.blocks_per_group).astype(np.int32)
+        group = groups[np.searchsorted(names, self.blocks)]
         return np.lexsort((rng.random(len(self.blocks)), group)), rng
 
     def _token_batches(self, epoch: int) -> list[NDArray[np.int64]]:

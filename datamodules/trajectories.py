@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,25 +63,26 @@ class StateIndex:
     """Uid of each record; one that is left out has no example."""
     tasks: list[str]
     """Task of each record, empty where its meta names none."""
-    num_steps: NDArray[np.int64]
+    num_steps: NDArray[np.int32]
     """``(number of records,)`` executed steps."""
-    lengths: NDArray[np.int64]
+    lengths: NDArray[np.int32]
     """``(number of records, 2)`` tokens of prompt and response."""
-    blocks: NDArray[np.int64]
+    blocks: NDArray[np.int32]
     """``(number of records,)`` ascending: block of each record."""
-    stored: NDArray[np.int64]
+    stored: NDArray[np.int32]
     """``(number of records,)`` stored block of each record, counted over all shards."""
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int32]
     """``(number of records,)`` place of each record in its stored block."""
-    trace: NDArray[np.int64]
-    """``(N,)`` number of each example's record."""
-    step: NDArray[np.int64]
-    """``(N,)`` step of each example, or :data:`REMASKED`."""
-    kept: NDArray[np.int64]
-    """``(N,)`` place of the step among the record's kept steps (source ``features``)."""
+    starts: NDArray[np.int64]
+    """``(number of records + 1,)`` first example of each record, and the number of all. A record's
+    examples are its steps in order, then :data:`REMASKED` ones."""
 
     def __len__(self) -> int:
-        return len(self.trace)
+        return int(self.starts[-1])
+
+    def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
+        """``(N,)`` number of each example's record."""
+        return np.searchsorted(self.starts, examples, side="right") - 1
 
 
 class StateDataset(Dataset[StateBatch]):
@@ -91,36 +94,52 @@ class StateDataset(Dataset[StateBatch]):
     """
 
     def __init__(
-        self, reader: TrajectoryShardReader, index: StateIndex, *, seed: int, cached_blocks: int
+        self,
+        reader: TrajectoryShardReader,
+        index: StateIndex,
+        *,
+        seed: int,
+        step_ratio: float,
+        cached_blocks: int,
     ) -> None:
         """Sets up the dataset.
 
         Args:
             reader: random access to the blocks.
             index: all examples.
-            seed: seed of random masks.
+            seed: seed of chosen steps and random masks.
+            step_ratio: share of each record's steps that are examples, without features.
             cached_blocks: blocks that stay in memory, per loader worker.
         """
         self.reader = reader
         self.index = index
         self.seed = seed
+        self.step_ratio = step_ratio
         self.cached_blocks = cached_blocks
         self._block_names = reader.blocks
         self._starts = np.searchsorted(index.blocks, np.arange(index.blocks[-1] + 2))
-        self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
+        self._cache: OrderedDict[int, list[tuple[Trajectory, list[int]]]] = OrderedDict()
+
+    def states(self, numbers: NDArray[np.integer]) -> list[tuple[Trajectory, int, int]]:
+        """Examples by number.
+
+        Returns:
+            The record of each, its step or :data:`REMASKED`, and its place in the record's.
+        """
+        traces = self.index.records_of(numbers)
+        blocks = self.index.blocks[traces]
+        rows = traces - self._starts[blocks]
+        places = numbers - self.index.starts[traces]
+        found = []
+        for block, row, at in zip(blocks.tolist(), rows.tolist(), places.tolist(), strict=True):
+            record, steps = self._block(block)[row]
+            found.append((record, steps[at] if at < len(steps) else REMASKED, at))
+        return found
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
         """The collated states of a batch."""
-        index = self.index
-        numbers = np.array([ref.number for ref in batch])
-        traces = index.trace[numbers]
-        steps = index.step[numbers].tolist()
-        blocks = index.blocks[traces]
-        places = traces - self._starts[blocks]
-        records = [
-            self._block(block)[place]
-            for block, place in zip(blocks.tolist(), places.tolist(), strict=True)
-        ]
+        found = self.states(np.array([ref.number for ref in batch]))
+        records, steps, kept = (list(part) for part in zip(*found, strict=True))
         if not self.reader.features and REMASKED not in steps:
             return collate_trace_states(records, steps, [ref.is_real for ref in batch])
         examples = [
@@ -128,7 +147,6 @@ class StateDataset(Dataset[StateBatch]):
             for ref, record, step in zip(batch, records, steps, strict=True)
         ]
         if self.reader.features:
-            kept = index.kept[numbers].tolist()
             examples = [
                 _with_features(example, at) for example, at in zip(examples, kept, strict=True)
             ]
@@ -145,15 +163,22 @@ class StateDataset(Dataset[StateBatch]):
             return remasked_state(trace, rng)
         return trace_state(trace, step)
 
-    def _block(self, block: int) -> list[Trajectory]:
+    def _block(self, block: int) -> list[tuple[Trajectory, list[int]]]:
         records = self._cache.get(block)
         if records is None:
-            records = self._cache[block] = self._read(block)
+            records = [(record, self._steps(record)) for record in self._read(block)]
+            self._cache[block] = records
             if len(self._cache) > self.cached_blocks:
                 self._cache.popitem(last=False)
         else:
             self._cache.move_to_end(block)
         return records
+
+    def _steps(self, record: Trajectory) -> list[int]:
+        """Steps of a record that are examples."""
+        if self.reader.features:
+            return [] if record.features is None else record.features.kept_steps.tolist()
+        return chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
 
     def _read(self, block: int) -> list[Trajectory]:
         first, end = self._starts[block : block + 2]
@@ -282,11 +307,9 @@ class TrajectoryDataModule(LightningDataModule):
         reader = TrajectoryShardReader(
             self._all_shards(), features=self.source == "features", strict=self.strict
         )
-        index = self._build_index(reader)
-        is_val = np.array(
-            [is_validation(uid, seed=self.seed, fraction=self.val_fraction) for uid in index.uids]
-        )[index.trace]
-        self.train_indices = np.flatnonzero(~is_val)
+        index, is_val, val_steps = self._build_index(reader)
+        is_val = np.repeat(is_val, np.diff(index.starts))
+        self.train_indices = np.flatnonzero(~is_val).astype(np.int32)
         val = np.flatnonzero(is_val)
         for name, part in (("training", self.train_indices), ("validation", val)):
             if not len(part):
@@ -294,12 +317,14 @@ class TrajectoryDataModule(LightningDataModule):
                     f"{self.shards}: no {name} examples among {len(index.uids)} records; give "
                     f"more prompts or another val_fraction than {self.val_fraction}"
                 )
-        self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
+        self.val_indices = _spread_evenly(index, val, val_steps, self.max_val_examples, self.seed)
         # Records alone are small: without features there is room for the validation part, too.
         cached = 2 * self.blocks_per_group
         if self.source == "tokens":
             cached = max(cached, _CACHED_RECORD_BLOCKS)
-        self._dataset = StateDataset(reader, index, seed=self.seed, cached_blocks=cached)
+        self._dataset = StateDataset(
+            reader, index, seed=self.seed, step_ratio=self.step_ratio, cached_blocks=cached
+        )
 
     def _all_shards(self) -> Path | list[Path]:
         """What the reader takes: one folder, or the shards of several."""
@@ -310,58 +335,64 @@ class TrajectoryDataModule(LightningDataModule):
                 raise ValueError(f"shards: there is no folder {folder}")
         return [shard for folder in self.folders for shard in shards_in(folder)]
 
-    def _build_index(self, reader: TrajectoryShardReader) -> StateIndex:
-        uids: list[str] = []
+    def _build_index(
+        self, reader: TrajectoryShardReader
+    ) -> tuple[StateIndex, NDArray[np.bool_], NDArray[np.int64]]:
+        """The index, ``(number of records,)`` the validation side, and its examples' steps."""
+        uids = reader.uids
+        n = len(uids)
         tasks: list[str] = []
-        num_steps: list[int] = []
-        lengths: list[NDArray[np.int64]] = []
-        stored: list[int] = []
-        rows: list[int] = []
-        steps: list[list[int]] = []
-        is_used: list[bool] = []
+        num_steps, stored, rows, counts = (np.zeros(n, dtype=np.int32) for _ in range(4))
+        lengths = np.zeros((n, 2), dtype=np.int32)
+        is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
+        val_steps: dict[int, list[int]] = {}
+        end = 0
         for block, (shard, number) in enumerate(reader.blocks):
             outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
             if outline.features is not None:
                 self._check_features(outline.uids[0], outline.features)
-            lengths.append(outline.lengths)
-            for row, (uid, meta) in enumerate(zip(outline.uids, outline.metas, strict=True)):
-                steps.append(self._steps(outline, row))
-                is_used.append(not self.only_correct or self._is_correct(uid, meta))
-                stored.append(block)
-                rows.append(row)
-                uids.append(uid)
-                tasks.append(str(meta.get("task", "")))
-                num_steps.append(int(outline.num_steps[row]))
-        order = uid_order(uids)
-        has_steps = np.array([len(steps[record]) > 0 for record in order])
+            here = slice(end, end + len(outline.uids))
+            lengths[here], num_steps[here] = outline.lengths, outline.num_steps
+            stored[here], rows[here] = block, np.arange(len(outline.uids))
+            counts[here] = self._num_examples(outline)
+            for row, meta in enumerate(outline.metas):
+                at, uid = end + row, uids[end + row]
+                tasks.append(sys.intern(str(meta.get("task", ""))))
+                if self.only_correct and not self._is_correct(uid, meta):
+                    is_used[at] = False
+                elif is_validation(uid, seed=self.seed, fraction=self.val_fraction):
+                    is_val[at] = True
+                    val_steps[at] = self._steps(outline, row)
+            end = here.stop
+        order = np.array(uid_order(uids), dtype=np.int32)
         # Before records are left out, so that a block is mostly one stored block.
+        has_steps = counts[order] > 0
         blocks = _blocks(has_steps if self.source == "features" else np.ones_like(has_steps))
-        for record in np.flatnonzero(~np.array(is_used)).tolist():
-            steps[record] = []
-        counts = np.array([len(steps[record]) for record in order], dtype=np.int64)
-        trace = np.repeat(np.arange(len(order)), counts)
-        if not len(trace):
+        counts[~is_used] = 0
+        starts = np.concatenate([[0], np.cumsum(counts[order], dtype=np.int64)])
+        if not starts[-1]:
             hint = (
                 "; generate them with level: features, or train with source: tokens"
                 if self.source == "features"
                 else ""
             )
             raise ValueError(
-                f"{self.shards}: {sum(is_used)} of {reader.num_records} records are used and "
+                f"{self.shards}: {is_used.sum()} of {n} records are used and "
                 f"none of them holds {self.source} of a step{hint}"
             )
-        return StateIndex(
-            [uids[record] for record in order],
-            [tasks[record] for record in order],
-            np.array(num_steps)[order],
-            np.concatenate(lengths)[order],
-            blocks,
-            np.array(stored)[order],
-            np.array(rows)[order],
-            trace,
-            np.array([step for record in order for step in steps[record]]),
-            np.concatenate([np.arange(count) for count in counts]),
+        index = StateIndex(
+            [uids[record] for record in order.tolist()],
+            [tasks[record] for record in order.tolist()],
+            num_steps[order],
+            lengths[order],
+            blocks.astype(np.int32),
+            stored[order],
+            rows[order],
+            starts,
         )
+        is_val = is_val[order]
+        in_order = (val_steps[record] for record in order[is_val].tolist())
+        return index, is_val, np.fromiter(chain.from_iterable(in_order), dtype=np.int64)
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
         if "correct" not in meta:
@@ -371,15 +402,23 @@ class TrajectoryDataModule(LightningDataModule):
             )
         return bool(meta["correct"])
 
-    def _steps(self, outline: BlockOutline, row: int) -> list[int]:
-        """Steps of a record that become examples."""
+    def _num_examples(self, outline: BlockOutline) -> NDArray[np.int64] | list[int]:
+        """``(n,)`` examples of each record of a block."""
         if self.source == "features":
             # A decode of few steps may have kept none of them.
+            kept = outline.features
+            return [0] * len(outline.uids) if kept is None else [len(one) for one in kept.steps]
+        counts = np.rint(self.step_ratio * outline.num_steps).astype(np.int64)
+        if outline.has_written is not None:
+            counts += self.remasks_per_trace * outline.has_written
+        return counts
+
+    def _steps(self, outline: BlockOutline, row: int) -> list[int]:
+        """Step of every example of a record."""
+        if self.source == "features":
             return [] if outline.features is None else outline.features.steps[row].tolist()
         num_steps = int(outline.num_steps[row])
-        count = min(num_steps, round(self.step_ratio * num_steps))
-        rng = np.random.default_rng(_hash(f"steps:{self.seed}:{outline.uids[row]}"))
-        steps = np.sort(rng.choice(num_steps, size=count, replace=False)).tolist()
+        steps = chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
         if outline.has_written is not None and outline.has_written[row]:
             steps += [REMASKED] * self.remasks_per_trace
         return steps
@@ -411,7 +450,7 @@ class TrajectoryDataModule(LightningDataModule):
         assert self._dataset is not None
         index = self._dataset.index
         rank, world_size = place(self.trainer)
-        records = index.trace[self.train_indices]
+        records = index.records_of(self.train_indices)
         plan = EpochPlan(
             index.blocks[records],
             batch_size=self.batch_size,
@@ -463,25 +502,49 @@ def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
     return _hash(f"{seed}:{prompt_uid}") / 2**64 < fraction
 
 
+def chosen_steps(uid: str, num_steps: int, ratio: float, *, seed: int) -> list[int]:
+    """Steps of a record that become examples, ascending.
+
+    Args:
+        uid: of the record.
+        num_steps: executed steps.
+        ratio: share of them, 0 to 1.
+        seed: seed of the choice.
+    """
+    rng = np.random.default_rng(_hash(f"steps:{seed}:{uid}"))
+    steps = rng.choice(num_steps, size=round(ratio * num_steps), replace=False)
+    return np.sort(steps).tolist()
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _spread_evenly(
-    index: StateIndex, chosen: NDArray[np.int64], limit: int, seed: int
+    index: StateIndex,
+    chosen: NDArray[np.int64],
+    steps: NDArray[np.int64],
+    limit: int,
+    seed: int,
 ) -> NDArray[np.int64]:
     """At most ``limit`` of the chosen examples, in turn from every task and quarter of time."""
-    strata: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for at in chosen.tolist():
-        trace, step = int(index.trace[at]), int(index.step[at])
-        quarter = -1 if step == REMASKED else 4 * step // max(int(index.num_steps[trace]), 1)
-        key = (index.tasks[trace], quarter)
-        order = _hash(f"val:{seed}:{index.uids[trace]}:{step}:{index.kept[at]}")
-        strata.setdefault(key, []).append((order, at))
-    queues = [sorted(strata[key]) for key in sorted(strata)]
-    turns = [
-        (turn, queue_number, at)
-        for queue_number, queue in enumerate(queues)
-        for turn, (_, at) in enumerate(queue)
-    ]
-    return np.array([at for _, _, at in sorted(turns)[:limit]])
+    traces = index.records_of(chosen)
+    kept = chosen - index.starts[traces]
+    num_steps = np.maximum(index.num_steps[traces], 1)
+    quarters = np.where(steps == REMASKED, -1, 4 * steps // num_steps)
+    names = {name: place for place, name in enumerate(sorted(set(index.tasks)))}
+    tasks = np.array([names[name] for name in index.tasks], dtype=np.int64)[traces]
+    order = np.fromiter(
+        (
+            _hash(f"val:{seed}:{index.uids[trace]}:{step}:{place}")
+            for trace, step, place in zip(
+                traces.tolist(), steps.tolist(), kept.tolist(), strict=True
+            )
+        ),
+        dtype=np.uint64,
+    )
+    _, queue = np.unique(8 * tasks + quarters, return_inverse=True)
+    sort = np.lexsort((chosen, order, queue))
+    queue = queue[sort]
+    turn = np.arange(len(sort)) - np.searchsorted(queue, queue)
+    return chosen[sort][np.lexsort((chosen[sort], queue, turn))[:limit]]

@@ -100,12 +100,13 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
 def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Path) -> None:
     module = ready(shards, source="tokens", step_ratio=0.5, remasks_per_trace=2)
     index = states(module).index
-    per_record = np.bincount(index.trace)
+    per_record = np.diff(index.starts)
     assert set(per_record.tolist()) == {4 + 2}
     loader = module.train_dataloader()
     assert next(iter(loader)).features is None
     numbers = module.train_indices
-    remask = int(numbers[index.step[numbers] == REMASKED][0])
+    steps = [step for _, step, _ in states(module).states(numbers)]
+    remask = int(numbers[steps.index(REMASKED)])
     ref = loader.sampler.batch(0)[0]
     first, again, later = (
         loader.dataset[[ref._replace(number=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
@@ -117,8 +118,7 @@ def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Pat
 def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
     """Eight of the validation states in four quarters of time: two of each."""
     module = ready(shards, max_val_examples=8)
-    index = states(module).index
-    steps = index.step[module.val_indices]
+    steps = np.array([step for _, step, _ in states(module).states(module.val_indices)])
     assert np.bincount(steps // 2).tolist() == [2, 2, 2, 2]
     assert ready(shards, max_val_examples=8).val_indices.tolist() == module.val_indices.tolist()
     assert not set(module.val_indices) & set(module.train_indices)
@@ -127,7 +127,7 @@ def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
 def test_wrong_answers_can_be_left_out(shards: Path) -> None:
     """Rows 0, 3, 6, ... are wrong: 16 of 24 remain."""
     index = states(ready(shards, only_correct=True)).index
-    used = [index.uids[record] for record in np.unique(index.trace)]
+    used = [index.uids[record] for record in np.flatnonzero(np.diff(index.starts))]
     rows = [int(uid.partition("@")[0][-5:]) for uid in used]
     assert rows == [row for row in range(24) if row % 3 > 0]
 
@@ -229,13 +229,13 @@ def test_batches_by_tokens_hold_states_that_fit(shards: Path, source: str) -> No
 def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> None:
     """The batch replays its records together; the reference goes through ``state_at``."""
     module = ready(shards, source="tokens", step_ratio=1.0)
-    index = states(module).index
     by_uid = {r.uid: r for r in TrajectoryShardReader(shards)}
     batch_refs = module.train_dataloader().sampler.batch(0)
     batch = states(module)[batch_refs]
     for row, ref in enumerate(batch_refs):
-        record = by_uid[index.uids[index.trace[ref.number]]]
-        state = record.state_at(int(index.step[ref.number]))
+        ((found, step, _),) = states(module).states(np.array([ref.number]))
+        record = by_uid[found.uid]
+        state = record.state_at(step)
         assert batch.ids[row, batch.start :].tolist() == state.tolist()
         assert batch.ids[row, batch.pad_mask[row]].tolist() == [*record.prompt_ids, *state]
 
@@ -291,7 +291,7 @@ def test_record_that_kept_no_step_gives_no_examples(tmp_path: Path) -> None:
     bare = recorded(small_backbone(), 12)
     write_shards(tmp_path, [*records[:11], bare[11]])
     index = states(ready(tmp_path, val_fraction=0.4)).index
-    assert set(index.trace.tolist()) == set(range(11))
+    assert np.flatnonzero(np.diff(index.starts)).tolist() == list(range(11))
 
 
 def test_ungraded_records_cannot_be_filtered(tmp_path: Path) -> None:

@@ -268,13 +268,15 @@ def uid_order(uids: Sequence[str]) -> list[int]:
         The records sorted by uid within each set of problems and method; these come in the order of
         their first records, which is that of the run.
     """
-    groups: dict[tuple[str, str], int] = {}
-    keys = []
-    for uid in uids:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, uid in enumerate(uids):
         prompt = uid.rpartition("@")[0] or uid
-        group = (prompt.rpartition("/")[0], uid[len(prompt) :])
-        keys.append((groups.setdefault(group, len(groups)), prompt))
-    return sorted(range(len(uids)), key=keys.__getitem__)
+        groups.setdefault((prompt.rpartition("/")[0], uid[len(prompt) :]), []).append(number)
+    return [
+        number
+        for (_, method), numbers in groups.items()
+        for number in sorted(numbers, key=lambda number: uids[number].removesuffix(method))
+    ]
 
 
 def merkle_root(digests: Sequence[bytes]) -> str:

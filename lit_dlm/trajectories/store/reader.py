@@ -196,7 +196,7 @@ class TrajectoryShardReader:
         else:
             paths = [Path(path) for path in shards]
         sides = {}
-        owners: dict[Path, dict[str, str]] = {}
+        folders: dict[Path, set[str]] = {}
         for path in paths:
             try:
                 if not side_path(path).exists():
@@ -206,11 +206,12 @@ class TrajectoryShardReader:
                     raise ShardError(f"{path}: the shard of this side file is missing")
                 if len(set(side.uids)) != sum(entry.num_records for entry in side.blocks):
                     raise ShardError(f"{side_path(path)}: its uids and block counts do not fit")
-                known = owners.setdefault(path.parent, {})
-                uid = next((uid for uid in side.uids if uid in known), None)
-                if uid is not None:
-                    raise ShardError(doubled(path.parent, uid, known[uid], path.name))
-                known.update(dict.fromkeys(side.uids, path.name))
+                known = folders.setdefault(path.parent, set())
+                if not known.isdisjoint(side.uids):
+                    uid = next(uid for uid in side.uids if uid in known)
+                    first = next(one.shard for one in sides.values() if uid in one.uids)
+                    raise ShardError(doubled(path.parent, uid, first, path.name))
+                known.update(side.uids)
                 sides[path] = side
             except ShardError as error:
                 self._damage(error)
