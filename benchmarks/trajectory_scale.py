@@ -5,7 +5,8 @@
 Every phase is a process of its own, so that its peak memory is its own: writing by two ranks one
 after the other, merging the manifest, resuming (recovery and the uids that are done), reading all
 records, verifying up to level 2, and starting the data module of TraceLock's training on tokens up
-to its first batch. A record has 24 prompt tokens, 48 response tokens of a Zipf distribution and 16 to 48 steps; the set is removed at the end unless ``--keep`` is given.
+to its first batch (without the imports). A record has 24 prompt tokens, 48 response tokens of a
+Zipf distribution and 16 to 48 steps; the set is removed at the end unless ``--keep`` is given.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,8 @@ PHASES: tuple[Callable[[Path, int], int], ...] = (write, merge, resume, read, ve
 
 def measured(phase: Callable[[Path, int], int], folder: Path, count: int, queue: Any) -> None:
     """Runs a phase and reports the records, seconds and peak memory of its process."""
+    if phase is start:
+        import_module("datamodules.trajectories")
     begin = time.perf_counter()
     found = phase(folder, count)
     seconds = time.perf_counter() - begin
