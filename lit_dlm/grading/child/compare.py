@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import wire
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """What a rule may look at besides the two values."""
 
     inputs: Any
@@ -24,19 +22,6 @@ class Case:
 
 Rule = Callable[[Any, Any, Case], bool]
 """``(output, expected, case) -> whether the output is right``."""
-
-
-@dataclass(frozen=True)
-class _Opaque:
-    """Stands for a value that did not leave the worker, such as a regular expression's match."""
-
-    number: int = field(compare=False)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:
@@ -68,13 +53,14 @@ def read_reply(reply: bytes) -> tuple[bool, Any]:
 
     Returns:
         ``(True, value)``, made of builtin types, or ``(False, "Type: message")`` for an exception
-        or a value that cannot be sent.
+        or a value that cannot be sent. What did not leave the worker, such as the match of a
+        regular expression, is equal to nothing.
     """
     try:
         message = wire.parse(b"{" + reply)
         if "error" in message:
             return False, ": ".join(str(part) for part in message["error"])
-        return True, wire.decode(message["value"], from_handle=_Opaque)
+        return True, wire.decode(message["value"], from_handle=lambda _number: object())
     except (wire.WireError, KeyError, TypeError) as error:
         return False, str(error)
 
