@@ -62,7 +62,7 @@ from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
 from lit_dlm.rl.items import RolloutBatch, RolloutItem, RowBuilder, collate_items, training_rows
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, with_score
+from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, score_facts
 from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.record import Trajectory
@@ -238,7 +238,7 @@ class _Step:
             scored = rewarder.score(groups)
         rewarder.close()
         return [
-            with_score(rollout, score, kept=True, version=number)
+            rollout.trajectory.with_meta(**score_facts(rollout, score, kept=True, version=number))
             for group, scores in zip(groups, scored, strict=True)
             for rollout, score in zip(group, scores, strict=True)
         ]

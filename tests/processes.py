@@ -1,4 +1,4 @@
-"""Two communicating processes inside a test, forked so that nothing is imported twice."""
+"""Some communicating processes inside a test, forked so that nothing is imported twice."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from typing import Any
 def in_two_processes(
     function: Callable[..., Any], *args: object, seconds: float = 600
 ) -> list[Any]:
-    """Runs ``function(rank, *args)`` in two processes that Lightning takes for torchrun's.
+    """:func:`in_processes` with two of them."""
+    return in_processes(2, function, *args, seconds=seconds)
+
+
+def in_processes(
+    count: int, function: Callable[..., Any], *args: object, seconds: float = 600
+) -> list[Any]:
+    """Runs ``function(rank, *args)`` in some processes that Lightning takes for torchrun's.
 
     Returns:
-        What rank 0 and rank 1 returned (pickled on the way).
+        What every rank returned (pickled on the way).
 
     Raises:
         AssertionError: one of them failed or took too long; with its traceback.
@@ -29,9 +36,9 @@ def in_two_processes(
     port = free_port()
     context = multiprocessing.get_context("fork")
     links, processes = [], []
-    for rank in range(2):
+    for rank in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(theirs, function, rank, port, args))
+        process = context.Process(target=_child, args=(theirs, function, rank, count, port, args))
         process.start()
         theirs.close()
         links.append(ours)
@@ -60,7 +67,12 @@ def free_port() -> int:
 
 
 def _child(
-    link: Connection, function: Callable[..., Any], rank: int, port: int, args: tuple[object, ...]
+    link: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    count: int,
+    port: int,
+    args: tuple[object, ...],
 ) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -68,8 +80,8 @@ def _child(
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "TORCHELASTIC_RUN_ID": "tests",
     }
     try:

@@ -135,7 +135,7 @@ def decoded(
     records = capture.trajectories([f"r{step}.{row}" for row in range(len(metas))], metas)
     return [
         replace(record, signals={SAMPLED: row})
-        for record, row in zip(records, sampled.log_prob.numpy(), strict=True)
+        for record, row in zip(records, sampled.ended().numpy(), strict=True)
     ]
 
 

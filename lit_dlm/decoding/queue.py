@@ -14,7 +14,13 @@ import torch.distributed as dist
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.state import Canvas, DecodeResult, StepRecord, prompt_canvas
+from lit_dlm.decoding.state import (
+    Canvas,
+    DecodeResult,
+    DecodeState,
+    StepRecord,
+    prompt_canvas,
+)
 
 _names = count()
 
@@ -115,30 +121,27 @@ def decode_queued_prompts(
 
 
 class Occupancy(QueueObserver):
-    """Observer that counts how many places were at work in every step.
-
-    Args:
-        num_places: of the batch.
-    """
+    """Observer that counts how many places of a batch are at work in every step."""
 
     requires: frozenset[str] = frozenset()
 
-    def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
-        self.num_steps = 0
-        """Steps of the batch."""
+    def __init__(self) -> None:
+        self.place_steps = 0
+        """Steps of the batches watched, times their places."""
         self.row_steps = 0
-        """Steps of its rows."""
+        """Steps of their rows."""
+        self._num_places = 0
 
-    def on_start(self, state: object) -> None:
-        """Nothing to prepare."""
+    def on_start(self, state: DecodeState) -> None:
+        """Counts the places."""
+        self._num_places = len(state.rows)
 
     def on_step(self, record: StepRecord) -> None:
         """Counts a step."""
-        self.num_steps += 1
-        self.row_steps += len(record.state.frontier)
+        self.place_steps += self._num_places
+        self.row_steps += len(record.state.rows)
 
-    def on_refill(self, result: DecodeResult, state: object) -> None:
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
         """Nothing changes."""
 
     def on_end(self, result: DecodeResult) -> None:
@@ -147,4 +150,4 @@ class Occupancy(QueueObserver):
     @property
     def share(self) -> float:
         """Part of the places that were at work, in (0, 1]; 0 before the first step."""
-        return self.row_steps / max(self.num_steps * self.num_places, 1)
+        return self.row_steps / max(self.place_steps, 1)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -276,9 +279,21 @@ class DecodeModule(LightningModule):
             The texts, cut at the first end of text (with a layout, that of every part of it) unless
             ``cut_at_eos`` is off, and the numbers of tokens before that end.
         """
-        spec = self.backbone.spec
-        response = result.ids[:, result.start :].cpu()
         given = None if result.given is None else result.given[:, result.start :].cpu()
+        return self._texts(result.ids[:, result.start :].cpu(), given)
+
+    def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
+        """:meth:`completions` of decodes that were recorded.
+
+        Args:
+            records: with equally long responses.
+        """
+        tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
+        given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
+        return self._texts(tokens, torch.from_numpy(np.stack(given)).bool())
+
+    def _texts(self, response: Tensor, given: Tensor | None) -> tuple[list[str], list[int]]:
+        spec = self.backbone.spec
         is_text = text_cells(response, spec.eos_ids, given)
         kept = response != spec.mask_id
         if self.cut_at_eos:

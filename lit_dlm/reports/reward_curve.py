@@ -21,7 +21,7 @@ from lit_dlm.reports.plots import COLOURS
 Point = Mapping[str, float]
 """One RL step: ``step`` and logged values by their names."""
 
-PHASES = ("rollout", "reward", "value", "old_log_prob", "train")
+PHASES = ("rollout", "wait", "reward", "value", "old_log_prob", "train")
 """Phases of an RL step in their order, as in ``time/{phase}``."""
 
 

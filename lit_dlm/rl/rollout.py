@@ -9,6 +9,7 @@ decoder and weights, so training and validation share it; another engine needs
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding import DecodeResult, DecodeState, Observer, StepRecord, prompt_canvas
+from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
+from lit_dlm.decoding.observers import QueueObserver
+from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
@@ -122,7 +125,8 @@ class RolloutEngine:
         module: the module; must be in evaluation mode while it generates.
         method: name of the decoder.
         response_length: cells of every response.
-        batch_size: responses decoded together; results do not depend on it beyond rounding.
+        batch_size: responses decoded together, each replaced by the next one when it ends; results
+            do not depend on it beyond rounding.
         overlong_margin: cells short of the budget at which a response counts as overlong.
 
     Raises:
@@ -160,6 +164,9 @@ class RolloutEngine:
         self.response_length = response_length
         self.batch_size = batch_size
         self.overlong_margin = overlong_margin
+        self.occupancy = Occupancy()
+        """Of the batches of this process so far."""
+        self._steps: dict[str, float] = {}  # of former responses, by the prompt's uid
 
     @classmethod
     def of(
@@ -184,64 +191,132 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[RolloutPrompt], *, report: Callable[[int], None] | None = None
     ) -> list[Rollout]:
-        """Decodes responses.
+        """Decodes responses on this process alone.
 
         Args:
             prompts: what is asked for.
-            report: told after every batch how many responses are done.
+            report: told now and then how many responses are done.
 
         Returns:
             One rollout per entry, in order. Records hold the log-probability under which each token
             was drawn (:data:`SAMPLED`; NaN where an end-of-text fill wrote).
         """
-        found: list[Rollout] = []
-        for first in range(0, len(prompts), self.batch_size):
-            found += self._decode(prompts[first : first + self.batch_size])
-            if report is not None:
-                report(len(found))
-        return found
+        queue = WorkQueue(len(prompts))
+        records = {record.uid: record for record in self.records(prompts, queue, report=report)}
+        return [self.rollout(prompt, records[prompt.uid]) for prompt in prompts]
 
-    def _decode(self, prompts: Sequence[RolloutPrompt]) -> list[Rollout]:
+    def records(
+        self,
+        prompts: Sequence[RolloutPrompt],
+        queue: WorkQueue,
+        *,
+        report: Callable[[int], None] | None = None,
+    ) -> list[Trajectory]:
+        """Decodes the responses that this process takes from a queue, longest expected first.
+
+        Args:
+            prompts: what is asked for, of all processes.
+            queue: of as many numbers; what they stand for follows from the prompts and from
+                :meth:`learn`, on all processes alike.
+            report: told now and then how many responses of this process are done.
+
+        Returns:
+            Records as rows end.
+        """
         module = self.module
-        canvas = prompt_canvas(
-            [prompt.prompt_ids for prompt in prompts],
-            response_length=self.response_length,
-            spec=module.backbone.spec,
-            seeds=[sample_seed(module.seed, prompt.uid) for prompt in prompts],
-            device=module.device,
-        )
+        order = self._by_expected_steps(prompts)
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
         sampled = SampledLogProb()
-        result = module.decoders[self.method](module.backbone, canvas, [capture, sampled])
-        texts, lengths = module.completions(result)
-        records = capture.trajectories(
-            [prompt.uid for prompt in prompts],
-            [
-                {**prompt.meta, "num_tokens": length}
-                for prompt, length in zip(prompts, lengths, strict=True)
-            ],
+        found: list[Trajectory] = []
+        waiting: list[RolloutPrompt] = []
+
+        def collect() -> None:
+            rows = zip(
+                capture.trajectories([prompt.uid for prompt in waiting]),
+                waiting,
+                sampled.ended().cpu().numpy(),
+                strict=True,
+            )
+            for record, prompt, log_prob in rows:
+                num_tokens = module.texts([record])[1][0]
+                record = record.with_meta(**prompt.meta, num_tokens=num_tokens)
+                signals = {**record.signals, SAMPLED: log_prob}
+                found.append(replace(record, signals=signals))
+            waiting.clear()
+            if report is not None:
+                report(len(found))
+
+        def prompt(number: int) -> tuple[Sequence[int], int]:
+            chosen = order[number]
+            return chosen.prompt_ids, sample_seed(module.seed, chosen.uid)
+
+        for numbers, _ in decode_queued_prompts(
+            module.backbone,
+            module.decoders[self.method],
+            queue,
+            prompt,
+            response_length=self.response_length,
+            num_places=self.batch_size,
+            observers=[capture, sampled, self.occupancy],
+        ):
+            waiting += [order[number] for number in numbers]
+            if len(waiting) >= self.batch_size:
+                collect()
+        if waiting:
+            collect()
+        return found
+
+    def _by_expected_steps(self, prompts: Sequence[RolloutPrompt]) -> list[RolloutPrompt]:
+        """Prompts whose former responses took most steps first, then longer prompts first.
+
+        The last rows to end are then short ones, and no process waits long for another.
+        """
+        steps = [self._steps.get(prompt.example.uid) for prompt in prompts]
+        known = [count for count in steps if count is not None]
+        mean = sum(known) / max(len(known), 1)
+        order = sorted(
+            range(len(prompts)),
+            key=lambda at: (
+                -(mean if steps[at] is None else steps[at]),
+                -len(prompts[at].prompt_ids),
+            ),
         )
-        log_probs = sampled.log_prob.cpu().numpy()
-        return [
-            Rollout(
-                trajectory=replace(record, signals={**record.signals, SAMPLED: log_prob}),
-                example=prompt.example,
-                text=text,
-                is_overlong=length >= self.response_length - self.overlong_margin,
-                length=min(length + 1, self.response_length),  # the end of text included
-                decode=self._text,
-            )
-            for record, prompt, text, length, log_prob in zip(
-                records, prompts, texts, lengths, log_probs, strict=True
-            )
-        ]
+        return [prompts[at] for at in order]
+
+    def learn(self, records: Sequence[Trajectory]) -> None:
+        """Notes how many steps the responses to each prompt took; speed alone depends on it.
+
+        Args:
+            records: of one RL step, those of all processes.
+        """
+        steps: dict[str, list[int]] = {}
+        for record in records:
+            steps.setdefault(record.uid.rpartition("@")[0], []).append(record.num_steps)
+        self._steps |= {uid: sum(counts) / len(counts) for uid, counts in steps.items()}
+
+    def rollout(self, prompt: RolloutPrompt, record: Trajectory) -> Rollout:
+        """A response as rewards take it.
+
+        Args:
+            prompt: what was asked for.
+            record: what came, on whatever process.
+        """
+        (text,), (length,) = self.module.texts([record])
+        return Rollout(
+            trajectory=record,
+            example=prompt.example,
+            text=text,
+            is_overlong=length >= self.response_length - self.overlong_margin,
+            length=min(length + 1, self.response_length),  # the end of text included
+            decode=self._text,
+        )
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text of response tokens, as completions are made."""
         return str(self.module.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-class SampledLogProb(Observer):
+class SampledLogProb(QueueObserver):
     """Observer that keeps the log-probability under which each response token was drawn.
 
     It is that of the distribution after temperature and filters, also where the order of writing is
@@ -251,13 +326,14 @@ class SampledLogProb(Observer):
     requires: frozenset[str] = frozenset({"drawn"})
 
     def __init__(self) -> None:
-        self.log_prob = torch.empty(0, dtype=torch.float32)
-        """``(B, G)`` float32 after the decode; NaN where no proposal was written."""
+        self._table = torch.empty(0, dtype=torch.float32)  # (B, G), by place
+        self._ended: list[Tensor] = []
 
     def on_start(self, state: DecodeState) -> None:
         """Prepares the table."""
         shape = (len(state.rows), state.ids.shape[1] - state.start)
-        self.log_prob = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
+        self._table = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
+        self._ended = []
 
     def on_step(self, record: StepRecord) -> None:
         """Notes the proposals that were written."""
@@ -266,15 +342,32 @@ class SampledLogProb(Observer):
         assert record.proposal.drawn is not None
         log_prob = record.proposal.drawn[:, region].float().log()
         new = torch.where(record.commit[:, region], log_prob, torch.nan)
-        before: Tensor = self.log_prob[state.rows]
-        self.log_prob.index_copy_(0, state.rows, torch.where(written, new, before))
+        before: Tensor = self._table[state.rows]
+        self._table.index_copy_(0, state.rows, torch.where(written, new, before))
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
+        """Keeps the rows that have ended."""
+        self.on_end(result)
+        self._table.index_fill_(0, state.rows, torch.nan)
 
     def on_end(self, result: DecodeResult) -> None:
-        """Nothing is left to do."""
+        """Keeps the rows that have ended."""
+        index = torch.tensor(result.rows).to(self._table.device, non_blocking=True)
+        self._ended.append(self._table[index])
+
+    def ended(self) -> Tensor:
+        """``(n, G)`` float32 of the rows that have ended since the last call, in their order.
+
+        NaN where no proposal was written.
+        """
+        ended, self._ended = self._ended, []
+        return torch.cat(ended)
 
 
-def with_score(rollout: Rollout, score: RewardScore, *, kept: bool, version: int) -> Trajectory:
-    """The record of a rollout with what training needs of its score.
+def score_facts(
+    rollout: Rollout, score: RewardScore, *, kept: bool, version: int
+) -> dict[str, Any]:
+    """What training needs of a rollout's score, as small JSON values for the record.
 
     Args:
         rollout: the rollout.
@@ -283,9 +376,8 @@ def with_score(rollout: Rollout, score: RewardScore, *, kept: bool, version: int
         version: optimiser steps that the policy had taken.
 
     Returns:
-        The record; its meta gains ``reward``, ``overlong``, ``kept``, ``policy_version``, the
-        ``parts`` of the reward, ``correct`` where the task told, and ``token_rewards`` where there
-        are any.
+        ``reward``, ``overlong``, ``kept``, ``policy_version``, the ``parts`` of the reward,
+        ``correct`` where the task told, and ``token_rewards`` where there are any.
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
@@ -299,7 +391,7 @@ def with_score(rollout: Rollout, score: RewardScore, *, kept: bool, version: int
         facts["correct"] = bool(score.is_correct)
     if score.token_rewards is not None:
         facts["token_rewards"] = [float(value) for value in score.token_rewards]
-    return rollout.trajectory.with_meta(**facts)
+    return facts
 
 
 def in_order(records: Sequence[Trajectory]) -> list[Trajectory]:
@@ -445,7 +537,12 @@ class Rollouts:
     num_drawn: int
     """Prompts that were drawn for them."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of this process by phase."""
+    """Wall time of this process by phase; ``wait``: for the rollouts of others."""
+    occupancy: float | None = None
+    """Part of the batch's places that were at work while this process decoded; ``None`` where it
+    did not, like the next."""
+    tokens_per_second: float | None = None
+    """Response tokens of this process, without fill, per second of decoding."""
 
     @property
     def kept(self) -> list[Trajectory]:
@@ -480,7 +577,9 @@ class RolloutSource(Protocol):
 class OnlineRollouts(RolloutSource):
     """Rolls out prompts with the policy in training and scores them.
 
-    Processes take every ``world_size``-th prompt with all of its responses.
+    Processes take responses from a shared queue as rows of their batches end. A group is scored
+    where its number says, on every ``world_size``-th process, since rewards and filters look at it
+    as a whole.
 
     Args:
         engine: what decodes.
@@ -560,56 +659,70 @@ class OnlineRollouts(RolloutSource):
         self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
     ) -> Rollouts:
         """Decodes, scores and filters; in further rounds makes up for the groups dropped."""
-        found = Rollouts([], 0, {"rollout": 0.0, "reward": 0.0})
-        num_kept = 0
+        found = Rollouts([], 0, dict.fromkeys(("rollout", "wait", "reward"), 0.0))
+        self.engine.occupancy = Occupancy()
+        num_tokens = num_kept = 0
         for _ in range(self.max_rounds):
             missing = self.num_prompts - num_kept
             first = found.num_drawn
             numbers = self.sampler.draw(cursor + first, missing)
-            # A group stays on one process, since rewards and filters look at it as a whole.
-            mine = [
-                (first + place, self.prompts[number])
-                for place, number in enumerate(numbers)
-                if place % ranks.world_size == ranks.rank
-            ]
-            records = self._round(step, mine, found.seconds, version, report)
-            found.records += gathered(records, ranks)
+            prompts = [(first + at, self.prompts[number]) for at, number in enumerate(numbers)]
+            asked = grouped_prompts(
+                prompts, method=self.engine.method, step=step, num_responses=self.num_responses
+            )
+            share = -(-len(asked) // ranks.world_size)
+            begin = time.perf_counter()
+            own = self.engine.records(
+                asked,
+                WorkQueue(len(asked), shared=ranks.world_size > 1),
+                report=lambda done, share=share: report("rollout", min(done, share), share),
+            )
+            decoded = time.perf_counter()
+            records = in_order(gathered(own, ranks))
+            waited = time.perf_counter()
+            found.records += self._scored(asked, records, version, ranks)
+            found.seconds["rollout"] += decoded - begin
+            found.seconds["wait"] += waited - decoded
+            found.seconds["reward"] += time.perf_counter() - waited
+            num_tokens += sum(int(record.meta["num_tokens"]) for record in own)
             found.num_drawn += missing
             num_kept = len({record.meta["place"] for record in found.kept})
             if num_kept >= self.num_prompts:
                 break
         found.records = in_order(found.records)
+        found.occupancy = self.engine.occupancy.share
+        found.tokens_per_second = num_tokens / max(found.seconds["rollout"], 1e-9)
+        self.engine.learn(found.records)
         return found
 
-    def _round(
+    def _scored(
         self,
-        step: int,
-        prompts: Sequence[tuple[int, EncodedPrompt]],
-        seconds: dict[str, float],
+        asked: Sequence[RolloutPrompt],
+        records: Sequence[Trajectory],
         version: int,
-        report: Report,
+        ranks: Ranks,
     ) -> list[Trajectory]:
-        """Rollouts of this process, scored."""
-        asked = grouped_prompts(
-            prompts, method=self.engine.method, step=step, num_responses=self.num_responses
-        )
-        begin = time.perf_counter()
-        rollouts = self.engine.generate(
-            asked, report=lambda done: report("rollout", done, len(asked))
-        )
-        middle = time.perf_counter()
-        groups = [
-            rollouts[at : at + self.num_responses]
-            for at in range(0, len(rollouts), self.num_responses)
+        """All records of a round with their scores, every group's from one process."""
+        size = self.num_responses
+        own = [
+            [
+                self.engine.rollout(prompt, record)
+                for prompt, record in zip(
+                    asked[at : at + size], records[at : at + size], strict=True
+                )
+            ]
+            for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
         ]
-        records = []
-        for group, scores in zip(groups, self.rewarder.score(groups), strict=True):
+        facts: dict[str, dict[str, Any]] = {}
+        for group, scores in zip(own, self.rewarder.score(own), strict=True):
             kept = all(keep.keep(scores) for keep in self.filters)
             for rollout, score in zip(group, scores, strict=True):
-                records.append(with_score(rollout, score, kept=kept, version=version))
-        seconds["rollout"] += middle - begin
-        seconds["reward"] += time.perf_counter() - middle
-        return records
+                facts[rollout.trajectory.uid] = score_facts(
+                    rollout, score, kept=kept, version=version
+                )
+        for part in ranks.gather(json.dumps(facts).encode()):
+            facts |= json.loads(part)
+        return [record.with_meta(**facts[record.uid]) for record in records]
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:

@@ -272,6 +272,11 @@ def rl_step(
         "rollout/skipped_steps": float(after.skipped),
         "rollout/items": float(0 if is_empty else len(items)),
         **{f"time/{name}": value for name, value in seconds.items()},
+        **{
+            f"time/{name}": value
+            for name in ("occupancy", "tokens_per_second")
+            if (value := getattr(rollouts, name)) is not None
+        },
     }
     if is_empty:
         logger.warning(

@@ -111,7 +111,7 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
     """20 rows of 1 to 12 steps in 4 places: all are at work until no prompt is left."""
-    backbone, occupancy = _backbone(), Occupancy(4)
+    backbone, occupancy = _backbone(), Occupancy()
     seen = _Rows()
     found = _decoded(backbone, Decoder(**FULL), 4, [occupancy, seen])
     steps = sum(row[1] for row in found.values())

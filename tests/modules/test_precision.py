@@ -129,7 +129,7 @@ def test_decoding_does_not_follow_the_default_dtype(name: str) -> None:
         with default_dtype(dtype):
             watch = Watch()
             result = DECODERS[name](backbone, canvas, [watch])
-        return result.ids, result.num_steps, watch.log_prob, *scores
+        return result.ids, result.num_steps, watch.ended(), *scores
 
     for one, other in zip(decoded(torch.float32), decoded(torch.bfloat16), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

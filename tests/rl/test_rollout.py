@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from lit_dlm.decoding import Decoder, DecodeSettings, EntropyPolicy, FixedQuota, Sampler
+from lit_dlm.decoding import (
+    Decoder,
+    DecodeSettings,
+    EntropyPolicy,
+    FixedQuota,
+    NoQuota,
+    Sampler,
+    ThresholdPolicy,
+)
 from lit_dlm.grading import Verdict
-from lit_dlm.rewards import RewardScore
+from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     SAMPLED,
+    OnlineRollouts,
     RolloutEngine,
     groups_of,
     in_order,
     rollout_prompts,
-    with_score,
+    score_facts,
 )
 from lit_dlm.tasks import PromptExample
-from tests.rollouts import EOS, G, learner, module, policy
+from lit_dlm.trajectories.format import encode_block
+from tests.processes import in_processes
+from tests.rollouts import EOS, G, learner, module, policy, rollout_data
 
 
 def engine(
@@ -108,14 +123,15 @@ def test_scores_go_into_the_record_and_records_into_order() -> None:
         verdict=Verdict(status="right"),
         is_correct=True,
     )
-    records = [with_score(r, score, kept=True, version=7) for r in rollouts]
+    facts = [score_facts(one, score, kept=True, version=7) for one in rollouts]
+    records = [one.trajectory.with_meta(**fact) for one, fact in zip(rollouts, facts, strict=True)]
     meta = records[0].meta
     assert (meta["reward"], meta["correct"], meta["policy_version"]) == (0.5, True, 7)
     assert meta["parts"] == {"a": 2.0}
     assert meta["token_rewards"] == [1.0] * G
     unknown = RewardScore(total=0.5, verdict=Verdict(status="ungraded"))
     for ungraded in (RewardScore(total=0.5), unknown):
-        assert "correct" not in with_score(rollouts[0], ungraded, kept=True, version=7).meta
+        assert "correct" not in score_facts(rollouts[0], ungraded, kept=True, version=7)
     shuffled = [records[at] for at in (3, 0, 5, 1, 4, 2)]
     assert [record.uid for record in in_order(shuffled)] == [record.uid for record in records]
     assert groups_of(records) == [[0, 1, 2], [3, 4, 5]]
@@ -126,3 +142,68 @@ def test_an_unknown_method_is_named() -> None:
         RolloutEngine(module(policy()), method="x", response_length=4, batch_size=1)
     with pytest.raises(ValueError, match="at least 1"):
         RolloutEngine(module(policy()), method="random", response_length=0, batch_size=1)
+
+
+class Alike(Reward):
+    """How many responses of a group begin as oddly: looks at the group as a whole."""
+
+    name = "alike"
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        odd = [int(rollout.trajectory.tokens[0]) % 2 for rollout in group]
+        return [RewardScore(total=odd.count(one) / 7) for one in odd]
+
+
+class DropMixed(GroupFilter):
+    """Drops most groups, so that more rounds are needed."""
+
+    def keep(self, scores: Sequence[RewardScore]) -> bool:
+        return min(score.total for score in scores) == 3 / 7
+
+
+def _collected(rank: int, world_size: int, places: int) -> tuple[list[bytes], set[int], int]:
+    """Two RL steps; the responses of a prompt are on several processes."""
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    settings = rollout_data(
+        rewards=[Alike()],
+        filters=[DropMixed()],
+        prompts_per_step=5,
+        max_rollout_rounds=3,
+        rollout_batch_size=places,
+    )
+    uneven = Decoder(
+        policy=ThresholdPolicy(0.4),
+        quota=NoQuota(),
+        sampler=Sampler(temperature=1.0, top_k=3, score_on="filtered"),
+    )
+    rl = learner(decoders={"uneven": uneven}).eval()
+    source = OnlineRollouts.of(rl, "uneven", settings)
+    ranks = Ranks(rank, world_size)
+    found: list[bytes] = []
+    steps: set[int] = set()
+    cursor = 0
+    for step in range(2):
+        if rank:
+            time.sleep(0.05)  # the others take more then
+        rollouts = source.collect(step, cursor, version=7, ranks=ranks)
+        cursor += rollouts.num_drawn
+        found += [encode_block([record]) for record in rollouts.records]
+        steps |= {record.num_steps for record in rollouts.records}
+        assert rollouts.occupancy is not None
+        assert 0.0 < rollouts.occupancy <= 1.0
+        assert {"rollout", "wait", "reward"} == rollouts.seconds.keys()
+    source.close()
+    return found, steps, cursor
+
+
+def test_records_do_not_depend_on_places_or_processes() -> None:
+    """Every byte of the records of two RL steps, scores and further rounds included."""
+    expected = _, steps, drawn = _collected(0, 1, 1)
+    assert len(steps) > 2  # rows do not end together
+    assert drawn > 2 * 5  # groups were dropped and made up for
+    for places in (8, 64):
+        assert _collected(0, 1, places) == expected
+    for count in (2, 3):
+        for found in in_processes(count, _collected, count, 4):
+            assert found == expected
