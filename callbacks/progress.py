@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
-from lit_dlm.modules.decode import PromptBatch
+from lit_dlm.modules.decode import PromptStream
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class ProgressBar(RichProgressBar):
         if self.is_disabled:
             return
         label = self.predict_description
-        if isinstance(batch, PromptBatch):
+        if isinstance(batch, PromptStream):
             label = f"{batch.examples[0].task} · {batch.method}"
         if self.predict_progress_bar_id is None:
             total = sum(trainer.num_predict_batches)

@@ -4,61 +4,35 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import chain, islice, pairwise, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from datamodules.prompt_mix import PromptMix, drawn_length
-from lit_dlm.modules.decode import DecodeModule, PromptBatch, decode_uid
+from lit_dlm.modules.decode import DecodeModule, PromptBatch, PromptStream, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.trajectories.store import completed_uids, recover
 
-_STRETCH = 64
-"""Most neighbouring examples of one process: about a block of its shards."""
-
-
-class ShareLoader(DataLoader[PromptBatch]):
-    """The share of one process in some work, which may be nothing.
-
-    It counts as one batch at least: Lightning refuses a loader that is empty on some processes.
-    """
-
-    def __len__(self) -> int:
-        return max(super().__len__(), 1)
-
-
-def share(examples: Sequence[PromptExample], rank: int, world: int) -> list[PromptExample]:
-    """The part of one process: stretches of neighbours, equally many in all up to one.
-
-    Args:
-        examples: what all processes share, the same list on each.
-        rank: number of the part.
-        world: number of parts.
-    """
-    num = world * -(-len(examples) // (_STRETCH * world))
-    ends = [len(examples) * at // num for at in range(num + 1)] if num else [0]
-    stretches = list(pairwise(ends))[rank::world]
-    return [example for first, end in stretches for example in examples[first:end]]
-
 
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
 
-    Processes share what the result or trajectory folder does not hold yet, so a restart with any
-    number of them does exactly the missing work, and none waits while another has much left.
+    Every process lists the examples that the result or trajectory folder does not hold yet and
+    takes them from a queue that all share, so a restart with any number of processes does exactly
+    the missing work.
 
     Args:
         tasks: where the prompts come from.
         response_length: cells to fill in each response; of several lengths each prompt gets one, by
             a hash of its uid.
-        batch_size: prompts decoded together; results do not depend on it.
+        batch_size: prompts decoded together; one that ends is replaced by the next. Results do not
+            depend on it.
         max_prompt_length: most tokens of a prompt, chat template included; longer is an error.
         responses_per_prompt: responses to each prompt, each with a seed of its own; tables then
             give their mean accuracy (avg@k) and pass@k. A larger number goes on from a smaller one.
@@ -118,7 +92,7 @@ class PromptDataModule(LightningDataModule):
         return next(task for task in self.tasks if task.name == name)
 
     def setup(self, stage: str) -> None:
-        """Lists the work that is left for all processes."""
+        """Lists the work that is left."""
         assert self.trainer is not None
         module = self.trainer.lightning_module
         if not isinstance(module, DecodeModule):
@@ -169,28 +143,35 @@ class PromptDataModule(LightningDataModule):
                 for example in left:
                     by_length.setdefault(self.length_of(example), []).append(example)
                 self._work += [(method, length, group) for length, group in by_length.items()]
+        # Before any process writes what another would then not list.
+        self.trainer.strategy.barrier("work listed")
 
     def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         if self.assignment == "each":
             return True
         return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
 
-    def predict_dataloader(self) -> list[DataLoader[PromptBatch]]:
-        """One loader per task and method that has work left, on every process the same ones.
+    def predict_dataloader(self) -> list[DataLoader[PromptStream]]:
+        """One loader per task, method and length that has work left; none when all is done."""
+        return [DataLoader(_Stream(stream), batch_size=None) for stream in self.streams()]
 
-        Lightning would wait for ever where one process has a loader more than another.
-        """
-        assert self.trainer is not None
-        rank, world = self.trainer.global_rank, self.trainer.world_size
+    def streams(self) -> list[PromptStream]:
+        """The work that is left, which the processes share."""
         return [
-            self._loader(method, length, share(examples, (rank + number) % world, world))
-            for number, (method, length, examples) in enumerate(self._work)
+            PromptStream(
+                examples,
+                self.encode,
+                method=method,
+                response_length=length,
+                batch_size=self.batch_size,
+            )
+            for method, length, examples in self._work
         ]
 
     def transfer_batch_to_device(
-        self, batch: PromptBatch, device: torch.device, dataloader_idx: int
-    ) -> PromptBatch:
-        """Leaves the batch alone: the module builds the canvas on its device."""
+        self, batch: PromptStream, device: torch.device, dataloader_idx: int
+    ) -> PromptStream:
+        """Leaves the prompts alone: the module builds the canvas on its device."""
         return batch
 
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
@@ -206,7 +187,14 @@ class PromptDataModule(LightningDataModule):
         for example in chosen:
             by_length.setdefault(self.length_of(example), []).append(example)
         for length, group in by_length.items():
-            yield from self._loader(method, length, group)
+            for first in range(0, len(group), self.batch_size):
+                examples = group[first : first + self.batch_size]
+                yield PromptBatch(
+                    examples=examples,
+                    prompt_ids=[self.encode(example) for example in examples],
+                    method=method,
+                    response_length=length,
+                )
 
     def length_of(self, example: PromptExample) -> int:
         """Cells of a prompt's response."""
@@ -214,24 +202,6 @@ class PromptDataModule(LightningDataModule):
             return self.response_length
         assert self._module is not None
         return drawn_length(self.response_length, example.prompt_uid, seed=self._module.seed)
-
-    def _loader(
-        self, method: str, length: int, examples: list[PromptExample]
-    ) -> DataLoader[PromptBatch]:
-        return ShareLoader(
-            examples,  # type: ignore[arg-type]
-            batch_size=self.batch_size,
-            shuffle=False,
-            collate_fn=partial(self._collate, method=method, length=length),
-        )
-
-    def _collate(self, examples: list[PromptExample], *, method: str, length: int) -> PromptBatch:
-        return PromptBatch(
-            examples=examples,
-            prompt_ids=[self.encode(example) for example in examples],
-            method=method,
-            response_length=length,
-        )
 
     def encode(self, example: PromptExample) -> list[int]:
         """Token ids of one prompt: a single user turn through the chat template.
@@ -247,3 +217,16 @@ class PromptDataModule(LightningDataModule):
                 f"max_prompt_length = {self.max_prompt_length}"
             )
         return ids
+
+
+class _Stream(IterableDataset[PromptStream]):
+    """A stream as a data set: itself, once for each batch that it will give."""
+
+    def __init__(self, stream: PromptStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[PromptStream]:
+        return iter(self.stream)
+
+    def __len__(self) -> int:
+        return len(self.stream)

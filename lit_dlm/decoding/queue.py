@@ -7,12 +7,17 @@ another has work left. Which process decodes a prompt changes neither its noise 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
+from lit_dlm.decoding.engine import NotANumberError
 from lit_dlm.decoding.observers import QueueObserver
 from lit_dlm.decoding.state import (
     Canvas,
@@ -21,6 +26,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
+from lit_dlm.ops.columns import shifted
 
 _names = count()
 
@@ -40,6 +46,7 @@ class WorkQueue:
         self.size = size
         self.num_processes = dist.get_world_size() if shared and dist.is_initialized() else 1
         self._taken = 0
+        self._reserved: list[int] = []
         self._store: dist.Store | None = None
         if self.num_processes > 1:
             # The one store that every process group has; torch gives it no public name.
@@ -52,12 +59,35 @@ class WorkQueue:
         Args:
             number: how many.
         """
+        if self._reserved:
+            found, self._reserved = self._reserved, []
+            return found
         if self._store is None:
             self._taken += number
             end = self._taken
         else:
             end = self._store.add(self._name, number)
         return list(range(min(end - number, self.size), min(end, self.size)))
+
+    def reserve(self, number: int) -> bool:
+        """Takes what the next call of :meth:`take` will give.
+
+        Args:
+            number: how many; that call must ask for as many.
+
+        Returns:
+            Whether there is anything left for this process.
+        """
+        self._reserved = self.take(number)
+        return bool(self._reserved)
+
+    def places(self, most: int) -> int:
+        """Rows that a process should decode together, so that each has its share of the first.
+
+        Args:
+            most: rows for which it has room.
+        """
+        return max(min(most, -(-self.size // self.num_processes)), 1)
 
 
 def decode_queued_prompts(
@@ -88,6 +118,7 @@ def decode_queued_prompts(
 
     Raises:
         ValueError: see :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
+        NotANumberError: the model's probabilities are not numbers; ``rows`` says of which numbers.
     """
     number_at: dict[int, int] = {}
     waiting: list[int] = []
@@ -109,15 +140,72 @@ def decode_queued_prompts(
             device=getattr(backbone, "device", "cpu"),
         )
 
-    share = -(-queue.size // queue.num_processes)
     results = decoder.queue(
-        backbone, source, num_places=max(min(num_places, share), 1), observers=observers
+        backbone, source, num_places=queue.places(num_places), observers=observers
     )
-    for result in results:
-        numbers = [number_at[place] for place in result.rows]
-        number_at.update(zip(result.rows, waiting, strict=False))
-        waiting.clear()
-        yield numbers, result
+    try:
+        for result in results:
+            numbers = [number_at[place] for place in result.rows]
+            number_at.update(zip(result.rows, waiting, strict=False))
+            waiting.clear()
+            yield numbers, result
+    except NotANumberError as error:
+        error.rows = [number_at[place] for place in error.rows]
+        raise
+
+
+def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
+    """Results one behind the other, left-padded to the longest prompts among them.
+
+    Args:
+        results: of one decode.
+        pad_id: token of the padding.
+    """
+    start = max(result.start for result in results)
+
+    def rows(name: str, fill: int = 0) -> Tensor:
+        return torch.cat([shifted(getattr(one, name), start - one.start, fill) for one in results])
+
+    given = None
+    if any(one.given is not None for one in results):
+        results = [
+            one
+            if one.given is not None
+            else replace(
+                one,
+                given=torch.arange(one.ids.shape[1], device=one.ids.device).expand_as(one.ids)
+                < one.start,
+            )
+            for one in results
+        ]
+        given = rows("given", 1)
+    last = results[-1]
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(one, name) for one in results])
+        for name in _VALUES
+        if getattr(last, name) is not None
+    }
+    return replace(
+        last,
+        ids=rows("ids", pad_id),
+        given=given,
+        start=start,
+        rows=[row for one in results for row in one.rows],
+        status=[status for one in results for status in one.status],
+        **tensors,
+    )
+
+
+_VALUES = (
+    "seeds",
+    "num_steps",
+    "idle_steps",
+    "stalled_steps",
+    "policy_forwards",
+    "seconds",
+    "num_refreshes",
+    "policy_seconds",
+)
 
 
 class Occupancy(QueueObserver):

@@ -6,8 +6,9 @@ module that is trained here can also decode: it inherits ``predict_step`` from t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -30,6 +31,12 @@ from lit_dlm.decoding import (
     decode_prompts,
 )
 from lit_dlm.decoding.endings import text_cells
+from lit_dlm.decoding.queue import (
+    Occupancy,
+    WorkQueue,
+    decode_queued_prompts,
+    joined_results,
+)
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
 from lit_dlm.modules.finite import require_finite_gradients
@@ -40,6 +47,8 @@ from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -53,6 +62,49 @@ class PromptBatch:
     """Name of the decoder to use."""
     response_length: int
     """Cells to fill."""
+
+
+class PromptStream:
+    """Prompts of one task for one decoding method, which all processes decode as they have room.
+
+    Args:
+        examples: the problems, on all processes the same.
+        encode: token ids of one, chat template included.
+        method: name of the decoder to use.
+        response_length: cells to fill.
+        batch_size: prompts decoded together.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[PromptExample],
+        encode: Callable[[PromptExample], list[int]],
+        *,
+        method: str,
+        response_length: int,
+        batch_size: int,
+    ) -> None:
+        # Long ones first: the canvas shrinks with the prompts, and short ones end the work.
+        self.examples = sorted(examples, key=lambda example: -len(example.text))
+        self.encode = encode
+        self.method = method
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.queue = WorkQueue(len(self.examples), shared=True)
+        self.decoded: Iterator[DecodedBatch] | None = None
+        """Batches of what has ended, made by the module."""
+        self.is_done = False
+        """Whether this process has given out its last batch."""
+
+    def __iter__(self) -> Iterator[PromptStream]:
+        """Itself, as long as this process has a batch to give."""
+        if self.queue.reserve(self.queue.places(self.batch_size)):
+            while not self.is_done:
+                yield self
+
+    def __len__(self) -> int:
+        """Most batches that a process can give."""
+        return -(-len(self.examples) // self.batch_size)
 
 
 @dataclass
@@ -94,6 +146,20 @@ class DecodedBatch:
 def decode_uid(example: PromptExample, method: str) -> str:
     """Key of one decode, ``{example uid}@{method}``."""
     return f"{example.uid}@{method}"
+
+
+@contextmanager
+def _named_rows(examples: Sequence[PromptExample], method: str) -> Iterator[None]:
+    """Names the decodes whose probabilities are not numbers.
+
+    Raises:
+        ValueError: there are some.
+    """
+    try:
+        yield
+    except NotANumberError as error:
+        uids = [decode_uid(examples[row], method) for row in error.rows]
+        raise ValueError(f"{', '.join(uids)}: {error}") from error
 
 
 class DecodeModule(LightningModule):
@@ -204,6 +270,13 @@ class DecodeModule(LightningModule):
             return None
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
 
+    def _decoder(self, method: str) -> Decoder:
+        if method not in self.decoders:
+            raise ValueError(
+                f"decoders: no method '{method}', known: {', '.join(self.decoders) or 'none'}"
+            )
+        return self.decoders[method]
+
     def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodeResult:
         """Decodes one batch of prompts.
 
@@ -217,42 +290,89 @@ class DecodeModule(LightningModule):
         Raises:
             ValueError: the batch names a method that has no decoder.
         """
-        if batch.method not in self.decoders:
-            raise ValueError(
-                f"decoders: no method '{batch.method}', known: {', '.join(self.decoders) or 'none'}"
-            )
-        try:
+        with _named_rows(batch.examples, batch.method):
             return decode_prompts(
                 self.backbone,
-                self.decoders[batch.method],
+                self._decoder(batch.method),
                 batch.prompt_ids,
                 response_length=batch.response_length,
                 seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
                 observers=observers,
             )
-        except NotANumberError as error:
-            uids = [decode_uid(batch.examples[row], batch.method) for row in error.rows]
-            raise ValueError(f"{', '.join(uids)}: {error}") from error
 
     def predict_step(
-        self, batch: PromptBatch, batch_idx: int = 0, dataloader_idx: int = 0
+        self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
-        """Decodes one batch of prompts, and captures it when the module does."""
-        capture = self.capture()
-        decoder = self.decoders.get(batch.method)  # ``decode`` refuses an unknown one
-        fill = RegionFill() if decoder is not None and decoder.layout is not None else None
-        result = self.decode(batch, [each for each in (capture, fill) if each is not None])
-        completions, num_tokens = self.completions(result)
-        return DecodedBatch(
-            examples=batch.examples,
-            method=batch.method,
-            decoder=self.decoders[batch.method].describe(),
-            result=result,
-            completions=completions,
-            num_tokens=num_tokens,
-            captured=None if capture is None else capture.captured(),
-            fill=None if fill is None else fill.curves(),
-        )
+        """Decodes until a batch of responses has ended, and captures them when the module does.
+
+        A response that ends makes room for the next prompt, so others stay begun until the next
+        call.
+        """
+        if batch.decoded is None:
+            batch.decoded = self._decoded(batch)
+        return next(batch.decoded)
+
+    def _decoded(self, stream: PromptStream) -> Iterator[DecodedBatch]:
+        decoder = self._decoder(stream.method)
+        capture, occupancy = self.capture(), Occupancy()
+        fill = None if decoder.layout is None else RegionFill()
+        numbers: list[int] = []
+        results: list[DecodeResult] = []
+
+        def ended() -> DecodedBatch:
+            result = joined_results(results, pad_id=self.backbone.spec.pad_id)
+            completions, num_tokens = self.completions(result)
+            examples = [stream.examples[number] for number in numbers]
+            numbers.clear()
+            results.clear()
+            return DecodedBatch(
+                examples=examples,
+                method=stream.method,
+                decoder=decoder.describe(),
+                result=result,
+                completions=completions,
+                num_tokens=num_tokens,
+                captured=None if capture is None else capture.captured(),
+                fill=None if fill is None else fill.curves(),
+            )
+
+        num_begun = num_ended = num_tokens = 0
+        seconds = 0.0
+
+        def prompt(number: int) -> tuple[list[int], int]:
+            nonlocal num_begun
+            num_begun += 1
+            example = stream.examples[number]
+            return stream.encode(example), sample_seed(self.seed, example.uid)
+
+        with _named_rows(stream.examples, stream.method):
+            for found, result in decode_queued_prompts(
+                self.backbone,
+                decoder,
+                stream.queue,
+                prompt,
+                response_length=stream.response_length,
+                num_places=stream.batch_size,
+                observers=[one for one in (capture, fill, occupancy) if one is not None],
+            ):
+                numbers += found
+                results.append(result)
+                num_ended += len(found)
+                seconds += float(result.seconds.sum())
+                stream.is_done = num_ended == num_begun
+                if len(numbers) >= stream.batch_size or stream.is_done:
+                    batch = ended()
+                    num_tokens += sum(batch.num_tokens)
+                    if stream.is_done:
+                        logger.info(
+                            "%s, %s: %d responses, %.0f tokens/s, %.0f %% of the batch at work",
+                            stream.examples[0].task,
+                            stream.method,
+                            num_ended,
+                            num_tokens / max(seconds, 1e-9),
+                            100.0 * occupancy.share,
+                        )
+                    yield batch
 
     def encode(self, example: PromptExample) -> list[int]:
         """Token ids of one prompt: a user turn through the chat template, and the answer's start.

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -271,17 +272,15 @@ class RolloutEngine:
 
         The last rows to end are then short ones, and no process waits long for another.
         """
-        steps = [self._steps.get(prompt.example.uid) for prompt in prompts]
-        known = [count for count in steps if count is not None]
+        known = [self._steps[uid] for p in prompts if (uid := p.example.uid) in self._steps]
         mean = sum(known) / max(len(known), 1)
-        order = sorted(
-            range(len(prompts)),
-            key=lambda at: (
-                -(mean if steps[at] is None else steps[at]),
-                -len(prompts[at].prompt_ids),
+        return sorted(
+            prompts,
+            key=lambda prompt: (
+                -self._steps.get(prompt.example.uid, mean),
+                -len(prompt.prompt_ids),
             ),
         )
-        return [prompts[at] for at in order]
 
     def learn(self, records: Sequence[Trajectory]) -> None:
         """Notes how many steps the responses to each prompt took; speed alone depends on it.
@@ -574,6 +573,11 @@ class RolloutSource(Protocol):
         """Ends what runs beside."""
 
 
+def _report_share(report: Report, share: int, done: int) -> None:
+    """Tells of this process's share, which it may exceed."""
+    report("rollout", min(done, share), share)
+
+
 class OnlineRollouts(RolloutSource):
     """Rolls out prompts with the policy in training and scores them.
 
@@ -675,7 +679,7 @@ class OnlineRollouts(RolloutSource):
             own = self.engine.records(
                 asked,
                 WorkQueue(len(asked), shared=ranks.world_size > 1),
-                report=lambda done, share=share: report("rollout", min(done, share), share),
+                report=partial(_report_share, report, share),
             )
             decoded = time.perf_counter()
             records = in_order(gathered(own, ranks))

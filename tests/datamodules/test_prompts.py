@@ -1,5 +1,4 @@
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import pytest
 
 from datamodules import PromptDataModule
 from datamodules.prompt_mix import PromptMix
-from datamodules.prompts import share
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports.results import ResultFolder
@@ -78,10 +76,7 @@ def _work(data: PromptDataModule, *, rank: int = 0, world: int = 1) -> list[tupl
     )
     data.setup("predict")
     return [
-        (batch.method, example.uid)
-        for loader in data.predict_dataloader()
-        for batch in loader
-        for example in batch.examples
+        (stream.method, example.uid) for stream in data.streams() for example in stream.examples
     ]
 
 
@@ -100,55 +95,18 @@ def test_a_task_without_examples_is_refused():
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_the_examples_without_overlap(world: int):
+def test_all_processes_list_the_same_work(world: int):
+    """What each of them does of it is decided as they have room."""
     whole = _work(PromptDataModule([Letters()]))
-    parts = [_work(PromptDataModule([Letters()]), rank=r, world=world) for r in range(world)]
-    assert sorted(chain(*parts)) == sorted(whole)
+    for rank in range(world):
+        assert _work(PromptDataModule([Letters()]), rank=rank, world=world) == whole
 
 
-@pytest.mark.parametrize(("count", "world"), [(0, 3), (1, 3), (2, 3), (100, 3), (1000, 7)])
-def test_shares_differ_by_one_example_per_round_and_hold_neighbours(count: int, world: int):
-    examples = [
-        PromptExample(uid=f"a/test/{n:04d}", task="letters", text="x") for n in range(count)
+def test_further_responses_have_names_of_their_own_and_the_first_keeps_its():
+    work = _work(PromptDataModule([Letters()], responses_per_prompt=3, methods=["two"]))
+    assert [uid for _, uid in work] == [
+        f"letters/test/{n}{suffix}" for n in range(7) for suffix in ("", "#1", "#2")
     ]
-    shares = [share(examples, rank, world) for rank in range(world)]
-    assert sorted(e.uid for e in chain(*shares)) == [e.uid for e in examples]
-    sizes = [len(one) for one in shares]
-    assert max(sizes) - min(sizes) <= -(-count // (64 * world))
-    for one in shares:
-        numbers = [int(e.uid[-4:]) for e in one]
-        assert numbers == sorted(numbers)
-        assert sum(b != a + 1 for a, b in pairwise(numbers)) <= count // (64 * world)
-
-
-def test_what_is_left_is_shared_anew_and_every_process_has_as_many_loaders(tmp_path: Path):
-    """A killed run of three: the second and third had done their part."""
-    folder = ResultFolder(tmp_path)
-    for method, done in (("one", range(7)), ("two", (2, 3, 4, 5, 6))):
-        rows = [row(f"letters/test/{n}", task="letters", method=method) for n in done]
-        folder.append(rows, rank=1)
-    counts, work = [], []
-    for rank in range(3):
-        data = PromptDataModule([Letters()], results_dir=str(tmp_path))
-        work.append(_work(data, rank=rank, world=3))
-        loaders = data.predict_dataloader()
-        counts.append(len(loaders))
-        assert all(len(loader) == 1 for loader in loaders)
-    assert counts == [1, 1, 1]
-    assert sorted(map(len, work)) == [0, 1, 1]
-    assert sorted(chain(*work)) == [("two", "letters/test/0"), ("two", "letters/test/1")]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_further_responses_have_names_of_their_own_and_the_first_keeps_its(world: int):
-    options = {"responses_per_prompt": 3, "methods": ["two"]}
-    parts = [
-        _work(PromptDataModule([Letters()], **options), rank=r, world=world) for r in range(world)
-    ]
-    # The responses to a prompt are decoded one behind the other.
-    assert parts[0][:4] == [("two", f"letters/test/{name}") for name in ("0", "0#1", "0#2", "1")]
-    wanted = [f"letters/test/{n}{suffix}" for n in range(7) for suffix in ("", "#1", "#2")]
-    assert sorted(uid for _, uid in chain(*parts)) == sorted(wanted)
 
 
 def test_more_responses_go_on_from_fewer(tmp_path: Path):
@@ -170,11 +128,10 @@ def test_responses_of_a_prompt_share_method_and_length():
     )
     of_prompt: dict[str, set[tuple[str, int]]] = {}
     _work(data)
-    for loader in data.predict_dataloader():
-        for batch in loader:
-            for example in batch.examples:
-                found = of_prompt.setdefault(example.prompt_uid, set())
-                found.add((batch.method, batch.response_length))
+    for stream in data.streams():
+        for example in stream.examples:
+            found = of_prompt.setdefault(example.prompt_uid, set())
+            found.add((stream.method, stream.response_length))
     assert len(of_prompt) == 7
     assert all(len(found) == 1 for found in of_prompt.values())
     assert len(set.union(*of_prompt.values())) > 2
@@ -194,13 +151,10 @@ def test_a_method_that_draws_nothing_gives_one_response():
 def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
     folder = ResultFolder(tmp_path)
     folder.append([row(f"letters/test/{n}", task="letters", method="one") for n in (0, 3)], rank=4)
-    parts = [
-        _work(PromptDataModule([Letters()], results_dir=str(tmp_path)), rank=r, world=2)
-        for r in range(2)
-    ]
-    left = sorted(uid for method, uid in chain(*parts) if method == "one")
+    work = _work(PromptDataModule([Letters()], results_dir=str(tmp_path)), rank=1, world=2)
+    left = [uid for method, uid in work if method == "one"]
     assert left == [f"letters/test/{n}" for n in (1, 2, 4, 5, 6)]
-    assert sum(method == "two" for method, _ in chain(*parts)) == 7
+    assert sum(method == "two" for method, _ in work) == 7
 
 
 def test_a_sample_is_done_only_when_both_folders_hold_it(tmp_path: Path):
@@ -227,13 +181,38 @@ def test_one_method_per_example_covers_all_examples_and_uses_both():
     assert {method for method, _ in work} == {"one", "two"}
 
 
-def test_batches_hold_token_ids_after_the_template():
+def test_prompts_are_encoded_with_the_template():
     data = PromptDataModule([Letters()], methods=["two"])
-    data.trainer = SimpleNamespace(lightning_module=_module(), global_rank=0, world_size=1)
-    data.setup("predict")
+    _work(data)
+    (stream,) = data.streams()
+    assert stream.encode(stream.examples[1]) == [7, 10 + ord("b")]
+
+
+def test_long_prompts_come_first():
+    class Words(Letters):
+        def examples(self) -> list[PromptExample]:
+            return [
+                replace(one, text=one.text * (1 + n % 3))
+                for n, one in enumerate(super().examples())
+            ]
+
+    work = _work(PromptDataModule([Words()], methods=["one"]))
+    assert [uid[-1] for _, uid in work] == [*"25", *"14", *"036"]
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (50, [7])])
+def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[int]):
+    """``one`` commits a token a step, so that rows of a batch end together."""
+    data = PromptDataModule([Letters()], methods=["one"], batch_size=batch_size, response_length=1)
+    _work(data)
+    module = data.trainer.lightning_module
+    module.backbone = TableBackbone(logits_for([4, 4, 4], [0.9] * 3))
+    module.completions = lambda result: ([""] * len(result.rows), [1] * len(result.rows))
     (loader,) = data.predict_dataloader()
-    batch = next(iter(loader))
-    assert batch.prompt_ids[1] == [7, 10 + ord("b")]
+    found = [module.predict_step(stream) for stream in loader]
+    assert [len(one.examples) for one in found] == sizes
+    assert len(loader) == len(sizes)
+    assert [e.uid for one in found for e in one.examples] == [e.uid for e in Letters().examples()]
 
 
 def test_first_batches_do_not_depend_on_what_is_done(tmp_path: Path):
@@ -245,8 +224,11 @@ def test_first_batches_do_not_depend_on_what_is_done(tmp_path: Path):
 
 
 def test_a_prompt_that_is_too_long_is_named():
+    data = PromptDataModule([Letters()], max_prompt_length=1)
+    _work(data)
+    stream = data.streams()[0]
     with pytest.raises(ValueError, match=r"letters/test/0: the prompt has 2 tokens, .* = 1"):
-        _work(PromptDataModule([Letters()], max_prompt_length=1))
+        stream.encode(stream.examples[0])
 
 
 @pytest.mark.parametrize(
@@ -272,10 +254,9 @@ def test_each_prompt_keeps_its_own_of_several_lengths() -> None:
     data = PromptDataModule([Letters()], response_length=[4, 9], batch_size=3)
     _work(data)
     lengths: dict[str, set[int]] = {}
-    for loader in data.predict_dataloader():
-        for batch in loader:
-            for example in batch.examples:
-                lengths.setdefault(example.uid, set()).add(batch.response_length)
+    for stream in data.streams():
+        for example in stream.examples:
+            lengths.setdefault(example.uid, set()).add(stream.response_length)
     assert len(lengths) == 7
     assert all(len(found) == 1 for found in lengths.values())
     assert set.union(*lengths.values()) == {4, 9}

@@ -1,0 +1,262 @@
+"""Rollouts of uneven length: idle places, and rows that are in different blocks.
+
+A block model of CPU size decodes responses whose lengths are lognormal with a mean of 700 tokens
+and a cap of 2,000, both divided by ``--scale``; the sampler ends each response at its length. Three
+figures, all of one process:
+
+- ``occupancy``: part of the batch's places that are at work, with rows that are replaced as they
+  end (``occupancy_without``: batch after batch);
+- ``refill_speedup``: tokens per second with them over batch after batch. Where a step costs as much
+  for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
+- ``out_of_phase_speedup``: tokens per second of 64 rows in different blocks, over two forwards a
+  step, each over a copy of the cache of its own rows, with keys and values repeated for every head.
+
+    python benchmarks/rollout.py
+    python benchmarks/rollout.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones.base import Denoised, Span
+from lit_dlm.decoding import (
+    BlockCache,
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    DecodeState,
+    DynamicPolicy,
+    EvenQuota,
+    Proposal,
+    Sampler,
+    decode_prompts,
+)
+from lit_dlm.decoding.caches import CacheSession
+from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+
+MASK, PAD, EOS, OTHER = 2, 0, 1, 5
+MEAN, CAP, SIGMA = 700, 2000, 1.0
+
+
+class EndingSampler(Sampler):
+    """Proposes an end of text where a response has its length, and none before it."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        """Takes the length of the response that each seed stands for."""
+        super().__init__()
+        self.lengths = lengths
+
+    def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
+        """The model's proposals, but for the end of text."""
+        proposal = super().propose(state, denoised, requires)
+        columns = torch.arange(state.ids.shape[1]) - state.start
+        ids = torch.where(proposal.ids == EOS, OTHER, proposal.ids)
+        ended = columns >= self.lengths[state.seeds][:, None]
+        return replace(proposal, ids=torch.where(ended, EOS, ids))
+
+
+class TwoForwards(BlockCache):
+    """The scheme before: rows that enter a block and the others run one behind the other."""
+
+    def start(self, *args: object, **options: object) -> CacheSession:
+        """Begins a decode."""
+        session = super().start(*args, **options)  # type: ignore[arg-type]
+        assert session is not None
+        session.__class__ = _TwoForwardSession
+        return session
+
+
+class _TwoForwardSession(CacheSession):
+    def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
+        spans: tuple[dict[int, Span], dict[int, Span]] = ({}, {})
+        for row, column in enumerate(state.frontier):
+            begin, end = self._window.bounds(
+                column, start=state.start, length=state.ids.shape[1], first=self._firsts[row]
+            )
+            entered = begin != self._begins[row]
+            spans[entered][row] = Span((self._begins[row] or 0) if entered else begin, end, end)
+            self._begins[row] = begin
+        for entered, part in enumerate(spans):
+            if part:
+                rows = list(part) if len(part) < len(state.frontier) else None
+                self._canvas.forward(
+                    state.ids, list(part.values()), rows=rows, block_causal=bool(entered)
+                )
+        return self._canvas.read(columns), None
+
+
+def lengths_of(count: int, *, scale: float, seed: int) -> Tensor:
+    """``(count,)`` int64 lengths of responses."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, count)
+    return torch.from_numpy((drawn.clip(1, CAP) / scale).round().clip(1).astype(np.int64))
+
+
+def block_backbone(options: argparse.Namespace) -> HFBackbone:
+    """A random block model; its attention has fewer key heads than query heads, like SDAR's."""
+    torch.manual_seed(options.seed)
+    return HFBackbone(
+        architecture=Architecture(
+            decoder="qwen3",
+            attention="block",
+            block_size=options.block,
+            vocab_size=options.vocab,
+            hidden_size=options.hidden,
+            intermediate_size=3 * options.hidden,
+            num_layers=options.layers,
+            num_heads=options.hidden // 32,
+            num_kv_heads=max(options.hidden // 128, 1),
+            initializer_range=0.1,
+            mask_id=MASK,
+            pad_id=PAD,
+            eos_ids=(EOS,),
+        )
+    ).eval()
+
+
+def decoder_of(options: argparse.Namespace, lengths: Tensor, cache: BlockCache) -> Decoder:
+    """Some tokens a step, more where the model is sure."""
+    return Decoder(
+        policy=DynamicPolicy(options.threshold),
+        quota=EvenQuota(steps_per_block=options.block),
+        window=BlockWindow(options.block, origin="sequence"),
+        sampler=EndingSampler(lengths),
+        cache=cache,
+        settings=DecodeSettings(eos_rule="stop"),
+    )
+
+
+def measured(runs: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
+    """Median seconds of each, one after the other in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 1):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if repetition:  # the first ones warm up
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def refill(options: argparse.Namespace) -> dict[str, float]:
+    """Occupancy and speed with rows that are replaced, and batch after batch."""
+    lengths = lengths_of(options.responses, scale=options.scale, seed=options.seed)
+    backbone = block_backbone(options)
+    decoder = decoder_of(options, lengths, BlockCache())
+    response = round(CAP / options.scale) + 1
+    prompts = prompts_of(options, options.responses)
+    counted = {"with": Occupancy(), "without": Occupancy()}
+
+    def queued() -> None:
+        for _ in decode_queued_prompts(
+            backbone,
+            decoder,
+            WorkQueue(len(prompts)),
+            lambda number: (prompts[number], number),
+            response_length=response,
+            num_places=options.rows,
+            observers=[counted["with"]],
+        ):
+            pass
+
+    def batches() -> None:
+        for first in range(0, len(prompts), options.rows):
+            decode_prompts(
+                backbone,
+                decoder,
+                prompts[first : first + options.rows],
+                response_length=response,
+                seeds=range(first, min(first + options.rows, len(prompts))),
+                observers=[counted["without"]],
+            )
+
+    seconds = measured({"with": queued, "without": batches}, options.repetitions)
+    tokens = int(lengths.sum())
+    return {
+        "occupancy": counted["with"].share,
+        "occupancy_without": counted["without"].share,
+        "tokens_per_second": tokens / seconds["with"],
+        "refill_speedup": seconds["without"] / seconds["with"],
+    }
+
+
+def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
+    """64 rows that drift apart by the model's own sureness, none of which ends early."""
+    backbone = block_backbone(options)
+    prompts = prompts_of(options, 64)
+    response = options.phase_response
+    never = torch.full((64,), response + 1)
+
+    def run(cache: BlockCache, attention: str) -> Callable[[], None]:
+        decoder = decoder_of(options, never, cache)
+
+        def decode() -> None:
+            own = backbone.model.config._attn_implementation
+            backbone.model.config._attn_implementation = attention or own
+            decode_prompts(backbone, decoder, prompts, response_length=response, seeds=range(64))
+            backbone.model.config._attn_implementation = own
+
+        return decode
+
+    runs = {"one": run(BlockCache(), ""), "two": run(TwoForwards(), "sdpa")}
+    seconds = measured(runs, options.repetitions)
+    return {
+        "out_of_phase_tokens_per_second": 64 * response / seconds["one"],
+        "out_of_phase_speedup": seconds["two"] / seconds["one"],
+    }
+
+
+def prompts_of(options: argparse.Namespace, count: int) -> list[list[int]]:
+    """Random prompts of up to ``--prompt`` tokens, long ones first."""
+    generator = np.random.default_rng(options.seed)
+    sizes = sorted(generator.integers(options.prompt // 2, options.prompt + 1, count))[::-1]
+    return [generator.integers(3, options.vocab, size).tolist() for size in sizes]
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--block", type=int, default=4)
+    parser.add_argument("--threshold", type=float, default=0.2)
+    parser.add_argument("--prompt", type=int, default=32, help="most tokens of a prompt")
+    parser.add_argument("--responses", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=32, help="rows decoded together")
+    parser.add_argument("--scale", type=float, default=20.0, help="divides the lengths")
+    parser.add_argument("--phase-response", type=int, default=256, help="cells of the 64 rows")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(arguments)
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    options = parsed(arguments)
+    torch.set_num_threads(options.threads)
+    told = {**refill(options), **out_of_phase(options)}
+    if options.json:
+        print(json.dumps(told))
+        return
+    for name, value in told.items():
+        print(f"{name:<34}{value:>10.2f}")
+
+
+if __name__ == "__main__":
+    main()
