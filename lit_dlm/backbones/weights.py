@@ -59,11 +59,15 @@ def load_weights(
     rename: Callable[[str], str | None],
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Copies tensors into existing parameters, one at a time, so memory holds the model once.
+    """Gives existing parameters their values, one tensor at a time.
+
+    On the CPU and in the dtype of the file a parameter is the file's own memory, mapped and copied
+    where it is written: processes of one machine share what they only read, and what moves on to a
+    device page by page was never whole on the host. Anything else is converted tensor by tensor.
 
     Args:
         files: safetensors files.
-        parameters: targets by our key; each is overwritten (and converted to its dtype).
+        parameters: targets by our key.
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
@@ -83,7 +87,7 @@ def load_weights(
             if ours not in parameters:
                 unknown.append(key)
                 continue
-            _copy(parameters[ours], tensor, key=key, path=path)
+            _fill(parameters[ours], tensor, key=key, path=path)
             missing.discard(ours)
     if unknown:
         raise ValueError(
@@ -132,13 +136,16 @@ def read_weights(
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Tensor, *, key: str, path: Path) -> None:
+def _fill(target: Tensor, source: Tensor, *, key: str, path: Path) -> None:
     if target.shape != source.shape:
         raise ValueError(
             f"{path.name}: {key} has shape {tuple(source.shape)}, "
             f"expected {tuple(target.shape)} from config.json"
         )
-    target.copy_(source)
+    if (target.dtype, target.device) == (source.dtype, source.device):
+        target.data = source
+    else:
+        target.copy_(source)
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -5,8 +5,8 @@ function that the decode loop calls, and the result is compared with the next re
 difference does not lead to others. Free-running, the prompt is decoded again from its seed, and
 everything after the first difference follows from it.
 
-Records are executed in batches, in their stored order. With the batch size of the run, a batch has
-the rows and the padding that it had when it was recorded, so that even the last bits can agree.
+Records are executed in batches, in their stored order. Their rows are not those that were beside
+each other in the run, where one that ended was replaced by the next.
 
 Floating point differs between machines, batch sizes and dtypes, so a step may decide differently
 where two options were almost equal. Such a difference is explained by its margin: the distance by

@@ -156,3 +156,29 @@ def test_pickled_weights_are_not_read(tmp_path: Path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"\(pickled weights are not read\)"):
         weight_files(tmp_path)
+
+
+def test_weights_of_the_files_dtype_are_the_files_memory(tmp_path: Path):
+    """64 MB: reading takes no memory of the process's own, and writing changes no file."""
+    path = tmp_path / "model.safetensors"
+    values = torch.arange(2.0**24)
+    save_weights({"a": values, "b": torch.ones(3)}, path)
+    targets = {"a": torch.empty(2**24), "b": torch.empty(3, dtype=torch.float16)}
+    del values
+    before = _own_megabytes()
+    load_weights([path], targets, rename=lambda key: key)
+    assert float(targets["a"].sum(dtype=torch.float64)) == 2**23 * (2.0**24 - 1)
+    assert _own_megabytes() - before < 16
+    assert targets["b"].tolist() == [1.0] * 3
+    targets["a"].zero_()
+    assert _own_megabytes() - before > 60
+    again = {"a": torch.empty(2**24), "b": torch.empty(3)}
+    load_weights([path], again, rename=lambda key: key)
+    assert float(again["a"][-1]) == 2.0**24 - 1
+
+
+def _own_megabytes() -> float:
+    """Memory of this process that it shares with no file."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024

@@ -133,7 +133,8 @@ def test_batch_size_changes_nothing(whole: Path, tmp_path: Path, batch_size: int
 def test_two_processes_give_the_same_results(whole: Path, tmp_path: Path):
     finished(start("predict", "--config", config(tmp_path, "two", devices=2)))
     assert results(tmp_path / "two") == results(whole)
-    assert len(list((tmp_path / "two").rglob("part-r00001.jsonl"))) == 3
+    # Which of them takes a prompt is decided as they have room; the second takes part.
+    assert any((tmp_path / "two").rglob("part-r00001.jsonl"))
 
 
 @pytest.mark.ddp
