@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast check format tiny-model clean
+.PHONY: help install quickstart test test-fast check faults format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-fast: install  ## Run the unit tests only (under a minute)
 
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
+
+faults: install  ## End runs at random moments and compare what they leave (about an hour)
+	$(BIN)/python experiments/faults.py
 
 format: install  ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -28,7 +28,7 @@ class TensorDigest:
         """
         self._sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         plain = tensor.detach().cpu().contiguous()
-        self._sha.update(plain.reshape(-1).view(torch.uint8).numpy())
+        self._sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
 
     def text(self) -> str:
         """The digest, hexadecimal."""

@@ -232,8 +232,8 @@ def _setting_lines(
     """What was set differently, as far as the result folders say."""
     lines: dict[str, None] = {}
     for task, a, b in pairs:
-        settings = [folder.settings(task, method) for folder, method in ((first, a), (second, b))]
-        lines |= dict.fromkeys(setting_differences(*settings))
+        ours, theirs = first.settings(task, a), second.settings(task, b)
+        lines |= dict.fromkeys(setting_differences(ours, theirs))
     if not lines:
         return ["The recorded settings are equal."]
     shown = [f"  {line}" for line in lines][:MAX_DIFFERENCES]
