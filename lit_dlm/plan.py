@@ -464,6 +464,7 @@ def _step(model: HFBackbone, rows: int, length: int, *, is_mixed: bool, trains: 
                 alive.known.add(weight.grad.untyped_storage()._cdata)
         with alive, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
             ids = torch.zeros(rows, length, dtype=torch.long)
+            visible: Tensor | None
             if trains and model.spec.attention == "block":  # two copies under a matrix
                 visible = torch.ones(rows, 1, length, length, dtype=torch.bool)
             else:

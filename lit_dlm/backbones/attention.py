@@ -17,11 +17,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -95,12 +97,18 @@ def added_mask(
     return added if rows == 1 or groups == 1 else added.repeat(1, 1, groups, 1)
 
 
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention as a kernel; uncompiled it has a matrix of scores."""
+    return torch.compile(flex_attention)
+
+
 def grouped_sdpa(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | BlockMask | None,
     *,
     packing: Packing | None = None,
     **kwargs: Any,
@@ -112,8 +120,8 @@ def grouped_sdpa(
         query: ``(B, H, W, d)``, or ``(1, H, T, d)`` with a packing.
         key: ``(B, h, K, d)``; each of its heads serves ``H / h`` neighbouring query heads.
         value: like ``key``.
-        attention_mask: from :func:`added_mask`, or of a whole canvas ``(B, 1, L, L)`` bool;
-            ``None``: all is seen.
+        attention_mask: from :func:`added_mask`, or of a whole canvas ``(B, 1, L, L)`` bool or by
+            blocks, then through FlexAttention; ``None``: all is seen.
         packing: of windows of different widths.
         kwargs: as transformers passes them.
 
@@ -121,6 +129,11 @@ def grouped_sdpa(
         ``(B, W, H, d)``, or ``(1, T, H, d)``, and no weights. Whole canvases without a mask or
         under a matrix go through transformers' own function.
     """
+    if isinstance(attention_mask, BlockMask):
+        attend: Callable[..., Any] = _compiled_flex() if query.is_cuda else flex_attention
+        scale = kwargs.get("scaling")
+        output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
+        return output.transpose(1, 2).contiguous(), None
     if packing is None and (attention_mask is None or attention_mask.dtype == torch.bool):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if packing is not None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones.attention import added_mask, takes_sequences
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
@@ -185,7 +186,7 @@ class HFBackbone(StoredDecoder, Backbone):
         targets: Tensor,
         rows: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
         forbidden_ids: Sequence[int] | None = None,
@@ -202,7 +203,7 @@ class HFBackbone(StoredDecoder, Backbone):
             rows: ``(B, L)`` bool, cells to score.
             mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that
                 of :meth:`denoise`. A boolean ``(B, 1, L, L)`` one replaces it, as in
-                :meth:`forward`.
+                :meth:`forward`; so does one by blocks.
             position_ids: ``(B, L)`` int64; by default as in :meth:`denoise` or :meth:`forward`.
             response_start: see :meth:`denoise`.
             forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
@@ -228,7 +229,7 @@ class HFBackbone(StoredDecoder, Backbone):
         targets: Tensor,
         rows: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
         forbidden_ids: Sequence[int] | None = None,
@@ -251,7 +252,7 @@ class HFBackbone(StoredDecoder, Backbone):
         ids: Tensor,
         rows: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
     ) -> Tensor:
@@ -268,12 +269,18 @@ class HFBackbone(StoredDecoder, Backbone):
         self,
         ids: Tensor,
         cells: tuple[Tensor, ...],
-        mask: Tensor | None,
+        mask: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         response_start: int | None,
     ) -> Tensor:
         """Aligned hidden rows ``(N, D)`` of chosen cells."""
-        if mask is None or mask.ndim == 2:
+        starts: Tensor | None = None
+        visible: Tensor | BlockMask | None
+        if isinstance(mask, BlockMask):
+            if self.attn_implementation == "eager":
+                raise ValueError("mask: attention by blocks needs another route than eager")
+            visible = mask
+        elif mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(
                 self.spec, ids, pad_mask=mask, response_start=response_start
@@ -281,7 +288,7 @@ class HFBackbone(StoredDecoder, Backbone):
             if position_ids is None and mask is not None:
                 position_ids = position_ids_for(mask, self.spec.positions)
         else:
-            starts, visible = None, _given_visibility(mask)
+            visible = _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids)
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
@@ -326,7 +333,7 @@ class HFBackbone(StoredDecoder, Backbone):
     def _encode(
         self,
         ids: Tensor,
-        visible: Tensor | None,
+        visible: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         *,
         layers: Sequence[int] = (),
@@ -367,10 +374,12 @@ class HFBackbone(StoredDecoder, Backbone):
         snapshots[self.num_layers] = last
         return last, snapshots
 
-    def _mask(self, visible: Tensor | None, *, is_window: bool) -> Tensor | None:
+    def _mask(
+        self, visible: Tensor | BlockMask | None, *, is_window: bool
+    ) -> Tensor | BlockMask | None:
         """The mask as the attention of the layers takes it."""
-        if visible is None:
-            return None
+        if visible is None or isinstance(visible, BlockMask):
+            return visible
         if self.attn_implementation == "eager":
             hidden = torch.finfo(self.dtype).min
             return added_mask(visible, groups=1, dtype=self.dtype, hidden=hidden)

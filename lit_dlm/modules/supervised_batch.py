@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.visibility import position_ids_for
@@ -18,7 +19,12 @@ from lit_dlm.losses.views import hidden_prompt
 from lit_dlm.ops.alignment import first_real_columns
 from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.ops.cuts import non_ltr_positions
-from lit_dlm.ops.masking import TwoCopyLayout, block_causal_visibility, block_numbers
+from lit_dlm.ops.masking import (
+    TwoCopyLayout,
+    block_causal_visibility,
+    block_numbers,
+    wants_block_mask,
+)
 from lit_dlm.ops.noise import sample_seed
 
 
@@ -274,8 +280,9 @@ class TrainingRows:
     """``(R, N)`` int64 clean tokens."""
     rows: Tensor
     """``(R, N)`` bool slots to score, in the order of the states' supervised cells."""
-    mask: Tensor | None
-    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or ``None``."""
+    mask: Tensor | BlockMask | None
+    """``(R, N)`` bool padding mask, or ``(R or 1, 1, N, N)`` bool attention mask, or one by blocks,
+    or ``None``."""
     position_ids: Tensor | None
     """``(R, N)`` int64; ``None`` lets the backbone count."""
     response_start: int | None
@@ -359,7 +366,9 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         ids=targets.masked_fill(hidden[:, layout.source] & layout.is_noisy, spec.mask_id),
         targets=targets,
         rows=supervised[:, layout.source] & layout.is_noisy,
-        mask=layout.visibility(),
+        mask=layout.block_mask(R)
+        if wants_block_mask(len(layout.source), clean.device)
+        else layout.visibility(),
         position_ids=layout.positions(positions),
         response_start=None,
     )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.ops.masking import TwoCopyLayout, with_own_key
+from lit_dlm.ops.masking import TwoCopyLayout, copies_block_mask, with_own_key
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,16 @@ class PackedLayout:
             used = self.copy < num_copies[:, None]  # (B, N)
             real = used if real is None else real & used
         return visible if real is None else with_own_key(visible & real[:, None, None, :])
+
+    def block_mask(self, num_copies: Tensor) -> BlockMask:
+        """The same for FlexAttention, see :func:`~lit_dlm.ops.masking.copies_block_mask`.
+
+        Args:
+            num_copies: ``(B,)`` int64 copies that each row uses, the first ones.
+        """
+        used = self.copy < num_copies[:, None]
+        real = used if self.real is None else self.real & used
+        return copies_block_mask(self.blocks, self.copy, real, num_rows=len(num_copies))
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
         """Position ids: a noisy slot repeats those of its clean twin.

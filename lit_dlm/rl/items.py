@@ -34,7 +34,7 @@ from lit_dlm.modules.supervised_batch import (
     whole_blocks,
 )
 from lit_dlm.ops.batches import TensorBatch
-from lit_dlm.ops.masking import TwoCopyLayout
+from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
 from lit_dlm.ops.packing import PackedLayout
 from lit_dlm.trajectories.record import Trajectory
 
@@ -584,7 +584,9 @@ def _packed(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
         ids=targets.masked_fill(spread(batch.hidden), spec.mask_id),
         targets=targets,
         rows=spread(batch.supervised),
-        mask=layout.visibility(copies),
+        mask=layout.block_mask(copies)
+        if wants_block_mask(len(layout.source), device)
+        else layout.visibility(copies),
         position_ids=layout.positions(positions),
         response_start=None,
     )

@@ -1,0 +1,100 @@
+"""Attention of training rows by blocks (FlexAttention) against SDPA under a matrix.
+
+    python benchmarks/block_attention.py [--json] [--length 2048] [--heads 8] [--kv_heads 2]
+
+One layer's attention over ``[prompt | clean | noisy]`` rows of a block model, the mask included: on
+a GPU forward and backward, on a CPU the forward alone, since FlexAttention has no more there. Both
+are compiled or fused kernels. Ratios are ours over SDPA's in one process, medians of interleaved
+runs; memory on a GPU is the allocator's peak, on a CPU the bytes of the mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from lit_dlm.ops.masking import TwoCopyLayout
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--length", type=int, default=2048, help="response cells; rows have twice")
+    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
+    parser.add_argument("--block_size", type=int, default=4, help="cells of a block")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a batch")
+    parser.add_argument("--heads", type=int, default=8, help="query heads")
+    parser.add_argument("--kv_heads", type=int, default=2, help="key heads")
+    parser.add_argument("--width", type=int, default=64, help="width of a head")
+    parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    layout = TwoCopyLayout.trace(
+        options.prompt, options.prompt + options.length, options.block_size, device=device
+    )
+    N = len(layout.source)
+    shapes = [
+        (options.rows, heads, N, options.width) for heads in (options.heads, options.kv_heads)
+    ]
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=on_gpu)
+        for shape in (shapes[0], shapes[1], shapes[1])
+    )
+    compiled = torch.compile(flex_attention)
+
+    def by_matrix() -> torch.Tensor:
+        mask = layout.visibility()
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    def by_blocks() -> torch.Tensor:
+        mask = layout.block_mask(options.rows)
+        return compiled(query, key, value, block_mask=mask, enable_gqa=True)
+
+    seconds: dict[str, list[float]] = {"matrix": [], "blocks": []}
+    peaks: dict[str, int] = {}
+    outputs = {}
+    for repetition in range(options.repetitions + 1):  # the first compiles
+        for name, run in (("matrix", by_matrix), ("blocks", by_blocks)):
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated() if on_gpu else 0
+            start = time.perf_counter()
+            output = run()
+            if on_gpu:
+                output.sum().backward()
+                torch.cuda.synchronize()
+                peaks[name] = torch.cuda.max_memory_allocated() - before
+            if repetition:
+                seconds[name].append(time.perf_counter() - start)
+            outputs[name] = output.detach()
+    if not on_gpu:
+        blocks = layout.block_mask(options.rows).as_tuple()
+        tables = [part for part in blocks if isinstance(part, torch.Tensor)]
+        peaks = {"matrix": layout.visibility().nbytes, "blocks": sum(one.nbytes for one in tables)}
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    found = {
+        "device": device,
+        "tokens": N,
+        "seconds_matrix": median["matrix"],
+        "time_ratio": median["blocks"] / median["matrix"],
+        "memory_ratio": peaks["blocks"] / peaks["matrix"],
+        "largest_difference": float((outputs["matrix"] - outputs["blocks"]).abs().max()),
+    }
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()
