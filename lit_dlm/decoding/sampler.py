@@ -21,6 +21,7 @@ CHUNK_ELEMENTS = 1_000_000
 vocabulary's window no memory worth counting."""
 
 _GPU_CHUNK_ELEMENTS = 8_000_000
+"""A block of 32 columns of the largest vocabularies at once; noise takes 32 bytes a logit."""
 _SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prob": confidence,
     "entropy": lambda logits, _: entropy(logits),
@@ -142,9 +143,7 @@ class Sampler:
         picked = None
         if order is not None:
             picked = (order + K * torch.arange(b, device=order.device)[:, None]).flatten()
-        elements = CHUNK_ELEMENTS
-        if logits.device.type != "cpu":  # a quarter of the window: noise takes 32 bytes a logit
-            elements = max(elements, min(columns.numel() * V // 4, _GPU_CHUNK_ELEMENTS))
+        elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
         size = max(elements // V, 1)
         for first in range(0, len(seeds), size):
             part = slice(first, first + size)
