@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import io
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +106,8 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
     path = options.get("path")
     option = f"{at}.init_args.path"
     if module.startswith(("lit_dlm.tasks.", "lit_dlm.toy.")):
-        hub_id = getattr(sys.modules[module], "HUB_ID", None)
-        if "path" in inspect.signature(found).parameters and (path or hub_id):
-            yield Source("data", str(path or hub_id), option, class_path, options.get("split"))
+        if source := path or getattr(found, "hub_id", None):
+            yield Source("data", str(source), option, class_path, options.get("split"))
     elif module.startswith(("lit_dlm.backbones.", "lit_dlm.rewards.")):
         for key in ("path", "adapter"):
             if isinstance(options.get(key), str):

@@ -59,7 +59,7 @@ def _defines_entry_point(rollout: Rollout) -> bool:
     if not entry_point:
         # A problem that is solved by a whole program asks for nothing but that it parses.
         return _parses(rollout)
-    found = extract_code(rollout.text, entry_point, stub=reference.get("prefix") or "")
+    found = extract_code(rollout.text, entry_point, stub=reference.get("stub") or "")
     return not found.problem
 
 

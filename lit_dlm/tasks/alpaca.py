@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from lit_dlm.grading import Verdict
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
-
-HUB_ID = "yahma/alpaca-cleaned"
+from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.sources import Row
 
 
-class Alpaca(Task):
+class Alpaca(DatasetTask):
     """Instructions in the form of Alpaca.
 
     Args:
         path: a local file or folder with the fields ``instruction`` and ``output`` and, where there
             is something to work on, ``input``; or a hub id.
         split: name of the split.
-        limit: most examples to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`).
     """
 
     name = "alpaca"
-    runs_code = False
+    is_graded = False
+    hub_id = "yahma/alpaca-cleaned"
+    required_fields = ("instruction", "output")
 
     def __init__(
         self,
         path: str | None = None,
         *,
         split: str = "train",
-        limit: int | None = None,
-        seed: int | None = None,
         template: str = "tracelock-alpaca",
+        **options: Any,
     ) -> None:
-        self.split = split
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
-        rows = read_rows(path or HUB_ID, split=split, required=("instruction", "output"))
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+        super().__init__(path, split=split, template=template, **options)
 
     def _example(self, row: Row) -> PromptExample:
-        question = row.text("instruction").strip()
-        given = row.text("input").strip() if row.fields.get("input") else ""
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{row.index:05d}",
-            task=self.name,
-            reference={"output": row.text("output")},
-            **self._template.render({**row.fields, "question": question, "input": given}),
+        return self._prompt(
+            row,
+            f"{row.index:05d}",
+            row.text("instruction").strip(),
+            {"output": row.text("output")},
+            input=row.text("input").strip() if row.fields.get("input") else "",
         )
-
-    @property
-    def is_graded(self) -> bool:
-        """Completions cannot be judged."""
-        return False
-
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen instructions in a stable order."""
-        return self._examples
 
     def reference_completion(self, example: PromptExample) -> str:
         """The data set's answer."""

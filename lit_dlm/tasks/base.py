@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lit_dlm.grading import IsolationLevel, Verdict, isolation_level
+from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
+from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
 from lit_dlm.plugs import Plug, completed
+from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.templates import PromptTemplate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +39,7 @@ class PromptExample:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
     def responses(self, count: int) -> list[PromptExample]:
-        """The same problem to be answered several times, each time with a seed of its own.
-
-        Args:
-            count: how many answers; the first is this very example.
-        """
+        """The same problem ``count`` times; from the second on with a uid, so a seed, of its own."""
         others = range(1, count)
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
@@ -52,13 +51,10 @@ class Task(Plug):
     split: str = "test"
     runs_code: bool = False
     """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
+    is_graded: bool = True
+    """Whether completions can be judged; plain prompts cannot."""
     template: str | None = None
     """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.templates`)."""
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether completions can be judged; plain prompts cannot."""
-        return True
 
     @abstractmethod
     def examples(self) -> Sequence[PromptExample]:
@@ -77,12 +73,130 @@ class Task(Plug):
         """Grades one completion (text after the prompt, cut at the first end of text)."""
 
 
-def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
-    """The tasks of a run by their names, which graders look them up by.
+class DatasetTask(Task):
+    """A task whose problems are the rows of a data set.
+
+    A subclass says how a row becomes a problem; it may choose among the rows first.
 
     Args:
-        tasks: the tasks.
-        option: what to call them in errors.
+        path: a local file or folder, or a hub id; the task's own data set by default.
+        split: name of the split, part of every uid.
+        limit: most examples to take; all by default.
+        seed: shuffles before the limit; the file's order by default.
+        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
+            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
+    """
+
+    hub_id: str | None = None
+    """The data set on the hub that is read without a ``path``."""
+    hub_config: str | None = None
+    required_fields: tuple[str, ...] = ()
+    """Fields that every row must have."""
+    own_template = "{{ question }}"
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        split: str = "test",
+        limit: int | None = None,
+        seed: int | None = None,
+        template: str | None = None,
+    ) -> None:
+        self.split = split
+        self._template = PromptTemplate(template, default=self.own_template)
+        self.template = self._template.given
+        source = path or self.hub_id
+        assert source is not None
+        rows = read_rows(source, config=self.hub_config, split=split, required=self.required_fields)
+        chosen = pick_rows(self._usable(rows), seed=seed, limit=limit)
+        self._examples = [self._example(row) for row in chosen]
+
+    def _usable(self, rows: list[Row]) -> list[Row]:
+        """The rows to choose from; all by default."""
+        return rows
+
+    @abstractmethod
+    def _example(self, row: Row) -> PromptExample:
+        """The problem of a row."""
+
+    def _prompt(
+        self, row: Row, key: str, question: str, reference: dict[str, Any], **fields: Any
+    ) -> PromptExample:
+        """A problem whose template sees the question, ``fields`` and the row's own fields."""
+        return PromptExample(
+            uid=f"{self.name}/{self.split}/{key}",
+            task=self.name,
+            reference=reference,
+            **self._template.render({**row.fields, "question": question, **fields}),
+        )
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The chosen problems in a stable order."""
+        return self._examples
+
+
+class CodeTask(DatasetTask):
+    """Problems that are answered by Python code and graded by running their tests.
+
+    The ``reference`` of an example holds the ``entry_point`` that is tested, its tests as
+    ``check``, code put in front of the answer as ``stub``, and a ``solution``, perhaps empty.
+
+    Args:
+        path: see :class:`DatasetTask`, as for the other options.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        limits: what one sample may use.
+    """
+
+    runs_code = True
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        allow_code_execution: bool = False,
+        limits: SandboxLimits | None = None,
+        **options: Any,
+    ) -> None:
+        self.allow_code_execution = allow_code_execution
+        self.limits = limits
+        super().__init__(path, **options)
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The data set's solution in a fenced block.
+
+        Raises:
+            ValueError: the row has none.
+        """
+        if not example.reference["solution"]:
+            raise ValueError(f"{example.uid}: the row has no field 'solution'")
+        return python_block(example.reference["solution"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The module that is run: the stub, if any, and the code of the completion."""
+        reference = example.reference
+        answer = example.answer_start + completion
+        return extract_code(answer, reference["entry_point"], stub=reference["stub"]).code
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
+        reference = example.reference
+        return grade_by_tests(
+            example.answer_start + completion,
+            reference["check"],
+            reference["entry_point"],
+            stub=reference["stub"],
+            limits=self._limits_of(example),
+            allow_code_execution=self.allow_code_execution,
+        )
+
+    def _limits_of(self, example: PromptExample) -> SandboxLimits | None:
+        """What the answer to a problem may use."""
+        return self.limits
+
+
+def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
+    """The tasks of a run by their names; ``option`` is what errors call them.
 
     Raises:
         ValueError: two have one name, or one lacks a member.
@@ -139,11 +253,8 @@ def require_code_execution(
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
     """Refuses two prompts of one uid: the results of one would count as those of the other.
 
-    Args:
-        examples: the prompts of every task, by its name.
-
     Raises:
-        ValueError: names the uid, both tasks and both rows.
+        ValueError: names the uid, both tasks (the keys of ``examples``) and both rows.
     """
     seen: dict[str, str] = {}
     for name, group in examples.items():

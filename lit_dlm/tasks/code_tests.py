@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, extract_program, grade_by_tests, python_block
+from lit_dlm.grading.code import extract_program
 from lit_dlm.grading.programs import grade_by_outputs
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import CodeTask, PromptExample
+from lit_dlm.tasks.sources import Row
 
 _TEMPLATE = (
     "{{ question }}\n\n{% if test_method == 'function' %}"
@@ -33,7 +32,7 @@ _DEFAULT_SECONDS = 8.0
 _BUILTINS = set(dir(builtins))
 
 
-class CodeTests(Task):
+class CodeTests(CodeTask):
     """Code problems, each with its own tests and time limit.
 
     A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
@@ -43,44 +42,28 @@ class CodeTests(Task):
 
     Args:
         path: a local file or folder, or a hub id.
-        split: name of the split, part of every uid.
-        limit: most examples to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
         name: name of the task in results and uids, to tell several files apart.
         max_tests: most tests to take of a problem, the first ones; all by default.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one run may use; each problem's own time limit replaces its times.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
-    name = "code_tests"
-    runs_code = True
+    required_fields = ("question", "test_method")
+    own_template = _TEMPLATE
 
     def __init__(
         self,
         path: str,
         *,
-        split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
         name: str = "code_tests",
         max_tests: int | None = None,
-        allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
-        template: str | None = None,
+        **options: Any,
     ) -> None:
         if max_tests is not None and max_tests < 1:
             raise ValueError(f"max_tests: expected at least 1 or null, got {max_tests}")
         self.name = name
-        self.split = split
         self.max_tests = max_tests
-        self._template = PromptTemplate(template, default=_TEMPLATE)
-        self.template = self._template.given
-        self.allow_code_execution = allow_code_execution
-        self._limits = limits or SandboxLimits()
-        rows = read_rows(path, split=split, required=("question", "test_method"))
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+        super().__init__(path, limits=limits, **options)
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
@@ -94,10 +77,10 @@ class CodeTests(Task):
             "solution": row.fields.get("solution") or "",
         }
         if method == "function":
-            tests = self._texts(row, "test_list")
-            reference["test_list"] = tests
+            tests = reference["test_list"] = self._texts(row, "test_list")
+            reference["check"] = "\n".join(tests)
             reference["entry_point"] = _entry_point(tests, row.origin)
-            reference["prefix"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
+            reference["stub"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
         else:
             reference["test_input"] = self._texts(row, "test_input")
             reference["test_output"] = self._texts(row, "test_output")
@@ -105,14 +88,8 @@ class CodeTests(Task):
                 raise ValueError(
                     f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
                 )
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{row.index:05d}",
-            task=self.name,
-            reference=reference,
-            **self._template.render(
-                {**row.fields, **reference, "question": row.text("question").strip()}
-            ),
-        )
+        question = row.text("question").strip()
+        return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
     def _texts(self, row: Row, name: str) -> list[str]:
         values = row.fields.get(name)
@@ -124,49 +101,31 @@ class CodeTests(Task):
             raise ValueError(f"{row.origin}: field {name!r} must be a list of at least one text")
         return values[: self.max_tests]
 
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
-        return self._examples
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """The file's solution in a fenced block.
-
-        Raises:
-            ValueError: the row has none.
-        """
-        if not example.reference["solution"]:
-            raise ValueError(f"{example.uid}: the row has no field 'solution'")
-        return python_block(example.reference["solution"])
-
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The code of the completion."""
-        reference = example.reference
-        answer = example.answer_start + completion
-        if reference["test_method"] == "stdio":
-            return extract_program(answer).code
-        return extract_code(answer, reference["entry_point"], stub=reference["prefix"]).code
+        if example.reference["test_method"] == "stdio":
+            return extract_program(example.answer_start + completion).code
+        return super().extract(example, completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
         reference = example.reference
-        seconds = reference["seconds"]
-        if reference["test_method"] == "stdio":
-            return grade_by_outputs(
-                example.answer_start + completion,
-                reference["test_input"],
-                reference["test_output"],
-                limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
-                allow_code_execution=self.allow_code_execution,
-            )
-        seconds += _EXTRA_SECONDS
-        return grade_by_tests(
+        if reference["test_method"] == "function":
+            return super().grade(example, completion)
+        return grade_by_outputs(
             example.answer_start + completion,
-            "\n".join(reference["test_list"]),
-            reference["entry_point"],
-            stub=reference["prefix"],
-            limits=replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
+            reference["test_input"],
+            reference["test_output"],
+            limits=self._limits_of(example),
             allow_code_execution=self.allow_code_execution,
         )
+
+    def _limits_of(self, example: PromptExample) -> SandboxLimits:
+        seconds = example.reference["seconds"]
+        if example.reference["test_method"] == "function":
+            seconds += _EXTRA_SECONDS
+        limits = self.limits or SandboxLimits()
+        return replace(limits, wall_seconds=seconds, cpu_seconds=seconds)
 
 
 def _seconds(row: Row) -> float:

@@ -9,17 +9,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.grading import Verdict
+from lit_dlm.tasks.base import CodeTask, PromptExample
+from lit_dlm.tasks.sources import Row
 
-HUB_ID = "KodCode/KodCode-V1"
-_TEMPLATE = "{{ question }}\n\nAnswer with the code in one fenced python block."
 _MODULE = "solution"
 PYTEST = """
 class pytest:
@@ -63,7 +58,7 @@ class pytest:
 """What stands for pytest in the tests: its two names that KodCode uses as functions."""
 
 
-class KodCode(Task):
+class KodCode(CodeTask):
     """Problems of KodCode, or of a file of the same form.
 
     A row has the problem in ``question`` (or ``prompt``: the beginning of a module), the tests in
@@ -71,42 +66,21 @@ class KodCode(Task):
     field ``solution`` may hold code that passes. Tests that need more than the standard library
     or pytest's fixtures leave a problem ungraded. The answer runs in a process of its own, so tests
     of what it prints or does to a list that it was given fail: with the 232 rows of KodCode's demo
-    218 solutions are right, 6 ungraded and 8 wrong for these reasons.
+    218 solutions are right, 6 ungraded and 8 wrong for these reasons. Templates are also given
+    ``test`` and ``entry_point``. See :class:`CodeTask` for the other options.
 
     Args:
         path: a local file or folder, or a hub id, such as the TraceLock release's
             ``BOB12311/kodcode-humaneval-like``.
         split: name of the split.
-        limit: most examples to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-        limits: what one sample may use.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default. It is also given ``test``
-            and ``entry_point``.
     """
 
     name = "kodcode"
-    runs_code = True
+    hub_id = "KodCode/KodCode-V1"
+    own_template = "{{ question }}\n\nAnswer with the code in one fenced python block."
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str = "train",
-        limit: int | None = None,
-        seed: int | None = None,
-        allow_code_execution: bool = False,
-        limits: SandboxLimits | None = None,
-        template: str | None = None,
-    ) -> None:
-        self.split = split
-        self.allow_code_execution = allow_code_execution
-        self._limits = limits
-        self._template = PromptTemplate(template, default=_TEMPLATE)
-        self.template = self._template.given
-        rows = read_rows(path or HUB_ID, split=split, required=())
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+    def __init__(self, path: str | None = None, *, split: str = "train", **options: Any) -> None:
+        super().__init__(path, split=split, **options)
 
     def _example(self, row: Row) -> PromptExample:
         fields = row.fields
@@ -118,54 +92,21 @@ class KodCode(Task):
             check, problem = checks(test, entry_point), ""
         except ValueError as error:
             check, problem = "", str(error)
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{row.index:06d}",
-            task=self.name,
-            reference={
-                "entry_point": entry_point,
-                "check": check,
-                "problem": problem,
-                "stub": "" if "question" in fields else question,
-                "solution": solution,
-            },
-            **self._template.render(
-                {**fields, "question": question, "test": test, "entry_point": entry_point}
-            ),
-        )
-
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
-        return self._examples
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """The data set's solution in a fenced block.
-
-        Raises:
-            ValueError: the row has none.
-        """
-        if not example.reference["solution"]:
-            raise ValueError(f"{example.uid}: the row has no field 'solution'")
-        return python_block(example.reference["solution"])
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The code of the completion."""
-        reference = example.reference
-        answer = example.answer_start + completion
-        return extract_code(answer, reference["entry_point"], stub=reference["stub"]).code
+        reference = {
+            "entry_point": entry_point,
+            "check": check,
+            "problem": problem,
+            "stub": "" if "question" in fields else question,
+            "solution": solution,
+        }
+        key = f"{row.index:06d}"
+        return self._prompt(row, key, question, reference, test=test, entry_point=entry_point)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
-        reference = example.reference
-        if reference["problem"]:
-            return Verdict(status="ungraded", detail=reference["problem"])
-        return grade_by_tests(
-            example.answer_start + completion,
-            reference["check"],
-            reference["entry_point"],
-            stub=reference["stub"],
-            limits=self._limits,
-            allow_code_execution=self.allow_code_execution,
-        )
+        """As for other code, unless the tests of the problem cannot be run."""
+        if problem := example.reference["problem"]:
+            return Verdict(status="ungraded", detail=problem)
+        return super().grade(example, completion)
 
 
 def _entry_point(row: Row, test: str, solution: str) -> str:
@@ -196,9 +137,6 @@ def checks(test_code: str, entry_point: str) -> str:
         test_code: functions named ``test_...``; tests that define ``check(candidate)`` stay as
             they are.
         entry_point: the function under test.
-
-    Returns:
-        The tests.
 
     Raises:
         ValueError: they do not parse, hold no test, bring the answer along, or need a fixture or

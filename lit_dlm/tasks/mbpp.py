@@ -12,15 +12,13 @@ import ast
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import CANDIDATE_FILE, extract_code, grade_by_tests, python_block
+from lit_dlm.grading import SandboxLimits
+from lit_dlm.grading.code import CANDIDATE_FILE
 from lit_dlm.grading.plus import PlusProblem, Rule
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.sources import Row
 
-HUB_ID = "google-research-datasets/mbpp"
 _SPLITS = {
     "prompt": range(1, 11),
     "test": range(11, 511),
@@ -39,54 +37,46 @@ _TEMPLATE_WITHOUT_TESTS = (
 _LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
 
 
-class MBPP(Task):
+class MBPP(CodeTask):
     """The 974 problems of MBPP in their official splits (11 to 510 are the test split).
 
     Args:
         path: a local file or folder with the fields ``task_id``, ``text``, ``code`` and
             ``test_list``, or a hub id. Rows of other splits in the file are left out.
         split: ``test``, ``train``, ``validation`` or ``prompt``.
-        limit: most examples to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
         tests_in_prompt: shows the assertions, as the benchmark is meant: they alone say how the
             function is called. Without them the prompt gives the function's name and arguments
             (``signature``). It chooses between two templates of the task's own.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one sample may use.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
 
     name = "mbpp"
-    runs_code = True
+    hub_id = "google-research-datasets/mbpp"
+    hub_config = "full"
+    required_fields = ("task_id", "text", "code", "test_list")
 
     def __init__(
         self,
         path: str | None = None,
         *,
         split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
         tests_in_prompt: bool = True,
-        allow_code_execution: bool = False,
         limits: SandboxLimits | None = None,
-        template: str | None = None,
+        **options: Any,
     ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split: expected {', '.join(_SPLITS)}, got {split!r}")
-        self.split = split
-        own = _TEMPLATE if tests_in_prompt else _TEMPLATE_WITHOUT_TESTS
-        self._template = PromptTemplate(template, default=own)
-        self.template = self._template.given
-        self.allow_code_execution = allow_code_execution
-        self._limits = limits or _LIMITS
-        source = path or HUB_ID
-        required = ("task_id", "text", "code", "test_list")
-        rows = read_rows(source, config="full", split=split, required=required)
-        of_split = [row for row in rows if _number(row) in _SPLITS[split]]
-        if not of_split:
-            raise ValueError(f"{source}: no problem of the split {split!r} ({_SPLITS[split]})")
-        self._examples = [self._example(row) for row in pick_rows(of_split, seed=seed, limit=limit)]
+        self.own_template = _TEMPLATE if tests_in_prompt else _TEMPLATE_WITHOUT_TESTS
+        super().__init__(path, split=split, limits=limits or _LIMITS, **options)
+
+    def _usable(self, rows: list[Row]) -> list[Row]:
+        numbers = _SPLITS[self.split]
+        usable = [row for row in rows if _number(row) in numbers]
+        if not usable:
+            raise ValueError(
+                f"{rows[0].origin}: no problem of the split {self.split!r} ({numbers})"
+            )
+        return usable
 
     def _example(self, row: Row) -> PromptExample:
         tests = row.fields["test_list"]
@@ -94,62 +84,23 @@ class MBPP(Task):
             raise ValueError(f"{row.origin}: field 'test_list' must be a list of assertions")
         code = row.text("code")
         entry_point, signature = _entry_point(code, tests, row.origin)
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{_number(row):05d}",
-            task=self.name,
-            reference={
-                "task_id": _number(row),
-                "entry_point": entry_point,
-                "check": "\n".join([row.fields.get("test_setup_code") or "", *tests]),
-                "code": code,
-            },
-            **self._template.render(
-                {**row.fields, "question": row.text("text").strip(), "signature": signature}
-            ),
-        )
-
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
-        return self._examples
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """The data set's solution in a fenced block."""
-        return python_block(example.reference["code"])
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The code of the completion."""
-        answer = example.answer_start + completion
-        return extract_code(answer, example.reference["entry_point"]).code
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the assertions against the completion, in the sandbox."""
-        return grade_by_tests(
-            example.answer_start + completion,
-            example.reference["check"],
-            example.reference["entry_point"],
-            limits=self._limits,
-            allow_code_execution=self.allow_code_execution,
-        )
+        reference = {
+            "task_id": _number(row),
+            "entry_point": entry_point,
+            "check": "\n".join([row.fields.get("test_setup_code") or "", *tests]),
+            "stub": "",
+            "solution": code,
+        }
+        question = row.text("text").strip()
+        return self._prompt(row, f"{_number(row):05d}", question, reference, signature=signature)
 
 
 class MBPPPlus(PlusTask):
-    """The 378 problems of MBPP+ (v0.2.0), with about 35 times as many tests.
-
-    Args:
-        path: a local ``MbppPlus.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
-        split: a label, part of every uid.
-        limit: most examples to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-        cache_dir: folder for expected outputs, private to its owner; memory only by default.
-        base_only: grades by the original inputs alone.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
-    """
+    """378 of the problems (MBPP+ v0.2.0) with 35 times as many tests; see :class:`PlusTask`."""
 
     name = "mbpp+"
+    own_template = "{{ question }}\n\n" + _INSTRUCTION
     _file = "MbppPlus.jsonl.gz"
-    _default = "{{ question }}\n\n" + _INSTRUCTION
 
     def _question(self, row: Row) -> str:
         return row.text("prompt").strip().strip(chr(34)).strip()

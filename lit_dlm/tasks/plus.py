@@ -12,59 +12,43 @@ from typing import Any
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
 from lit_dlm.grading.plus import PlusGrader, PlusProblem, Rule
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.sources import Row
 
 
-class PlusTask(Task):
-    """Base of the EvalPlus tasks; a subclass says how a row becomes a prompt and a problem."""
+class PlusTask(DatasetTask):
+    """Base of the EvalPlus tasks; a subclass says how a row becomes a prompt and a problem.
+
+    Args:
+        path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
+        cache_dir: folder for expected outputs, private to its owner; memory only by default.
+        base_only: grades by the original inputs alone.
+    """
 
     runs_code = True
+    required_fields = ("task_id", "prompt", "entry_point", "canonical_solution")
     _file: str
     """Name of the release's file, for messages."""
-    _default: str
-    """The task's own template."""
 
     def __init__(
         self,
         path: str | None = None,
         *,
-        split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
         allow_code_execution: bool = False,
         cache_dir: str | None = None,
         base_only: bool = False,
-        template: str | None = None,
+        **options: Any,
     ) -> None:
-        """Reads the file.
-
-        Args:
-            path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
-            split: a label, part of every uid.
-            limit: most examples to take; all by default.
-            seed: shuffles before the limit; the file's order by default.
-            allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-            cache_dir: folder for expected outputs, private to its owner; memory only by default.
-            base_only: grades by the original inputs alone.
-            template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the task's own by default.
-        """
         if path is None:
             raise ValueError(
                 f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
                 f"{self._file} (its hub copy lacks the inputs)"
             )
-        self.split = split
         self.allow_code_execution = allow_code_execution
         self._base_only = base_only
-        self._template = PromptTemplate(template, default=self._default)
-        self.template = self._template.given
         self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
-        required = ("task_id", "prompt", "entry_point", "canonical_solution")
-        rows = read_rows(path, split=split, required=required)
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+        super().__init__(path, **options)
 
     @abstractmethod
     def _question(self, row: Row) -> str:
@@ -76,7 +60,6 @@ class PlusTask(Task):
 
     def _stub(self, row: Row) -> str:
         """What the prompt shows of the module; nothing by default."""
-        del row
         return ""
 
     @abstractmethod
@@ -84,18 +67,14 @@ class PlusTask(Task):
         """The problem in the form the grader takes."""
 
     def _example(self, row: Row) -> PromptExample:
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{problem_number(row)}",
-            task=self.name,
-            reference={
-                "task_id": row.text("task_id"),
-                "entry_point": row.text("entry_point"),
-                "stub": self._stub(row),
-                "code": self._solution(row),
-                **plus_fields(row),
-            },
-            **self._template.render({**row.fields, "question": self._question(row)}),
-        )
+        reference = {
+            "task_id": row.text("task_id"),
+            "entry_point": row.text("entry_point"),
+            "stub": self._stub(row),
+            "code": self._solution(row),
+            **plus_fields(row),
+        }
+        return self._prompt(row, problem_number(row), self._question(row), reference)
 
     def _problem(
         self,
@@ -117,10 +96,6 @@ class PlusTask(Task):
             rule=rule,
             alternative=alternative,
         )
-
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
-        return self._examples
 
     def reference_completion(self, example: PromptExample) -> str:
         """The release's solution in a fenced block."""
@@ -151,16 +126,10 @@ def problem_number(row: Row) -> str:
 
 
 def plus_fields(row: Row) -> dict[str, Any]:
-    """The fields that EvalPlus adds to a problem, checked.
-
-    Args:
-        row: A row of the EvalPlus release.
-
-    Returns:
-        ``base_input``, ``plus_input`` and ``atol``.
+    """``base_input``, ``plus_input`` and ``atol`` of a row of the EvalPlus release.
 
     Raises:
-        ValueError: Naming file, line and field.
+        ValueError: one is malformed; names file, line and field.
     """
     fields: dict[str, Any] = {}
     for name in ("base_input", "plus_input"):

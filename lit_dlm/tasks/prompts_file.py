@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import (
@@ -14,12 +13,11 @@ from lit_dlm.grading.answers import (
     grade_numeric,
     parse_number,
 )
-from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
-from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.sources import Row
 
 
-class PromptsFile(Task):
+class PromptsFile(DatasetTask):
     """Prompts from a file, passed to the model as they are unless a template is given.
 
     Args:
@@ -27,48 +25,33 @@ class PromptsFile(Task):
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
             expression.
-        split: a label, part of every uid.
-        limit: most prompts to take; all by default.
-        seed: shuffles before the limit; the file's order by default.
         name: name of the task in results and uids, to tell several files apart.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the task's own by default.
     """
-
-    runs_code = False
 
     def __init__(
         self,
         path: str,
         *,
         grading: Literal["none", "exact", "numeric", "math"] = "none",
-        split: str = "test",
-        limit: int | None = None,
-        seed: int | None = None,
         name: str = "prompts",
-        template: str | None = None,
+        **options: Any,
     ) -> None:
-        self._template = PromptTemplate(template)
-        self.template = self._template.given
         if grading not in ("none", "exact", "numeric", "math"):
             raise ValueError(f"grading: expected none, exact, numeric or math, got {grading!r}")
         self.name = name
-        self.split = split
         self.grading = grading
-        required = ("id", "prompt") if grading == "none" else ("id", "prompt", "answer")
-        rows = read_rows(path, split=split, required=required)
+        self.is_graded = grading != "none"
+        self.required_fields = ("id", "prompt", "answer") if self.is_graded else ("id", "prompt")
+        super().__init__(path, **options)
+
+    def _usable(self, rows: list[Row]) -> list[Row]:
         seen: dict[str, str] = {}
         for row in rows:
             key = self._key(row)
             if key in seen:
                 raise ValueError(f"{row.origin}: id {key!r} is taken by {seen[key]}")
             seen[key] = row.origin
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether completions can be judged."""
-        return self.grading != "none"
+        return rows
 
     @staticmethod
     def _key(row: Row) -> str:
@@ -89,16 +72,7 @@ class PromptsFile(Task):
             if self.grading == "numeric" and parse_number(str(answer)) is None:
                 raise ValueError(f"{row.origin}: field 'answer' must hold a number")
             reference["answer"] = str(answer)
-        return PromptExample(
-            uid=f"{self.name}/{self.split}/{self._key(row)}",
-            task=self.name,
-            reference=reference,
-            **self._template.render({**row.fields, "question": prompt}),
-        )
-
-    def examples(self) -> Sequence[PromptExample]:
-        """The chosen prompts in a stable order."""
-        return self._examples
+        return self._prompt(row, self._key(row), prompt, reference)
 
     def reference_completion(self, example: PromptExample) -> str:
         """The answer in the form that grades as right.
@@ -118,10 +92,10 @@ class PromptsFile(Task):
         return completion.strip() or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Judges one completion by the chosen rule.
+        """Judges by the chosen rule.
 
         Raises:
-            ValueError: If the file is not graded; ask ``is_graded`` first.
+            ValueError: the file is not graded; ask ``is_graded`` first.
         """
         answer = self._answer(example)
         if self.grading == "numeric":

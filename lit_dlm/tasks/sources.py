@@ -91,15 +91,9 @@ def read_rows(
 
 
 def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> list[Row]:
-    """Shuffles by a seed, then takes the first ``limit``.
+    """Shuffles by a seed (``None`` keeps the order), then takes the first ``limit``.
 
-    Args:
-        rows: All rows.
-        seed: Seed of the shuffle; ``None`` keeps the order.
-        limit: How many to keep at most; ``None`` keeps all.
-
-    Returns:
-        The chosen rows; what a row holds (and so its uid) does not depend on the choice.
+    What a row holds, and so its uid, does not depend on the choice.
 
     Raises:
         ValueError: If ``limit`` is below 1.

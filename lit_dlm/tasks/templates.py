@@ -20,11 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 @cache
 def shipped_templates(kind: Literal["prompt", "chat"]) -> dict[str, str]:
-    """The templates of releases by name.
-
-    Args:
-        kind: ``prompt`` for user turns, ``chat`` for what stands around the turns.
-    """
+    """The templates of releases by name: of user turns, or of what stands around the turns."""
     path = files("lit_dlm") / "assets" / "templates.yaml"
     return dict(yaml.safe_load(path.read_text(encoding="utf-8"))[kind])
 

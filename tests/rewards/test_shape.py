@@ -40,7 +40,7 @@ def test_form(requires: str, example: PromptExample, text: str, holds: bool) -> 
 
 def test_a_prefix_that_the_problem_gives_counts_as_the_beginning_of_the_code() -> None:
     example = PromptExample(
-        uid="c/2", task="c", text="", reference={"entry_point": "f", "prefix": "def f(x):\n"}
+        uid="c/2", task="c", text="", reference={"entry_point": "f", "stub": "def f(x):\n"}
     )
     group = [rollout("    return x", example=example)]
     assert FormatReward("entry_point").score(group)[0].total == 1

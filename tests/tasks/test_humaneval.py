@@ -63,7 +63,7 @@ def test_all_canonical_solutions_are_right_and_all_stubs_wrong(plain):
     examples = plain.examples()
     right = _grade(plain, [(e, plain.reference_completion(e)) for e in examples])
     assert sum(v.is_correct for v in right) == 164
-    raw = _grade(plain, [(e, e.reference["canonical_solution"]) for e in examples])
+    raw = _grade(plain, [(e, e.reference["solution"]) for e in examples])
     assert sum(v.is_correct for v in raw) == 164
     stubs = _grade(plain, [(e, "    pass\n") for e in examples])
     assert sum(v.is_correct for v in stubs) == 0
