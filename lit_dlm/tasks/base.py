@@ -39,7 +39,7 @@ class PromptExample:
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
     def responses(self, count: int) -> list[PromptExample]:
-        """The same problem ``count`` times; from the second on with a uid, so a seed, of its own."""
+        """The same problem ``count`` times, from the second on under another uid, so seed."""
         others = range(1, count)
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 

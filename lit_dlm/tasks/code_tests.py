@@ -47,6 +47,7 @@ class CodeTests(CodeTask):
         limits: what one run may use; each problem's own time limit replaces its times.
     """
 
+    name = "code_tests"
     required_fields = ("question", "test_method")
     own_template = _TEMPLATE
 

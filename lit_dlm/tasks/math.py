@@ -26,6 +26,7 @@ class MATH(DatasetTask):
         name: name of the task in results and uids, to tell several files apart.
     """
 
+    name = "math"
     hub_id = "HuggingFaceH4/MATH-500"
     own_template = (
         "{{ question }}\n\n"
@@ -58,7 +59,7 @@ class MATH(DatasetTask):
         return (last_boxed(solution) or "").strip()
 
     def _example(self, row: Row) -> PromptExample:
-        reference = {
+        reference: dict[str, Any] = {
             "answer": self._answer(row),
             "solution": row.fields.get("solution") or "",
             **{key: row.fields[key] for key in ("subject", "level") if key in row.fields},

@@ -14,21 +14,18 @@ import re
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import GeneratedTask, Problem
+from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
 
 _ANSWER = re.compile(r"\d+")
 
 
 def draw_addition(rng: random.Random, *, num_digits: int, nine_share: float) -> Problem:
-    """Draws one sum of either split.
+    """Draws one sum of either split; its reference holds ``a``, ``b`` and ``answer``.
 
     Args:
         rng: the generator that decides everything.
-        num_digits: width of both numbers.
+        num_digits: width of both numbers; the answer has one digit more.
         nine_share: chance of a column to add up to nine; one in ten would by itself.
-
-    Returns:
-        The problem; its reference holds ``a``, ``b`` and ``answer`` (one digit more).
     """
     columns = []
     for _ in range(num_digits):
@@ -43,28 +40,16 @@ def draw_addition(rng: random.Random, *, num_digits: int, nine_share: float) -> 
     )
 
 
-def longest_carry(first: str, second: str) -> int:
-    """Longest way of a carry: columns that it passes through after the one where it begins.
+class Addition(GeneratedTask):
+    """Generated sums, see the module; other options as for any :class:`GeneratedTask`.
 
     Args:
-        first: digits of one number.
-        second: digits of the other, of the same width.
+        num_digits: width of both numbers; the sum has one digit more.
+        nine_share: chance of a column to add up to nine, which makes long carries.
 
-    Returns:
-        0 where no carry passes through any column.
+    Raises:
+        ValueError: a number is out of range.
     """
-    longest = passed = 0
-    carried = False
-    for one, two in zip(reversed(first), reversed(second), strict=True):
-        total = int(one) + int(two)
-        passed = passed + 1 if carried and total == 9 else 0
-        carried = total > 9 or (carried and total == 9)
-        longest = max(longest, passed)
-    return longest
-
-
-class Addition(GeneratedTask):
-    """Generated sums, see the module."""
 
     name = "addition"
 
@@ -78,19 +63,6 @@ class Addition(GeneratedTask):
         nine_share: float = 0.4,
         template: str | None = None,
     ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: see :class:`~lit_dlm.toy.generated.GeneratedTask`, as for the next two.
-            num_examples: problems of the list.
-            seed: seed of that list.
-            num_digits: width of both numbers; the sum has one digit more.
-            nine_share: chance of a column to add up to nine, which makes long carries.
-            template: how a problem becomes a prompt.
-
-        Raises:
-            ValueError: an unknown split or a number out of range.
-        """
         if num_digits < 1:
             raise ValueError(f"addition.num_digits: expected at least 1, got {num_digits}")
         if not 0.0 <= nine_share <= 1.0:
@@ -120,9 +92,6 @@ class Addition(GeneratedTask):
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Right if every digit is, leading zeros included."""
         answer = self.extract(example, completion)
-        if answer is None:
-            return Verdict(status="no_answer", detail="no digit in the completion")
-        wanted = str(example.reference["answer"])
-        if answer == wanted:
-            return Verdict(status="right", answer=answer)
-        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")
+        return grade_exactly(
+            answer, example.reference["answer"], missing="no digit in the completion"
+        )

@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
@@ -54,15 +54,7 @@ _SIGNS = {
 
 
 def canonical(numbers: Sequence[int], target: int) -> str:
-    """Writes a problem so that the order of its numbers does not matter.
-
-    Args:
-        numbers: the given numbers.
-        target: the number to reach.
-
-    Returns:
-        Sorted numbers, an equals sign and the target.
-    """
+    """Writes a problem as sorted numbers, an equals sign and the target."""
     return ",".join(str(n) for n in sorted(numbers)) + f"={target}"
 
 
@@ -75,9 +67,6 @@ def draw_countdown(rng: random.Random, *, counts: Sequence[int] = (3, 4)) -> Pro
     Args:
         rng: the generator that decides everything.
         counts: how many numbers, each with equal chance.
-
-    Returns:
-        The problem; its reference holds ``numbers``, ``target`` and ``solution``.
     """
     while True:
         numbers = [rng.randint(1, 99) for _ in range(rng.choice(counts))]
@@ -163,7 +152,19 @@ def _trimmed(run: str) -> str:
 
 
 class Countdown(PuzzleTask):
-    """Countdown problems from a file or generated, see the module."""
+    """Countdown problems from a file or generated, see the module.
+
+    Args:
+        split: ``train`` or ``test``.
+        path: a file of problems (see :func:`read_problems`); ``None`` generates them.
+        counts: how many numbers a generated problem has, each with equal chance.
+        style: how training solutions are written. An ``expression`` is easier for a very small
+            model, which need not compute the values in between.
+        **options: see :class:`PuzzleTask`.
+
+    Raises:
+        ValueError: a count is outside 2..5.
+    """
 
     name = "countdown"
 
@@ -172,46 +173,15 @@ class Countdown(PuzzleTask):
         split: str = "test",
         path: str | None = None,
         *,
-        limit: int | None = None,
-        num_examples: int = 500,
         counts: Sequence[int] = (3, 4),
-        seed: int = 0,
         style: Literal["steps", "expression"] = "steps",
-        exclude_paths: Sequence[str] = (),
-        template: str | None = None,
+        **options: Any,
     ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: ``train`` or ``test``.
-            path: a file of problems (see :func:`read_problems`); ``None`` generates them.
-            limit: use only the first so many problems of the file.
-            num_examples: how many problems to generate without a file.
-            counts: how many numbers a generated problem has, each with equal chance.
-            seed: seed of the generated list.
-            style: how training solutions are written. An ``expression`` is easier for a very small
-                model, which need not compute the values in between.
-            exclude_paths: further files whose problems training must never see.
-            template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-                (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
-
-        Raises:
-            ValueError: if the split is unknown, a count is outside 2..5, or training is asked
-                for on a file.
-        """
         if not counts or not all(2 <= count <= 5 for count in counts):
             raise ValueError(f"countdown.counts: expected numbers from 2 to 5, got {counts}")
         self.counts = tuple(counts)
         self.style = style
-        super().__init__(
-            split,
-            path,
-            limit=limit,
-            num_examples=num_examples,
-            seed=seed,
-            exclude_paths=exclude_paths,
-            template=template,
-        )
+        super().__init__(split, path, **options)
 
     def draw(self, rng: random.Random) -> Problem:
         """Draws a problem of either split."""

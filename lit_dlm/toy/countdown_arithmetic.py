@@ -44,11 +44,7 @@ def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int
 
 
 def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
-    """Rewrites a chain of sums and differences as all sums, then all differences.
-
-    Returns:
-        The chain, or ``None`` when another operation occurs.
-    """
+    """A chain of sums and differences as all sums, then all differences; ``None`` for others."""
     signs = _signs(numbers, steps)
     if signs is None:
         return None
@@ -70,13 +66,6 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     Sums and differences alone keep the given order of the numbers, after the first added one: then
     only the signs are to be found. Otherwise the tree of the steps is written with the parentheses
     it needs.
-
-    Args:
-        numbers: the given numbers.
-        steps: steps that use them.
-
-    Returns:
-        The completion.
     """
     target = steps[-1][3]
     signs = _signs(numbers, steps)
@@ -99,26 +88,14 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
 
 def write_steps(steps: Sequence[Step]) -> str:
-    """Writes steps as ``a<op>b=c``, joined by commas.
-
-    Args:
-        steps: the steps.
-
-    Returns:
-        The completion.
-    """
+    """Writes steps as ``a<op>b=c``, joined by commas."""
     return ",".join(f"{a}{sign}{b}={result}" for a, sign, b, result in steps)
 
 
 def solve(numbers: Sequence[int], target: int) -> list[Step] | None:
-    """Finds one solution that uses every number, by exhaustive search.
+    """Finds one solution that uses every number (up to five), by exhaustive search.
 
-    Args:
-        numbers: up to five numbers.
-        target: the number to reach.
-
-    Returns:
-        The steps, with whole and not negative results, or ``None`` when there are none.
+    Its results are whole and not negative; ``None`` when there is none.
     """
     return next(_solutions(list(numbers), target), None)
 
@@ -142,14 +119,7 @@ def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
 
 
 def parse_steps(answer: str) -> list[Step] | None:
-    """Parses an answer as steps.
-
-    Args:
-        answer: text without spaces.
-
-    Returns:
-        The steps, or ``None`` when any part is not a step.
-    """
+    """Parses an answer without spaces as steps; ``None`` when any part is not a step."""
     steps: list[Step] = []
     for part in filter(None, re.split(r"[,;\n]+", answer)):
         match = _STEP.fullmatch(part)
@@ -160,15 +130,9 @@ def parse_steps(answer: str) -> list[Step] | None:
 
 
 def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> str:
-    """Checks that steps lead from the numbers to the target.
+    """What is wrong with steps that should lead to the target and use each number once.
 
-    Args:
-        steps: the steps.
-        numbers: the given numbers; each must be used exactly once.
-        target: the number to reach.
-
-    Returns:
-        What is wrong, in one line; empty when nothing is.
+    One line; empty when nothing is.
     """
     pool = Counter(numbers)
     for a, sign, b, result in steps:

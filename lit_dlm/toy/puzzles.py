@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,45 +22,32 @@ DIGEST_BYTES = 6
 
 
 def short_digest(canonical: str) -> str:
-    """Digests a problem.
-
-    Args:
-        canonical: the problem in its one canonical form.
-
-    Returns:
-        12 hexadecimal digits.
-    """
+    """12 hexadecimal digits for a problem in its one canonical form."""
     return hashlib.blake2b(canonical.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-@lru_cache(maxsize=8)
+@cache
 def shipped_digests(task: str) -> frozenset[str]:
-    """Reads the shipped digests of a task.
-
-    Args:
-        task: name of the task.
-
-    Returns:
-        The digests of all public test problems.
-    """
+    """The digests of all public test problems of a task."""
     path = files("lit_dlm") / "assets" / "test_digests" / f"{task}.txt"
     return frozenset(path.read_text(encoding="ascii").split())
 
 
-def digest_lines(problems: Iterable[str]) -> str:
-    """Writes the content of a digest file.
+class PuzzleTask(GeneratedTask):
+    """Base of the puzzles; a subclass says how one is drawn, read and graded.
 
     Args:
-        problems: canonical problems, repeats allowed.
+        split: ``train`` or ``test``.
+        path: a file of problems; ``None`` generates them.
+        limit: use only the first so many problems of the file.
+        num_examples: how many problems to generate without a file.
+        seed: seed of the generated list.
+        exclude_paths: further files whose problems training must never see.
+        template: how a problem becomes a prompt, see :class:`GeneratedTask`.
 
-    Returns:
-        Sorted distinct digests, one a line.
+    Raises:
+        ValueError: the split is unknown, or training is asked for on a file.
     """
-    return "".join(f"{digest}\n" for digest in sorted({short_digest(p) for p in problems}))
-
-
-class PuzzleTask(GeneratedTask):
-    """Base of the puzzles; a subclass says how one is drawn, read and graded."""
 
     def __init__(
         self,
@@ -73,20 +60,6 @@ class PuzzleTask(GeneratedTask):
         exclude_paths: Sequence[str] = (),
         template: str | None = None,
     ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: ``train`` or ``test``.
-            path: a file of problems; ``None`` generates them.
-            limit: use only the first so many problems of the file.
-            num_examples: how many problems to generate without a file.
-            seed: seed of the generated list.
-            exclude_paths: further files whose problems training must never see.
-            template: how a problem becomes a prompt.
-
-        Raises:
-            ValueError: the split is unknown, or training is asked for on a file.
-        """
         super().__init__(split, num_examples, seed, template=template)
         if path is not None and split == "train":
             raise ValueError(
@@ -115,12 +88,7 @@ class PuzzleTask(GeneratedTask):
         if self.path is None:
             return super().examples()
         stem = Path(self.path).stem
+        problems = list(self.read(self.path))[: self.limit]
         return [
-            PromptExample(
-                uid=f"{self.name}/{self.split}/{stem}-{index:05d}",
-                task=self.name,
-                reference=problem.reference,
-                **self._template.render({**problem.reference, "question": problem.text}),
-            )
-            for index, problem in enumerate(list(self.read(self.path))[: self.limit])
+            self._example(problem, f"{stem}-{index:05d}") for index, problem in enumerate(problems)
         ]

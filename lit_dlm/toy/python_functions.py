@@ -23,11 +23,7 @@ _VERBS = {"+": "add", "-": "minus", "*": "times"}
 def draw_function(rng: random.Random) -> Problem:
     """Draws one function of either split, a list function or a chain with equal chance.
 
-    Args:
-        rng: the generator that decides everything.
-
-    Returns:
-        The problem; its reference holds the description, ``entry_point`` and ``check``.
+    Its reference holds the description ``spec``, ``entry_point`` and ``check``.
     """
     spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
     key = repr(sorted(spec.items()))
@@ -72,14 +68,7 @@ def _draw_chain_spec(rng: random.Random) -> dict[str, Any]:
 
 
 def describe(spec: dict[str, Any]) -> str:
-    """Writes the user turn of a function.
-
-    Args:
-        spec: the description of the function.
-
-    Returns:
-        One sentence.
-    """
+    """Writes the user turn of a function: one sentence."""
     if spec["kind"] == "chain":
         told = ", ".join(
             f"{_VERBS[operator]} {operand}" for operator, operand in spec["operations"]
@@ -107,9 +96,6 @@ def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
     Args:
         spec: the description of the function.
         *arguments: ``xs`` for a list function, ``x, y`` for a chain.
-
-    Returns:
-        The expected value.
     """
     if spec["kind"] == "chain":
         names = dict(zip("xy", arguments, strict=True))
@@ -141,16 +127,10 @@ def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
 
 
 def write_check(spec: dict[str, Any], *, seed: str) -> str:
-    """Writes the ``check`` of a function, in HumanEval's form.
+    """Writes ``check(candidate)`` in HumanEval's form, which asserts what a function returns.
 
-    The arguments include the values around the bound, zero, negatives and an empty list.
-
-    Args:
-        spec: the description of the function.
-        seed: decides the random arguments.
-
-    Returns:
-        Source of ``check(candidate)``, which raises ``AssertionError`` on a wrong function.
+    The arguments include the values around the bound, zero, negatives and an empty list; ``seed``
+    decides the random ones.
     """
     rng = random.Random(seed)
     calls: list[tuple[Any, ...]]
@@ -170,17 +150,10 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
 
 
 def write_function(spec: dict[str, Any], rng: random.Random) -> str:
-    """Writes a right function in a random style.
+    """Writes a right function ``f`` in a random style.
 
     The free choices are: comprehension or loop, one expression or a temporary, and the names of
     the loop variable and of the temporary.
-
-    Args:
-        spec: the description of the function.
-        rng: the generator that makes the choices.
-
-    Returns:
-        Source of ``f``.
     """
     if spec["kind"] == "chain":
         return _write_chain(spec, rng)
@@ -240,7 +213,12 @@ def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
 
 
 class PythonFunctions(GeneratedTask):
-    """Generated Python functions, see the module."""
+    """Generated Python functions, see the module; other options as for any :class:`GeneratedTask`.
+
+    Args:
+        allow_code_execution: permission to run model-written code, needed by :meth:`grade`.
+        limits: what one completion may use; ``None`` takes the sandbox's defaults.
+    """
 
     name = "python_functions"
     runs_code = True
@@ -255,16 +233,6 @@ class PythonFunctions(GeneratedTask):
         limits: SandboxLimits | None = None,
         template: str | None = None,
     ) -> None:
-        """Sets up one split.
-
-        Args:
-            split: see :class:`~lit_dlm.toy.generated.GeneratedTask`, as for the next two.
-            num_examples: problems of the list.
-            seed: seed of that list.
-            allow_code_execution: permission to run model-written code, needed by :meth:`grade`.
-            limits: what one completion may use; ``None`` takes the sandbox's defaults.
-            template: how a problem becomes a prompt.
-        """
         super().__init__(split, num_examples, seed, template=template)
         self.allow_code_execution = allow_code_execution
         self.limits = limits

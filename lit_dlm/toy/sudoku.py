@@ -57,51 +57,22 @@ def _boxes_differ(first: str, second: str) -> bool:
 
 
 def is_complete(grid: str) -> bool:
-    """Whether 16 digits form a valid complete grid.
-
-    Args:
-        grid: digits in reading order.
-
-    Returns:
-        ``True`` when each row, column and box holds 1 to 4 once.
-    """
+    """Whether digits in reading order are a grid whose rows, columns and boxes hold 1 to 4 once."""
     return len(grid) == CELLS and all({grid[i] for i in unit} == set("1234") for unit in _UNITS)
 
 
 def agrees(grid: str, puzzle: str) -> bool:
-    """Whether a grid keeps the givens of a puzzle.
-
-    Args:
-        grid: 16 digits.
-        puzzle: 16 digits, 0 for a blank.
-
-    Returns:
-        ``True`` when every given cell is unchanged.
-    """
+    """Whether a grid of 16 digits keeps the givens of a puzzle, where 0 is a blank."""
     return all(given in ("0", cell) for given, cell in zip(puzzle, grid, strict=True))
 
 
 def as_rows(grid: str) -> str:
-    """Writes 16 digits as four lines.
-
-    Args:
-        grid: 16 digits.
-
-    Returns:
-        Four rows joined by newlines.
-    """
+    """Writes 16 digits as four lines."""
     return "\n".join(grid[i : i + 4] for i in range(0, CELLS, 4))
 
 
 def draw_puzzle(rng: random.Random) -> Problem:
-    """Blanks out random cells of a random complete grid.
-
-    Args:
-        rng: the generator that decides everything.
-
-    Returns:
-        The problem; its key is the puzzle, its reference holds ``puzzle`` and one ``solution``.
-    """
+    """Blanks out random cells of a random complete grid, whose puzzle is the problem's key."""
     solution = rng.choice(complete_grids())
     blanks = set(rng.sample(range(CELLS), rng.randint(MIN_BLANKS, MAX_BLANKS)))
     puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -80,17 +79,6 @@ def build_tokenizer(
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
-    """Saves a tokenizer as the files that ``AutoTokenizer`` reads.
-
-    Args:
-        tokenizer: the tokenizer.
-        folder: where to; it is made when missing.
-    """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(str(folder))
 
 
 def _texts(sources: Sequence[TrainingSource], *, num_texts: int, seed: int) -> Iterator[str]:

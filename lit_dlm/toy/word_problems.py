@@ -10,10 +10,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import GeneratedTask, Problem
+from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 ITEMS = ("pens", "cups", "eggs", "keys", "figs", "nuts", "hats", "toys")
@@ -28,17 +29,11 @@ _ANSWER = re.compile(r"####\s*(-?\d{1,400})(?!\d)")
 
 
 def draw_word_problem(rng: random.Random) -> Problem:
-    """Draws one problem of either split.
+    """Draws one problem of either split; its reference holds ``start``, ``moves`` and ``answer``.
 
     Seven in ten are small (numbers 1 to 9, two to four steps), the others start with a number
     from 10 to 59 and have one to three steps. The running total stays within 0..99 and the
-    completion within :data:`MAX_COMPLETION_TOKENS`.
-
-    Args:
-        rng: the generator that decides everything.
-
-    Returns:
-        The problem; its reference holds ``start``, ``moves`` (signed) and ``answer``.
+    completion within :data:`MAX_COMPLETION_TOKENS`. Moves are signed.
     """
     while True:
         if rng.random() < 0.7:
@@ -46,11 +41,11 @@ def draw_word_problem(rng: random.Random) -> Problem:
         else:
             start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
         moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
-        totals = running_totals(start, moves)
+        totals = list(accumulate(moves, initial=start))[1:]
         if (
             min(totals) >= 0
             and max(totals) <= 99
-            and _num_pieces(start, moves) <= (MAX_COMPLETION_TOKENS)
+            and _num_pieces(start, moves) <= MAX_COMPLETION_TOKENS
         ):
             break
     item = rng.choice(ITEMS)
@@ -62,35 +57,10 @@ def draw_word_problem(rng: random.Random) -> Problem:
     )
 
 
-def running_totals(start: int, moves: Sequence[int]) -> list[int]:
-    """Adds up a chain.
-
-    Args:
-        start: the first number.
-        moves: signed changes.
-
-    Returns:
-        The total after each change.
-    """
-    totals = []
-    for move in moves:
-        start += move
-        totals.append(start)
-    return totals
-
-
 def write_solution(start: int, moves: Sequence[int], rng: random.Random) -> str:
-    """Writes a right solution in a random style.
+    """Writes a right solution, ending in ``#### n``, in a random style.
 
     The free choices are the separator between steps and the order of the operands of each sum.
-
-    Args:
-        start: the first number.
-        moves: signed changes.
-        rng: the generator that makes the choices.
-
-    Returns:
-        The completion, ending in ``#### n``.
     """
     steps, total = [], start
     for move in moves:
@@ -150,9 +120,4 @@ class WordProblems(GeneratedTask):
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Compares that number with the answer, exactly."""
         answer = self.extract(example, completion)
-        if answer is None:
-            return Verdict(status="no_answer", detail="no number after '####'")
-        wanted = str(example.reference["answer"])
-        if answer == wanted:
-            return Verdict(status="right", answer=answer)
-        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")
+        return grade_exactly(answer, example.reference["answer"], missing="no number after '####'")

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lit_dlm.tasks.base import PromptExample, Task
-from lit_dlm.toy.addition import Addition, longest_carry
+from lit_dlm.toy.addition import Addition
 from lit_dlm.toy.generated import is_held_out
 
 EXAMPLE = PromptExample(
@@ -27,20 +27,6 @@ def test_every_answer_is_the_sum_at_fixed_width() -> None:
         assert len(first) == len(second) == 5
         assert example.reference["answer"] == f"{int(first) + int(second):06d}"
         assert task.grade(example, task.reference_completion(example)).is_correct
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "length"),
-    [
-        ("0000", "0000", 0),
-        ("0005", "0005", 0),  # a carry that the next column takes in
-        ("4995", "5005", 3),  # 5+5 carries through 9+0, 9+0 and 4+5
-        ("4990", "5000", 0),  # columns of nine without a carry below
-        ("9190", "0819", 2),  # 0+9 does not carry: 9+1 does, then 1+8 and 9+0
-    ],
-)
-def test_longest_carry_by_hand(first: str, second: str, length: int) -> None:
-    assert longest_carry(first, second) == length
 
 
 def test_columns_of_nine_are_as_frequent_as_asked() -> None:

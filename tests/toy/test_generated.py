@@ -9,10 +9,10 @@ from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
 from lit_dlm.toy.addition import Addition
 from lit_dlm.toy.countdown import Countdown, canonical
-from lit_dlm.toy.generated import Problem, draw_of_split, generated_examples, is_held_out
-from lit_dlm.toy.python_functions import PythonFunctions, draw_function
+from lit_dlm.toy.generated import Problem, is_held_out
+from lit_dlm.toy.python_functions import PythonFunctions
 from lit_dlm.toy.sudoku import Sudoku
-from lit_dlm.toy.word_problems import WordProblems, draw_word_problem
+from lit_dlm.toy.word_problems import WordProblems
 
 TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown]
 
@@ -54,14 +54,14 @@ def test_no_completion_breaks_a_grader_or_keeps_it_for_minutes(task: type, compl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", [draw_word_problem, draw_function])
-def test_the_test_split_holds_500_distinct_keys_that_training_never_draws(draw: object) -> None:
+@pytest.mark.parametrize("task", [WordProblems, PythonFunctions])
+def test_the_500_listed_test_problems_are_never_drawn_in_training(task: type) -> None:
     rng = random.Random(0)
-    held_out = set()
-    while len(held_out) < 500:
-        held_out.add(draw_of_split(draw, rng, split="test").key)  # type: ignore[arg-type]
-    trained = {draw_of_split(draw, rng, split="train").key for _ in range(3_000)}  # type: ignore[arg-type]
-    assert not held_out & trained
+    held_out = {example.text for example in task("test", 500).examples()}
+    source = task("train")
+    problems = [source.draw_training(rng) for _ in range(3_000)]
+    assert not any(is_held_out(problem.key) for problem in problems)
+    assert not held_out & {problem.text for problem in problems}
 
 
 @pytest.mark.slow
@@ -83,15 +83,18 @@ def test_equal_generators_draw_equal_pairs(task: type) -> None:
 
 
 def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
-    def draw(rng: random.Random) -> Problem:
-        key = str(rng.randrange(40))
-        return Problem(key=key, text=key, reference={})
+    class Few(Addition):
+        name = "few"
+
+        def draw(self, rng: random.Random) -> Problem:
+            key = str(rng.randrange(40))
+            return Problem(key=key, text=key, reference={})
 
     available = sum(is_held_out(str(n)) for n in range(40))
     with pytest.raises(
         ValueError, match=f"few.num_examples: the test split ran out at {available} "
     ):
-        generated_examples(draw, task="few", split="test", num_examples=40, seed=0)
+        Few("test", 40).examples()
 
 
 @pytest.mark.parametrize("task", TASKS)

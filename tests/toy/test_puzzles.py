@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.toy.countdown import Countdown, canonical, read_problems
-from lit_dlm.toy.puzzles import digest_lines, shipped_digests, short_digest
+from lit_dlm.toy.puzzles import shipped_digests, short_digest
 from lit_dlm.toy.sudoku import Sudoku, read_puzzles
 
 PLANNING = Path(__file__).parents[2].parent / "shared" / "data" / "planning"
@@ -21,8 +21,7 @@ def test_short_digest_is_stable() -> None:
     assert short_digest("3102200002100320") in shipped_digests("sudoku")
 
 
-def test_digest_files_are_sorted_and_distinct() -> None:
-    assert digest_lines(["b", "a", "b"]).split() == sorted({short_digest("a"), short_digest("b")})
+def test_digest_files_hold_all_public_problems() -> None:
     for task, count in (("sudoku", 1_472), ("countdown", 3_248)):
         assert len(shipped_digests(task)) == count
 

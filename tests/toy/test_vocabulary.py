@@ -17,7 +17,6 @@ from lit_dlm.toy.vocabulary import (
     PAD,
     USER,
     build_tokenizer,
-    save_tokenizer,
 )
 from lit_dlm.toy.word_problems import WordProblems
 
@@ -33,7 +32,8 @@ def tokenizer():  # type: ignore[no-untyped-def]
 @pytest.mark.slow
 def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
     """A changed template would silently change ids under trained weights; this test notices."""
-    save_tokenizer(build_tokenizer([WordProblems("train"), PythonFunctions("train")]), tmp_path)
+    tokenizer = build_tokenizer([WordProblems("train"), PythonFunctions("train")])
+    tokenizer.save_pretrained(str(tmp_path))
     for model in ("tiny", "tiny-planning"):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()

@@ -2,6 +2,7 @@
 
 import random
 import re
+from itertools import accumulate
 
 import pytest
 
@@ -11,7 +12,6 @@ from lit_dlm.toy.word_problems import (
     SEPARATORS,
     WordProblems,
     draw_word_problem,
-    running_totals,
     write_solution,
 )
 
@@ -25,11 +25,6 @@ EXAMPLE = PromptExample(
 
 def test_it_is_a_task() -> None:
     assert isinstance(WordProblems(), Task)
-
-
-def test_running_totals_by_hand() -> None:
-    """34 + 7 = 41, 41 - 5 = 36."""
-    assert running_totals(34, [7, -5]) == [41, 36]
 
 
 def test_the_free_choices_are_three_separators_and_the_operand_order() -> None:
@@ -77,7 +72,7 @@ def test_the_story_tells_the_numbers_of_the_reference() -> None:
         told = [int(n) for n in re.findall(r"\d+", problem.text)]
         reference = problem.reference
         assert told == [reference["start"], *map(abs, reference["moves"])]
-        assert all(0 <= total <= 99 for total in running_totals(told[0], reference["moves"]))
+        assert all(0 <= total <= 99 for total in accumulate(reference["moves"], initial=told[0]))
 
 
 def test_drills_hold_five_right_equations() -> None:
