@@ -126,14 +126,7 @@ class HttpJudge(Callback):
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:
-        """Asks about one completion.
-
-        Args:
-            example: the problem and its reference.
-            completion: what was decoded.
-
-        Returns:
-            Whether it is judged correct; ``None`` when the reply is no verdict.
+        """Whether a completion is judged correct; ``None`` when the reply is no verdict.
 
         Raises:
             ValueError: the endpoint cannot be reached or refuses.

@@ -47,11 +47,6 @@ class ProgressBar(RichProgressBar):
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
         """Shows how far the rollouts between two epochs are, on a line of their own.
 
-        Args:
-            text: what is going on, and the time left.
-            done: how much of it is done.
-            total: how much there is.
-
         Returns:
             Whether it is shown: there is no bar before training begins.
         """
@@ -173,12 +168,7 @@ class ProgressBar(RichProgressBar):
 
 
 def _share_done(trainer: Trainer, num_batches: int) -> float:
-    """Share of ``fit`` that is done: by epochs or by steps, whichever ends it first.
-
-    Args:
-        trainer: the running trainer.
-        num_batches: how many batches of the current epoch are done.
-    """
+    """Share of ``fit`` that is done: by epochs or by steps, whichever ends it first."""
     shares = [0.0]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         share = min(num_batches / max(trainer.num_training_batches, 1), 1.0)

@@ -252,15 +252,10 @@ class TracePictures(Callback):
 
 
 def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
-    """Gives pictures to a logger, if it takes any.
+    """Gives pictures, by tag, to a logger, if it takes any.
 
     TensorBoard's writer has ``add_image``, Lightning's W&B logger has ``log_image``; others, such
     as the CSV logger, have neither and are left alone.
-
-    Args:
-        target: a logger of the trainer.
-        images: picture files by tag.
-        step: optimiser steps done.
     """
     if hasattr(target, "log_image"):
         for tag, path in images.items():

@@ -152,8 +152,7 @@ class TrajectoryFolder:
     def put_records(self, records: Sequence[Trajectory]) -> None:
         """Queues records; those that the folder held when the run began are left out.
 
-        Args:
-            records: the records; they must not be changed any more.
+        They must not be changed any more.
 
         Raises:
             BaseException: What broke the writer since the last call.
@@ -197,11 +196,7 @@ class TrajectoryFolder:
             )
 
     def break_off(self, exception: BaseException) -> None:
-        """Finishes the shards of a run that broke off; never hides what broke it.
-
-        Args:
-            exception: what broke the run.
-        """
+        """Finishes the shards of a run that broke off; never hides what broke it."""
         try:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
@@ -219,13 +214,6 @@ def run_record(trainer: Trainer, module: DecodeModule) -> RunRecord:
     """What makes the trajectories of a predict run; collective, the same on all processes.
 
     The first process hashes the weight files, which may be many gigabytes, and tells the others.
-
-    Args:
-        trainer: its world size is recorded, and the settings of its data module.
-        module: gives backbone, tokenizer, decoders and seed.
-
-    Returns:
-        The record of the run.
     """
     text = _describe_run(trainer, module).text() if trainer.is_global_zero else ""
     return RunRecord.parse(trainer.strategy.broadcast(text))

@@ -8,16 +8,7 @@ from torchmetrics import Metric
 
 
 def f_beta(precision: Tensor, recall: Tensor, beta: float) -> Tensor:
-    """``(1 + b^2) P R / (b^2 P + R)``, 0 where both are 0.
-
-    Args:
-        precision: any shape, floating point.
-        recall: same shape.
-        beta: weight of recall against precision.
-
-    Returns:
-        Same shape.
-    """
+    """``(1 + b^2) P R / (b^2 P + R)``, elementwise in the shape of both, 0 where both are 0."""
     square = beta**2
     denominator = square * precision + recall
     value = (1 + square) * precision * recall / denominator.clamp_min(1e-30)

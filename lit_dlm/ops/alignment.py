@@ -12,13 +12,10 @@ from torch import Tensor
 
 
 def first_real_columns(pad_mask: Tensor) -> Tensor:
-    """Column of each row's first real token.
+    """``(B,)`` int64: column of each row's first real token, 0 without one.
 
     Args:
         pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-
-    Returns:
-        ``(B,)`` int64; 0 for a row without real tokens.
     """
     return pad_mask.bool().long().argmax(dim=1)
 

@@ -16,11 +16,7 @@ class TensorBatch:
     """A dataclass whose tensors, those of batches within it too, move together."""
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy on a device; the host does not wait where the memory is pinned.
-
-        Args:
-            device: the target.
-        """
+        """A copy on a device; the host does not wait where the memory is pinned."""
         is_cuda = torch.device(device).type == "cuda"
         return self._each(lambda value: value.to(device, non_blocking=is_cuda))
 

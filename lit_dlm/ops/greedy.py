@@ -13,14 +13,7 @@ _BLOCK = 256
 
 
 def arg_max(logits: Tensor) -> Tensor:
-    """The most probable token of every row.
-
-    Args:
-        logits: ``(..., V)`` floating point.
-
-    Returns:
-        ``(...)`` int64 ids, of the lowest of several equal ones.
-    """
+    """``(...)`` int64: the most probable token of ``(..., V)`` logits, the lowest of equals."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return _first_arg_max(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape[:-1])

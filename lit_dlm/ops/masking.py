@@ -109,15 +109,9 @@ def _hide_padding(visible: Tensor, real: Tensor | None) -> Tensor:
 
 
 def with_own_key(visible: Tensor) -> Tensor:
-    """Lets a query that sees nothing see itself.
+    """Lets a query that sees nothing see itself: the diagonal of ``(B, 1, L, L)``.
 
     Some kernels give NaN for a query without keys, and NaN spreads to other rows in the next layer.
-
-    Args:
-        visible: ``(B, 1, L, L)`` bool.
-
-    Returns:
-        The same with the diagonal set in empty rows.
     """
     diagonal = torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible | (diagonal & ~visible.any(dim=-1, keepdim=True))
@@ -268,14 +262,7 @@ class TwoCopyLayout:
         return copies_block_mask(self.blocks, copy, self.real, num_rows=num_rows)
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
-        """Position ids of the training row: a noisy slot repeats those of its clean twin.
-
-        Args:
-            canvas_positions: ``(B, length)`` int64 positions of the canvas.
-
-        Returns:
-            ``(B, N)`` int64.
-        """
+        """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""
         return canvas_positions[:, self.source]
 
 

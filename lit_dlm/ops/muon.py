@@ -93,14 +93,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
-
-        Args:
-            closure: recomputes the loss, as in every torch optimiser.
-
-        Returns:
-            What the closure returned.
-        """
+        """Updates every parameter that has a gradient; returns what the closure does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -19,15 +19,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def sample_seed(seed: int, uid: str) -> int:
-    """Seed of one sample: 63 bits of SHA-256 over ``"{seed}:{uid}"``.
-
-    Args:
-        seed: the run's base seed.
-        uid: the sample's id.
-
-    Returns:
-        An integer in ``[0, 2**63)``.
-    """
+    """Seed of one sample in ``[0, 2**63)``: 63 bits of SHA-256 over ``"{seed}:{uid}"``."""
     digest = hashlib.sha256(f"{seed}:{uid}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -32,14 +32,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, layout: TwoCopyLayout, copies: int) -> PackedLayout:
-        """Repeats the noisy half of a two-copy layout.
-
-        Args:
-            layout: ``[prompt | clean | noisy]`` (:meth:`TwoCopyLayout.trace`).
-            copies: ``K``, at least 1.
-
-        Returns:
-            The layout.
+        """Repeats the noisy half of ``[prompt | clean | noisy]`` (:meth:`TwoCopyLayout.trace`).
 
         Raises:
             ValueError: fewer than one copy.
@@ -93,12 +86,5 @@ class PackedLayout:
         return copies_block_mask(self.blocks, self.copy, real, num_rows=len(num_copies))
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
-        """Position ids: a noisy slot repeats those of its clean twin.
-
-        Args:
-            canvas_positions: ``(B, length)`` int64 positions of the canvas.
-
-        Returns:
-            ``(B, N)`` int64.
-        """
+        """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""
         return canvas_positions[:, self.source]

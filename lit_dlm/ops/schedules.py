@@ -49,7 +49,7 @@ def uniform_cells(counts: Tensor, length: int, *, generator: torch.Generator) ->
 
 
 def suffix_cells(counts: Tensor, length: int) -> Tensor:
-    """Chooses the last ``counts`` cells of each row: the states of left-to-right decoding.
+    """The last ``counts`` cells of each row: the states of left-to-right decoding.
 
     Args:
         counts: ``(B,)`` int64 in ``0..length``.

@@ -65,12 +65,6 @@ def write_gif(
     Special tokens are not drawn; their places go empty. Several decodes run at the same pace, so
     the one with fewer steps stands still sooner.
 
-    Args:
-        path: file to write.
-        samples: at least one; all with this tokenizer.
-        pieces: texts of tokens.
-        style: colours, sizes and pace.
-
     Raises:
         ValueError: there is no sample.
     """
@@ -102,14 +96,8 @@ def animation_frames(
 ) -> list[Image.Image]:
     """The frames of an animation: the start, the canvas after every step, and the end once more.
 
-    Args:
-        samples: at least one.
-        pieces: texts of tokens.
-        style: colours, sizes and pace.
-
-    Returns:
-        RGB pictures of one size, at most :data:`MAX_FRAMES`. What is new is marked; in the last
-        picture nothing is.
+    RGB pictures of one size, at most :data:`MAX_FRAMES`. What is new is marked; in the last picture
+    nothing is.
 
     Raises:
         ValueError: there is no sample.
@@ -131,18 +119,11 @@ def _stride(steps: int) -> int:
 
 
 def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Cell]:
-    """Places the response so that nothing moves while it fills up.
+    """Places the response so that nothing moves while it fills up, one cell per position.
 
-    Every position keeps the room of its final token, and lines break where the final text breaks.
-
-    Args:
-        record: the decode.
-        pieces: texts of tokens.
-        columns: characters in a line.
-
-    Returns:
-        One cell per response position. Special tokens and positions that stay empty get one
-        column and no text.
+    Every position keeps the room of its final token, and lines of ``columns`` characters break
+    where the final text breaks. Special tokens and positions that stay empty get one column and no
+    text.
     """
     tokens = record.tokens.tolist()
     texts = [

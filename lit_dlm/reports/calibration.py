@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib.figure import Figure
 
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
-
+from lit_dlm.reports.plots import tidy_axes
 from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.themes import save_figure
 
 
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
@@ -35,15 +32,12 @@ def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> Non
 def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     """Share of right proposals against the mean acceptance probability, and how many there are.
 
-    Args:
-        curve: as for :func:`write_calibration`.
-        path: file to write; the suffix gives the format.
+    The curve is that of :func:`write_calibration`.
     """
     count = curve["count"]
     edges = [number / len(count) for number in range(len(count))]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(4.2, 4.6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(4.2, 4.6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
     points = [
         (prob, right)
@@ -57,11 +51,5 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     )
     below.bar(edges, count, width=1 / len(count), align="edge", color="#56B4E9")
     below.set(xlabel="acceptance probability", ylabel="positions", xlim=(0, 1), yscale="symlog")
-    for axis in (above, below):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    plt.close(figure)
-    draft.replace(path)
+    tidy_axes(above, below)
+    save_figure(figure, path)

@@ -35,11 +35,6 @@ def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Cons
     """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
 
     ``front_dark.png`` is the plot for dark pages.
-
-    Args:
-        summaries: in the order wanted.
-        folder: where the files go.
-        console: where the tables go.
     """
     # Here: matplotlib takes a second to import.
     from lit_dlm.reports.plots import plot_front
@@ -74,9 +69,6 @@ def write_pages(
         num_samples: samples shown of each method on each task.
         traces: also write the viewer page of the samples shown.
         title: title of the pages.
-
-    Returns:
-        The files.
     """
     from lit_dlm.reports.plots import front_figure
 
@@ -187,13 +179,7 @@ def method_order(run: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm report``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status.
 
     Raises:
         ValueError: a folder holds no results.
@@ -244,16 +230,10 @@ def main(arguments: Sequence[str]) -> int:
 def method_labels(
     runs: Sequence[tuple[str, list[MethodSummary]]],
 ) -> list[dict[tuple[str, str], str]]:
-    """Names of methods in the tables of several runs.
+    """Names of methods in the tables of several runs, by task and the run's own name of the method.
 
     A method that several runs share, such as one decoder on differently trained models, gets the
     name of its run.
-
-    Args:
-        runs: name and summaries of each run.
-
-    Returns:
-        For each run, names by task and the run's own name of the method.
     """
     uses = Counter((s.task, s.method) for _, found in runs for s in found)
     labels = []
@@ -272,14 +252,9 @@ def method_labels(
 
 
 def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSummary]:
-    """Puts the summaries of several runs into one list, task by task.
+    """The summaries of several runs, by name, as one list under their :func:`method_labels`.
 
-    Args:
-        runs: name and summaries of each run.
-
-    Returns:
-        The summaries under their :func:`method_labels`; tasks in the order in which they first
-        occur.
+    Tasks come in the order in which they first occur.
     """
     merged: dict[str, list[MethodSummary]] = {}
     for (_, found), labels in zip(runs, method_labels(runs), strict=True):

@@ -49,13 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm compare``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status.
 
     Raises:
         ValueError: the runs have no task, method or sample in common.
@@ -87,16 +81,13 @@ def main(arguments: Sequence[str]) -> int:
 def method_pairs(
     first: ResultFolder, second: ResultFolder, *, a: str | None = None, b: str | None = None
 ) -> list[tuple[str, str, str]]:
-    """What to compare.
+    """What to compare: (task, method of A, method of B), in alphabetical order.
 
     Args:
         first: results of A.
         second: results of B.
         a: a method of A; ``None`` pairs methods of equal name, or the only ones of a task.
         b: a method of B, with ``a``.
-
-    Returns:
-        (task, method of A, method of B), in alphabetical order.
 
     Raises:
         ValueError: there is nothing that both have.
@@ -132,16 +123,7 @@ def compare_methods(
     *,
     seed: int = 0,
 ) -> list[PairedComparison]:
-    """Compares methods, with p-values adjusted for all of them together.
-
-    Args:
-        first: results of A.
-        second: results of B.
-        pairs: (task, method of A, method of B).
-        seed: of the bootstrap.
-
-    Returns:
-        One comparison per pair.
+    """Compares (task, method of A, method of B), with p-values adjusted for all of them together.
 
     Raises:
         ValueError: a pair has no sample in common, or samples were not graded.
@@ -156,16 +138,7 @@ def compare_methods(
 
 
 def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
-    """The comparisons as one Markdown table per task.
-
-    Args:
-        found: comparisons, sorted by task.
-        a: what A is.
-        b: what B is.
-
-    Returns:
-        Markdown text.
-    """
+    """The comparisons, sorted by task, as one Markdown table per task."""
     lines = ["# Comparison", "", f"A: `{a}`, B: `{b}`", ""]
     for task in dict.fromkeys(comparison.task for comparison in found):
         lines += [f"## {task}", "", f"| {' | '.join(HEADERS)} |"]

@@ -18,15 +18,10 @@ from lit_dlm.trajectories.record import Trajectory
 
 
 def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
-    """How many tokens each step wrote inside a region.
+    """``(T,)`` int64: how many tokens each step wrote inside a region.
 
-    Args:
-        record: a record; a position counts in every step that wrote a token there, so also where
-            it was overwritten later. Masking again does not count.
-        region: response positions.
-
-    Returns:
-        ``(T,)`` int64.
+    A position counts in every step that wrote a token there, so also where it was overwritten
+    later. Masking again does not count.
     """
     events = record.events()
     inside = (events[:, 1] >= region.start) & (events[:, 1] < region.end)
@@ -35,15 +30,7 @@ def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
 
 
 def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
-    """Which share of a region holds a token after each step.
-
-    Args:
-        record: a record.
-        region: at least one response position.
-
-    Returns:
-        ``(T + 1,)`` float64, from the start to the end.
-    """
+    """``(T + 1,)`` float64: the share of a region that holds a token, from the start to the end."""
     filled = last_writes(record)[:, region.start : region.end] != -1
     return filled.mean(1)
 
@@ -57,11 +44,7 @@ def plot_statistics(
 ) -> None:
     """Four panels: tokens per step, tokens in all, share filled, confidences; each by region.
 
-    Args:
-        record: the decode.
-        path: file to write; the suffix gives the format.
-        regions: the whole response when empty; more than eight are drawn as one.
-        theme: ``light`` or ``dark``.
+    Without regions, or with more than eight, the response is drawn as one.
     """
     colours = theme_of(theme)
     if not regions or len(regions) > 8:

@@ -66,9 +66,6 @@ def text_positions(record: Trajectory, pieces: TokenPieces) -> NDArray[np.bool_]
 def last_writes(record: Trajectory) -> NDArray[np.int32]:
     """Which step wrote what stands on the canvas.
 
-    Args:
-        record: a record, also with overwritten writes.
-
     Returns:
         ``(T + 1, G)`` int32: for the canvas after ``t`` steps the step of each position's token;
         -1 for a mask, -2 for a token that stood there before the first step.
@@ -93,12 +90,8 @@ def plot_fill_order(
 ) -> None:
     """Heat map: what stands on the canvas after every step, coloured by the step that wrote it.
 
-    Args:
-        record: the decode.
-        path: file to write; the suffix gives the format.
-        regions: bands over the map, such as blocks.
-        pieces: final tokens are written below the columns, if there is room.
-        theme: ``light`` or ``dark``.
+    Regions, such as blocks, are bands over the map. With ``pieces`` the final tokens are written
+    below the columns, if there is room.
     """
     colours = theme_of(theme)
     with plot_style(colours):
@@ -163,14 +156,9 @@ def plot_order(
     pieces: TokenPieces | None = None,
     theme: str = "light",
 ) -> None:
-    """Scatter of commit step against position, with Kendall's tau.
+    """Scatter of commit step against position, with Kendall's tau; regions are coloured apart.
 
-    Args:
-        record: the decode.
-        path: file to write; the suffix gives the format.
-        regions: coloured apart.
-        pieces: tells special tokens, which are drawn hollow and left out of a second tau.
-        theme: ``light`` or ``dark``.
+    With ``pieces``, special tokens are drawn hollow and left out of a second tau.
     """
     colours = theme_of(theme)
     with plot_style(colours):

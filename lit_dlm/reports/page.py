@@ -60,17 +60,7 @@ class ReportContent:
 
 
 def failures_first(task: str, method: str, rows: Sequence[ResultRow], *, limit: int) -> SampleGroup:
-    """Chooses the samples to show.
-
-    Args:
-        task: name of the task.
-        method: name of the method, as the tables show it.
-        rows: its results.
-        limit: most rows.
-
-    Returns:
-        Wrong samples before ungraded and right ones, each by uid.
-    """
+    """At most ``limit`` samples to show: wrong ones, then ungraded, then right, each by uid."""
     rank = {False: 0, True: 2}
     ordered = sorted(
         rows, key=lambda row: (1 if row.verdict == "ungraded" else rank[row.correct], row.uid)
@@ -82,26 +72,13 @@ def failures_first(task: str, method: str, rows: Sequence[ResultRow], *, limit: 
 
 
 def trace_link(page: str, uid: str, number: int) -> str:
-    """Address of a sample in a viewer page.
-
-    Args:
-        page: file name of the page.
-        uid: uid of the decode.
-        number: number of its set in the page.
-    """
+    """Address of a decode in the viewer page, by its uid and the number of its set there."""
     place = f"&set={number}" if number else ""
     return f"{quote(page)}#uid={quote(uid, safe='')}{place}"
 
 
 def report_html(content: ReportContent) -> str:
-    """The page as one HTML file that asks for nothing.
-
-    Args:
-        content: what it shows.
-
-    Returns:
-        HTML in UTF-8.
-    """
+    """The page as one HTML file that asks for nothing."""
     style = (ASSETS / "style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
@@ -125,15 +102,7 @@ def report_html(content: ReportContent) -> str:
 
 
 def report_markdown(content: ReportContent, *, front: str | None) -> str:
-    """The same as Markdown: tables, the front, and a list of failures.
-
-    Args:
-        content: what it shows.
-        front: file name of the front's picture, if there is one.
-
-    Returns:
-        Markdown text.
-    """
+    """The same as Markdown: tables, the picture ``front`` if there is one, and failures."""
     parts = [f"# {content.title}", *content.notes, markdown_tables(content.summaries)]
     if front is not None:
         parts.append(f"![Accuracy against average steps]({front})")

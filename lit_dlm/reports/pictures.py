@@ -26,7 +26,7 @@ def write_pictures(
     theme: str = "light",
     fps: float = 4.0,
 ) -> list[Path]:
-    """Writes the pictures whose file is given.
+    """Writes the pictures whose file is given, and returns these files.
 
     Args:
         samples: decodes of one prompt; the animation shows all, the others the first.
@@ -38,9 +38,6 @@ def write_pictures(
         statistics: pace, fill and confidences.
         theme: ``light`` or ``dark``.
         fps: steps a second of the animation.
-
-    Returns:
-        The files that were written.
 
     Raises:
         ValueError: a file's suffix is not one that the picture can have, a setting is wrong, or a

@@ -54,11 +54,7 @@ class TokenPieces:
     def text(self, token: int) -> str:
         """Text of one token, with its leading space.
 
-        Args:
-            token: token id; one beyond the vocabulary is shown as a number.
-
-        Returns:
-            Text; for a part of a character its bytes, such as ``⟨E2 82⟩``.
+        For a part of a character its bytes, such as ``⟨E2 82⟩``; beyond the vocabulary its number.
         """
         if token not in self._texts:
             self._texts[token] = self._decode_one(token)
@@ -74,14 +70,10 @@ class TokenPieces:
         return token in self._partial
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Characters that neighbouring tokens complete together.
+        """Characters that neighbouring tokens complete together, in order.
 
-        Args:
-            ids: a row of token ids.
-
-        Returns:
-            (first position, number of positions, text) of each such group, in order. Positions
-            outside of groups have the text of their token; a part that nothing completes has too.
+        Each is (first position, number of positions, text). Positions outside of these groups
+        have the text of their token; a part that nothing completes has too.
         """
         groups, first = [], 0
         while first < len(ids):
@@ -103,16 +95,7 @@ class TokenPieces:
         return groups
 
     def line(self, ids: Sequence[int], *, mask_id: int | None = None, mask: str = "░") -> str:
-        """Text of a row without special tokens.
-
-        Args:
-            ids: token ids.
-            mask_id: id of the mask token; each mask is shown as ``mask``.
-            mask: the stand-in.
-
-        Returns:
-            One text; line breaks stay.
-        """
+        """Text of a row without special tokens; each mask is shown as ``mask``."""
         groups = {start: (length, text) for start, length, text in self.joined(ids)}
         parts: list[str] = []
         position = 0

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -33,12 +27,7 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "
     """Accuracy against average steps, one panel per task.
 
     Methods that differ only in a trailing number are points of one curve. Bars are one standard
-    error.
-
-    Args:
-        summaries: what to draw; ungraded ones are left out, and nothing is written without others.
-        path: file to write; the suffix gives the format.
-        theme: ``light`` or ``dark``.
+    error. Ungraded methods are left out, and nothing is written without others.
     """
     figure = front_figure(summaries, theme=theme)
     if figure is not None:
@@ -46,15 +35,7 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "
 
 
 def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
-    """The figure of :func:`plot_front`, for a light or a dark page.
-
-    Args:
-        summaries: what to draw; ungraded ones are left out.
-        theme: ``light`` or ``dark``.
-
-    Returns:
-        The figure, or ``None`` when nothing was graded.
-    """
+    """The figure of :func:`plot_front`; ``None`` when nothing was graded."""
     summaries = [summary for summary in summaries if summary.accuracy is not None]
     if not summaries:
         return None
@@ -88,26 +69,23 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
     return figure
 
 
-def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
-    """Curves over decode steps in one panel.
+def tidy_axes(*axes: Axes) -> None:
+    """Faint grid lines, and no frame above and on the right."""
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
 
-    Args:
-        curves: values of each step by label, in the order wanted.
-        path: file to write; the suffix gives the format.
-        ylabel: what the values are, with their unit.
-    """
-    figure, axis = plt.subplots(figsize=(5.4, 3.6), layout="constrained")
+
+def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
+    """Curves over decode steps in one panel, by label; ``ylabel`` names the values' unit."""
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axis = figure.subplots()
     for number, (label, values) in enumerate(curves.items()):
         axis.plot(values, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
     axis.set(xlabel="decode step", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy_axes(axis)
     axis.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    plt.close(figure)
-    draft.replace(path)
+    save_figure(figure, path)
 
 
 def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, colour: str) -> None:

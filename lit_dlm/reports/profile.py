@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-
-mpl.use("Agg")
-
 from matplotlib import image
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, family
+from lit_dlm.reports.plots import COLOURS, family, tidy_axes
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.summary import MethodSummary
+from lit_dlm.reports.tables import markdown_table, percent
+from lit_dlm.reports.themes import save_figure
 
 _NEEDS = {"csv": (), "tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
+_HEADERS = (
+    "method", "quality", "forwards", "tokens/forward", "tokens/s", "useful tokens/s", "ms/sample",
+    "lockstep", "n",
+)  # fmt: skip
 _LOGGED = (
     "accuracy",
     "nfe",
@@ -89,14 +90,9 @@ def profile_points(summaries: Sequence[MethodSummary]) -> list[ProfilePoint]:
 
 
 def write_profile(points: Sequence[ProfilePoint], folder: Path) -> None:
-    """Writes ``profile.csv``, ``profile.md`` and ``profile.png``.
-
-    Args:
-        points: at least one.
-        folder: where the files go.
-    """
+    """Writes ``profile.csv``, ``profile.md`` and ``profile.png`` to a folder."""
     write_atomically(folder / "profile.csv", csv_text(points))
-    write_atomically(folder / "profile.md", markdown_table(points))
+    write_atomically(folder / "profile.md", markdown_tables(points))
     plot_profile(points, folder / "profile.png")
 
 
@@ -106,34 +102,22 @@ def csv_text(points: Sequence[ProfilePoint]) -> str:
     names = [field.name for field in fields(ProfilePoint)]
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
-    for point in points:
-        writer.writerow(asdict(point))
+    writer.writerows(map(asdict, points))
     return file.getvalue()
 
 
-def markdown_table(points: Sequence[ProfilePoint]) -> str:
+def markdown_tables(points: Sequence[ProfilePoint]) -> str:
     """One table per task."""
-    parts = []
-    for task in dict.fromkeys(point.task for point in points):
-        lines = [
-            f"### {task}",
-            "",
-            "| method | quality | forwards | tokens/forward | tokens/s | useful tokens/s "
-            "| ms/sample | lockstep | n |",
-            "|---|" + "---:|" * 8,
-        ]
-        lines += [_line(point) for point in points if point.task == task]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n".join(
+        markdown_table(task, _HEADERS, *(_cells(one) for one in points if one.task == task))
+        for task in dict.fromkeys(point.task for point in points)
+    )
 
 
-def _line(point: ProfilePoint) -> str:
-    quality = "-"
-    if point.accuracy is not None and point.stderr is not None:
-        quality = f"{100 * point.accuracy:.1f} ± {100 * point.stderr:.1f} %"
-    cells = (
+def _cells(point: ProfilePoint) -> tuple[str, ...]:
+    return (
         point.method,
-        quality,
+        percent(point.accuracy, point.stderr),
         f"{point.nfe:.1f}",
         f"{point.tokens_per_forward:.2f}",
         f"{point.tokens_per_second:.0f}",
@@ -142,7 +126,6 @@ def _line(point: ProfilePoint) -> str:
         "-" if point.lockstep is None else f"{point.lockstep:.2f}",
         str(point.n),
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
@@ -150,16 +133,11 @@ def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
 
     Methods that differ only in their number of steps are one curve. Bars are one standard error.
     Where nothing was graded the panels show speed against forwards instead.
-
-    Args:
-        points: what to draw.
-        path: file to write; the suffix gives the format.
     """
     tasks = list(dict.fromkeys(point.task for point in points))
     curves = list(dict.fromkeys(point.curve for point in points))
-    figure, axes = plt.subplots(
-        len(tasks), 2, figsize=(9.2, 3.6 * len(tasks)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(9.2, 3.6 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), 2, squeeze=False)
     for row, task in enumerate(tasks):
         group = [point for point in points if point.task == task]
         graded = all(point.accuracy is not None for point in group)
@@ -190,20 +168,14 @@ def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
             ylabel=right,
             xlim=(0, None),
         )
-        for axis in axes[row]:
-            axis.grid(alpha=0.25)
-            axis.spines[["top", "right"]].set_visible(False)
+        tidy_axes(*axes[row])
     handles, labels = axes[0][0].get_legend_handles_labels()
     # About a hundred characters fit below the panels, and a line's mark takes the width of eight.
     columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 8)))
     figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    plt.close(figure)
-    draft.replace(path)
+    save_figure(figure, path)
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -249,15 +221,10 @@ def make_logger(
 
 
 def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path) -> None:
-    """Logs all points, the table and the picture, and closes the logger.
+    """Logs all points, the table and the picture (a PNG file), and closes the logger.
 
     A metric's name is ``{task}/{curve}/{metric}`` and its step the rounded number of forwards, so
     that a tracker draws quality and speed over forwards, curve by curve.
-
-    Args:
-        logger: of Lightning.
-        points: at least one.
-        picture: the plot, a PNG file.
     """
     for point in sorted(points, key=lambda one: one.nfe):
         facts = asdict(point)
@@ -266,7 +233,7 @@ def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path) -
         logger.log_metrics(metrics, step=round(point.nfe))
     if isinstance(logger, TensorBoardLogger):
         writer: Any = logger.experiment
-        writer.add_text("profile", markdown_table(points))
+        writer.add_text("profile", markdown_tables(points))
         writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
     elif isinstance(logger, WandbLogger):
         rows = [list(asdict(point).values()) for point in points]

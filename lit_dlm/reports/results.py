@@ -104,12 +104,7 @@ class ResultFolder:
         return self.folder / task / method
 
     def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
-        """Records the settings of a method, or checks them against the recorded ones.
-
-        Args:
-            task: task name.
-            method: method name.
-            settings: everything that decides the results, as JSON types.
+        """Records all settings that decide a method's results, or checks the recorded ones.
 
         Raises:
             ValueError: the folder holds results of other settings; names what differs.
@@ -143,16 +138,10 @@ class ResultFolder:
         return {row["uid"] for row in self._lines(self.method_folder(task, method))}
 
     def keep_only(self, uids: Collection[str]) -> int:
-        """Removes rows whose trajectory is not among those that are on disk.
+        """Removes rows whose trajectory is not among those on disk, ``uids``; returns how many.
 
         A run that was killed between the two writers has such rows. They are decoded again, so
         that every row has the trajectory that belongs to it. No other process may write meanwhile.
-
-        Args:
-            uids: uids of the trajectories on disk.
-
-        Returns:
-            How many rows were removed.
         """
         return self._remove(lambda _, row: (row.get("trajectory") or {}).get("uid") not in uids)
 
@@ -189,12 +178,7 @@ class ResultFolder:
         return num_removed
 
     def append(self, rows: Iterable[ResultRow], *, rank: int = 0) -> None:
-        """Appends rows and flushes them to disk.
-
-        Args:
-            rows: results of one or more samples.
-            rank: global rank; each process writes its own file.
-        """
+        """Appends rows and flushes them to disk; each process (``rank``) writes its own file."""
         grouped: dict[Path, list[ResultRow]] = {}
         for row in rows:
             folder = self.method_folder(row.task, row.method)
@@ -323,16 +307,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def setting_differences(found: Any, wanted: Any, key: str = "") -> Iterator[str]:
-    """Leaves of two settings that differ.
-
-    Args:
-        found: the first, JSON types.
-        wanted: the second.
-        key: name of what is compared.
-
-    Yields:
-        Lines such as ``decoder.policy.threshold: 0.9, now 0.8``.
-    """
+    """Leaves of two settings that differ, in lines such as ``decoder.threshold: 0.9, now 0.8``."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for name in sorted(found.keys() | wanted.keys()):
             inner = f"{key}.{name}" if key else name

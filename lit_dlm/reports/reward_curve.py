@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS
+from lit_dlm.reports.plots import COLOURS, tidy_axes
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.themes import save_figure
 
 Point = Mapping[str, float]
 """One RL step: ``step`` and logged values by their names."""
@@ -26,24 +23,13 @@ PHASES = ("rollout", "wait", "reward", "value", "old_log_prob", "train")
 
 
 def write_points(points: Sequence[Point], path: Path) -> None:
-    """Writes a curve, one JSON object a line.
-
-    Args:
-        points: in the order of steps.
-        path: the file, replaced as a whole.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
+    """Writes a curve, one JSON object a line, in place of the file."""
     lines = [json.dumps(dict(point), sort_keys=True) + "\n" for point in points]
-    draft.write_text("".join(lines), encoding="utf-8")
-    draft.replace(path)
+    write_atomically(path, "".join(lines))
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Reads a curve.
-
-    Args:
-        path: a file of :func:`write_points`.
+    """Reads a curve that :func:`write_points` wrote.
 
     Raises:
         ValueError: the file is absent or a line is no JSON object; with its number.
@@ -63,16 +49,12 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_run(points: Sequence[Point], path: Path) -> None:
-    """Reward of rollouts and of held-out prompts, and the time of every phase.
-
-    Args:
-        points: in the order of steps.
-        path: file to write; the suffix gives the format.
-    """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6), layout="constrained")
+    """Reward of rollouts and of held-out prompts, and the time of every phase."""
+    figure = Figure(figsize=(9.2, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     _draw_rewards(left, points)
     _draw_time(right, points)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_runs(
@@ -90,16 +72,15 @@ def plot_runs(
             without a value are passed over.
     """
     values = values or {"val/reward": "reward of held-out prompts"}
-    figure, axes = plt.subplots(
-        1, len(values), figsize=(1.2 + 4.3 * len(values), 3.8), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(1.2 + 4.3 * len(values), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(values), squeeze=False)
     for axis, (name, title) in zip(axes[0], values.items(), strict=True):
         for number, (label, curves) in enumerate(runs.items()):
             _draw_mean(axis, label, curves, name, COLOURS[number % len(COLOURS)])
         axis.set(xlabel="RL step", ylabel=title)
-        _tidy(axis)
+        tidy_axes(axis)
     axes[0, 0].legend(fontsize="small")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_mean(
@@ -134,7 +115,7 @@ def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:
                 alpha=0.5 if name == "rollout/reward" else 1.0,
             )
     axis.set(xlabel="RL step", ylabel="reward")
-    _tidy(axis)
+    tidy_axes(axis)
     axis.legend(fontsize="small")
 
 
@@ -151,17 +132,4 @@ def _draw_time(axis: Axes, points: Sequence[Point]) -> None:
         )
         axis.legend(fontsize="small", loc="upper right")
     axis.set(xlabel="RL step", ylabel="seconds")
-    _tidy(axis)
-
-
-def _tidy(axis: Axes) -> None:
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    plt.close(figure)
-    draft.replace(path)
+    tidy_axes(axis)

@@ -123,17 +123,11 @@ def paired_bootstrap(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment of p-values for the number of tests.
+    """Holm's adjustment of p-values for the number of tests, in the same order.
 
     The smallest of m is multiplied by m, the next by m - 1, and so on; none falls below one before
-    it. For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3, then 0.03 * 2,
-    then max(0.06, 0.04 * 1).
-
-    Args:
-        p_values: one per test.
-
-    Returns:
-        Adjusted values in the same order, at most 1.
+    it or rises above 1. For example ``[0.01, 0.04, 0.03]`` gives ``[0.03, 0.06, 0.06]``: 0.01 * 3,
+    then 0.03 * 2, then max(0.06, 0.04 * 1).
     """
     adjusted = [0.0] * len(p_values)
     highest = 0.0

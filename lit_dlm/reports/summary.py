@@ -76,14 +76,7 @@ def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
 
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
-    """Means over the samples of one task and method.
-
-    Args:
-        rows: at least one row, all of the same task and method.
-
-    Returns:
-        The summary.
-    """
+    """Means over the samples of one task and method, at least one."""
     n = len(rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
     accuracy = stderr = pass_at = None
@@ -130,14 +123,9 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 
 
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
-    """Summaries of all tasks and methods in a result folder.
+    """Summaries of all tasks and methods in a ``results`` folder, tasks in alphabetical order.
 
-    Args:
-        folder: the ``results`` folder.
-        order: method names in the order wanted; others follow alphabetically.
-
-    Returns:
-        Summaries, tasks in alphabetical order.
+    Methods come in the order wanted, others after them alphabetically.
     """
     results = ResultFolder(folder)
     place = {name: number for number, name in reversed(list(enumerate(order)))}

@@ -13,12 +13,9 @@ HEADERS = ("method", "accuracy", "steps", "tokens/step", "ms/sample", "n")
 
 
 def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
-    """The texts of a table: :data:`HEADERS`, then one row per method.
+    """The texts of the table of a task: :data:`HEADERS`, then one row per method.
 
     Methods with several responses to a prompt add a last column, the largest k of pass@k.
-
-    Args:
-        summaries: methods of one task.
     """
     cells = [_cells(summary) for summary in summaries]
     if all(summary.pass_at is None for summary in summaries):
@@ -30,17 +27,19 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
 
 
 def _cells(summary: MethodSummary) -> tuple[str, ...]:
-    accuracy = "-"
-    if summary.accuracy is not None and summary.stderr is not None:
-        accuracy = f"{100 * summary.accuracy:.1f} ± {100 * summary.stderr:.1f} %"
     return (
         summary.method,
-        accuracy,
+        percent(summary.accuracy, summary.stderr),
         f"{summary.nfe:.1f}",
         f"{summary.tokens_per_step:.2f}",
         f"{1000 * summary.seconds:.1f}",
         str(summary.n),
     )
+
+
+def percent(share: float | None, error: float | None) -> str:
+    """A share with its standard error, such as ``81.2 ± 1.1 %``; ``-`` where there is none."""
+    return "-" if share is None or error is None else f"{100 * share:.1f} ± {100 * error:.1f} %"
 
 
 def _pass_cell(summary: MethodSummary) -> str:
@@ -59,21 +58,18 @@ def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[Meth
 def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
     """One Markdown table per task.
 
-    Args:
-        summaries: in the order wanted.
-
-    Returns:
-        Markdown text. Accuracy is in percent with its standard error, over all responses (avg@k);
-        ``steps`` are mean forwards of the backbone per sample.
+    Accuracy is in percent with its standard error, over all responses (avg@k); ``steps`` are mean
+    forwards of the backbone per sample.
     """
-    parts = []
-    for task, group in by_task(summaries):
-        headers, *rows = table_rows(group)
-        lines = [f"### {task}", "", f"| {' | '.join(headers)} |"]
-        lines.append("|---|" + "---:|" * (len(headers) - 1))
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n".join(markdown_table(task, *table_rows(group)) for task, group in by_task(summaries))
+
+
+def markdown_table(title: str, headers: Sequence[str], *rows: Sequence[str]) -> str:
+    """A Markdown table under a heading; all columns but the first stand to the right."""
+    lines = [f"### {title}", "", f"| {' | '.join(headers)} |"]
+    lines.append("|---|" + "---:|" * (len(headers) - 1))
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def terminal_tables(summaries: Sequence[MethodSummary]) -> list[Table]:

@@ -105,13 +105,7 @@ def monospaced_font() -> Path:
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = 150) -> None:
-    """Writes a figure under a temporary name and renames it.
-
-    Args:
-        figure: the figure.
-        path: file to write; the suffix gives the format.
-        dpi: pixels per inch.
-    """
+    """Writes a figure under a temporary name and renames it; the suffix gives the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.getpid()}-{path.name}")
     figure.savefig(draft, dpi=dpi)

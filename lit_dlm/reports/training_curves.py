@@ -46,12 +46,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
 
 def curves_figure(curves: Mapping[str, Curve], *, theme: str = "light") -> Figure:
-    """Small panels, one per metric; the first :data:`MAX_PANELS`.
-
-    Args:
-        curves: at least one.
-        theme: ``light`` or ``dark``.
-    """
+    """Small panels, one per metric; the first :data:`MAX_PANELS`."""
     colours = theme_of(theme)
     shown = list(curves.items())[:MAX_PANELS]
     columns = min(3, len(shown))

@@ -42,14 +42,9 @@ class ViewedSet:
 
 
 def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
-    """The page.
+    """The page: HTML in UTF-8, the same for the same input.
 
-    Args:
-        sets: what it shows; decodes of one prompt can be compared across sets.
-        title: title of the page.
-
-    Returns:
-        HTML in UTF-8, the same for the same input.
+    Decodes of one prompt can be compared across sets.
 
     Raises:
         ValueError: there is nothing to show, or a record's meta is malformed.
@@ -80,22 +75,12 @@ def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
 
 
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
-    """Writes the page to a file.
-
-    Args:
-        path: the file.
-        sets: what it shows.
-        title: title of the page.
-    """
+    """Writes the page to a file."""
     write_atomically(path, viewer_page(sets, title=title))
 
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
     """Everything the page shows, as JSON types.
-
-    Args:
-        sets: what it shows.
-        title: title of the page.
 
     Returns:
         ``title``, ``sets`` (label, source, table of tokens, decoders) and ``samples`` (see
@@ -140,13 +125,9 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
 
 
 def method_line(method: Any) -> str:
-    """A decoder in one line: its plugs with their settings, without digests and a greedy sampler.
+    """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``.
 
-    Args:
-        method: what ``Decoder.describe`` returned.
-
-    Returns:
-        Such as ``ThresholdPolicy(threshold=0.9), NoQuota, FullWindow``.
+    Its plugs stand with their settings, without digests and a greedy sampler.
     """
     parts = []
     for plug, settings in (method or {}).items():
@@ -168,14 +149,7 @@ def method_line(method: Any) -> str:
 
 
 def json_for_script(content: Any) -> str:
-    """JSON that cannot end the script element that holds it.
-
-    Args:
-        content: JSON types.
-
-    Returns:
-        Pure ASCII without ``<``, ``>`` and ``&``.
-    """
+    """JSON that cannot end the script that holds it: ASCII without ``<``, ``>`` and ``&``."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -80,13 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm view``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status.
 
     Raises:
         ValueError: the source holds no trajectories, or no sample fits.

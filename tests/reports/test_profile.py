@@ -11,7 +11,7 @@ from lit_dlm.reports.profile import (
     check_installed,
     log_profile,
     make_logger,
-    markdown_table,
+    markdown_tables,
     profile_points,
     write_profile,
 )
@@ -76,7 +76,7 @@ def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
 def test_a_task_without_grades_has_no_quality(tmp_path: Path):
     points = profile_points([summary("entropy-8", nfe=8, seconds=1, accuracy=None)])
     write_profile(points, tmp_path)
-    assert "| entropy-8 | - | 8.0 |" in markdown_table(points)
+    assert "| entropy-8 | - | 8.0 |" in markdown_tables(points)
 
 
 def picture(folder: Path, points: list[ProfilePoint]) -> Path:
