@@ -123,8 +123,8 @@ class TwoCopyLayout:
 
     All blocks are trained in one forward: a noisy block sees itself and the *clean* blocks before
     it, which is exactly what it sees while it is decoded. Clean tokens are block causal among
-    themselves and never see a noisy one. Build one with :meth:`trace` or :meth:`block_diffusion`,
-    gather tokens with ``ids[:, source]``, put masks into the noisy ones.
+    themselves and never see a noisy one. Build one with :meth:`trace`, gather tokens with
+    ``ids[:, source]``, put masks into the noisy ones.
 
     ``N`` is the length of the training row, ``S`` its shape's batch (1 where rows agree).
     """
@@ -194,48 +194,11 @@ class TwoCopyLayout:
         return replace(layout, real=real)
 
     @classmethod
-    def block_diffusion(
-        cls,
-        length: int,
-        block_size: int,
-        *,
-        pad_mask: Tensor | None = None,
-        device: torch.device | str | None = None,
-    ) -> TwoCopyLayout:
-        """``[noisy canvas | clean canvas]``, blocks from the first token (BD3-LM, SDAR).
-
-        Block diffusion's own training layout (arXiv:2503.09573): the same rule as :meth:`trace`,
-        with the whole canvas noisy and in the other order.
-
-        Args:
-            length: canvas length.
-            block_size: cells of a block; the last one may be short.
-            pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
-            device: of the tensors, where no ``pad_mask`` is given.
-
-        Returns:
-            The layout.
-        """
-        canvas: int | Tensor = length if pad_mask is None else pad_mask
-        blocks = block_numbers(canvas, block_size, device=device)
-        columns = torch.arange(length, device=blocks.device)
-        return cls._of(columns, columns, blocks, pad_mask, noisy_first=True)
-
-    @classmethod
     def _of(
-        cls,
-        clean: Tensor,
-        noisy: Tensor,
-        blocks: Tensor,
-        pad_mask: Tensor | None,
-        *,
-        noisy_first: bool = False,
+        cls, clean: Tensor, noisy: Tensor, blocks: Tensor, pad_mask: Tensor | None
     ) -> TwoCopyLayout:
-        parts = [(clean, False), (noisy, True)]
-        if noisy_first:
-            parts.reverse()
-        source = torch.cat([columns for columns, _ in parts])
-        is_noisy = torch.cat([torch.full_like(columns, flag).bool() for columns, flag in parts])
+        source = torch.cat([clean, noisy])
+        is_noisy = torch.cat([torch.zeros_like(clean), torch.ones_like(noisy)]).bool()
         real = None if pad_mask is None else pad_mask.bool()[:, source]
         return cls(source=source, is_noisy=is_noisy, blocks=blocks[:, source], real=real)
 

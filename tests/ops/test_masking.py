@@ -143,26 +143,6 @@ def test_the_trace_layout_equals_the_reference_masks(start: int, response: int, 
     assert torch.equal(TwoCopyLayout.trace(start, start + response, size).visibility(), expected)
 
 
-@pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_the_block_diffusion_layout_follows_its_rule(padding: str, block_size: int):
-    real = torch.tensor(PADDING[padding]).bool()
-    firsts = [row.index(1) for row in PADDING[padding]]
-
-    def rule(row: int, query: int, key: int) -> bool:
-        (noisy_q, q), (noisy_k, k) = ((slot < 11, slot % 11) for slot in (query, key))
-        q_block, k_block = ((place - firsts[row]) // block_size for place in (q, k))
-        if not real[row, k]:
-            return False
-        if noisy_k:
-            return noisy_q and q_block == k_block
-        return q_block > k_block if noisy_q else q_block >= k_block
-
-    layout = TwoCopyLayout.block_diffusion(11, block_size, pad_mask=real)
-    assert layout.is_noisy.tolist() == [True] * 11 + [False] * 11
-    assert torch.equal(layout.visibility(), slow(rule, 2, 22))
-
-
 def linear_attention(ids: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
     """Two layers of attention with fixed random weights in float64: enough to leak if it could."""
     generator = torch.Generator().manual_seed(0)
