@@ -130,7 +130,7 @@ def grouped_sdpa(
         under a matrix go through transformers' own function.
     """
     if isinstance(attention_mask, BlockMask):
-        attend: Callable[..., Any] = _compiled_flex() if query.is_cuda else flex_attention
+        attend: Any = _compiled_flex() if query.is_cuda else flex_attention
         scale = kwargs.get("scaling")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None
