@@ -9,7 +9,7 @@ figures, all of one process:
 - ``refill_speedup``: tokens per second with them over batch after batch. Where a step costs as much
   for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
 - ``out_of_phase_speedup``: tokens per second of 64 rows in different blocks, over two forwards a
-  step, each over a copy of the cache of its own rows, with keys and values repeated for every head.
+  step, each over a copy of the cache of its own rows.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --json
@@ -197,18 +197,15 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
     response = options.phase_response
     never = torch.full((64,), response + 1)
 
-    def run(cache: BlockCache, attention: str) -> Callable[[], None]:
+    def run(cache: BlockCache) -> Callable[[], None]:
         decoder = decoder_of(options, never, cache)
 
         def decode() -> None:
-            own = backbone.model.config._attn_implementation
-            backbone.model.config._attn_implementation = attention or own
             decode_prompts(backbone, decoder, prompts, response_length=response, seeds=range(64))
-            backbone.model.config._attn_implementation = own
 
         return decode
 
-    runs = {"one": run(BlockCache(), ""), "two": run(TwoForwards(), "sdpa")}
+    runs = {"one": run(BlockCache()), "two": run(TwoForwards())}
     seconds = measured(runs, options.repetitions)
     return {
         "out_of_phase_tokens_per_second": 64 * response / seconds["one"],
