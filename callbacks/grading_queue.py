@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch
@@ -67,7 +68,7 @@ class GradingQueue:
         """
         while self._pending:
             decoded, futures, records = self._pending[0]
-            parts = [records, *futures]
+            parts: list[Future[Any]] = [records, *futures]
             if not wait and not all(one.done() and not one.cancelled() for one in parts):
                 return
             verdicts = [future.result() for future in futures]

@@ -67,8 +67,8 @@ class CLI(LightningCLI):
         planned = check_run(options.as_dict())
         if planned is not None:
             rank_zero_only(logger.info)(planned)
-        if self.subcommand in ("fit", "predict") and rank_zero_only.rank == 0:
-            _held.enter_context(locked(Path(options.run_dir), self.subcommand))
+        if self.subcommand in ("fit", "predict"):
+            rank_zero_only(_held.enter_context)(locked(Path(options.run_dir), self.subcommand))
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod

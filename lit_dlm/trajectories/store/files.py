@@ -184,12 +184,12 @@ class SideFile:
 
     def _check(self) -> None:
         """Sizes that nobody need trust: a reader takes as much memory as they say."""
-        numbers = [self.bytes, self.num_records]
+        numbers: list[int | None] = [self.bytes, self.num_records]
         for entry in self.blocks:
             numbers += [entry.num_records, entry.offset, entry.size]
             if entry.feature_offset is not None or entry.feature_size is not None:
                 numbers += [entry.feature_offset, entry.feature_size]
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
             raise ValueError("expected sizes and places that are whole numbers of 63 bits")
         if any(
             entry.offset + entry.size > self.bytes

@@ -195,7 +195,7 @@ class TrajectoryShardReader:
             paths = sorted(named.union(shards_in(folder)))
         else:
             paths = [Path(path) for path in shards]
-        sides = {}
+        sides: dict[Path, SideFile] = {}
         folders: dict[Path, set[str]] = {}
         for path in paths:
             try:
