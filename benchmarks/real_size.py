@@ -77,7 +77,8 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
             {
                 "model.decoders": f"{{none: {{{_DREAM}}}, prefix: {{{_DREAM}, cache: PrefixCache}},"
                 f" dual: {{{_DREAM}, cache: DualCache}}}}",
-                "data.tasks": _PROBLEM,
+                "data.tasks": _PROBLEM.replace("1}", "5}"),
+                "data.batch_size": "4",
                 "data.methods": "[none, prefix, dual]",
                 "data.response_length": "64",
             },
@@ -254,7 +255,7 @@ class Clock(Callback):
         self.compare = compare
         self.phases: list[dict[str, Any]] = []
         self._last = _now()
-        self._columns: Counter[int] = Counter()
+        self._shapes: Counter[tuple[int, ...]] = Counter()
         self._weights = 0
 
     def _note(self, phase: str, **more: Any) -> None:
@@ -287,30 +288,32 @@ class Clock(Callback):
         self._note("load")
 
         def count(_module: object, _args: object, inputs: dict[str, Any]) -> None:
-            self._columns[inputs["input_ids"].shape[1]] += 1
+            self._shapes[tuple(inputs["input_ids"].shape)] += 1
 
         backbone.model.model.register_forward_pre_hook(count, with_kwargs=True)
 
     def on_predict_batch_start(self, *_: Any) -> None:
         """What a run does before its first prompt, such as fitting a projector, is over."""
         self._note("prepare")
-        self._columns.clear()
+        self._shapes.clear()
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
         """One method has decoded its prompt."""
-        self._note(batch.method, forwards=list(self._columns.items()))
+        rows = len(batch.examples)
+        name = batch.method if rows == 1 else f"{batch.method}, {rows} rows"
+        self._note(name, forwards=list(self._shapes.items()))
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Compares with what the same model takes without us."""
         if not self.compare:
             return
         decodes = [phase for phase in self.phases if "forwards" in phase]
-        widths = {width for phase in decodes for width, _ in phase["forwards"]}
-        bare = {width: bare_seconds(pl_module.backbone, width) for width in widths}
+        shapes = {shape for phase in decodes for shape, _ in phase["forwards"]}
+        bare = {shape: bare_seconds(pl_module.backbone, *shape) for shape in shapes}
         for phase in decodes:
-            least = sum(bare[width] * times for width, times in phase["forwards"])
+            least = sum(bare[shape] * times for shape, times in phase["forwards"])
             phase["ratio"] = _own(phase["seconds"], phase["own_seconds"]) / least
         self._note("bare forwards")
         self._note("two layers", error=two_layer_error(pl_module.backbone))
@@ -330,9 +333,9 @@ class Clock(Callback):
 
 
 @torch.no_grad()
-def bare_seconds(backbone: HFBackbone, width: int) -> float:
-    """Median time of transformers' forward of one row, with the logits of all columns."""
-    ids = torch.randint(1000, (1, width), device=backbone.device)
+def bare_seconds(backbone: HFBackbone, rows: int, width: int) -> float:
+    """Median time of transformers' forward of some rows, with the logits of all columns."""
+    ids = torch.randint(1000, (rows, width), device=backbone.device)
     config = backbone.model.config
     ours, config._attn_implementation = config._attn_implementation, "sdpa"
     seconds = median_seconds(lambda: backbone.model(input_ids=ids, use_cache=False), 3)

@@ -22,13 +22,17 @@ def test_a_run_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     weights = phases["load"]["weights"]
     assert weights == 2 * (2 * 152064 * 64 + 2 * _layer(64) + 64)
     assert all(phase["peak"] > weights for name, phase in phases.items() if "peak" in phase)
-    forwards = {name: dict(phases[name]["forwards"]) for name in ("none", "prefix", "dual")}
+    forwards = {
+        name: {width: times for (_, width), times in phases[name]["forwards"]}
+        for name in ("none", "prefix", "dual")
+    }
     length = max(forwards["none"])
     assert forwards == {
         "none": {length: 8},
         "prefix": {length: 2, 64: 4, 32: 4},
         "dual": {length: 2, 32: 8},
     }
+    assert {rows for (rows, _), _ in phases["dual, 4 rows"]["forwards"]} == {4}
     assert all(phases[name]["ratio"] > 0 for name in forwards)
     assert 0 < phases["two layers"]["error"] < 0.03
 
