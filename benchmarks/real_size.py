@@ -77,8 +77,7 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
             {
                 "model.decoders": f"{{none: {{{_DREAM}}}, prefix: {{{_DREAM}, cache: PrefixCache}},"
                 f" dual: {{{_DREAM}, cache: DualCache}}}}",
-                "data.tasks": _PROBLEM.replace("1}", "5}"),
-                "data.batch_size": "4",
+                "data.tasks": _PROBLEM,
                 "data.methods": "[none, prefix, dual]",
                 "data.response_length": "64",
             },
@@ -162,6 +161,10 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
 }
 """Commands and the options that shrink them, by model and run; configurations are shipped ones."""
 
+_COMMAND, _OPTIONS = RUNS["dream-7b"]["decode"]
+_FOUR = {"data.tasks": _PROBLEM.replace("1}", "4}"), "data.batch_size": "4"}
+RUNS["dream-7b"]["decode_4"] = (_COMMAND, {**_OPTIONS, **_FOUR})
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs what is missing, or prints the tables of what is there."""
@@ -214,7 +217,7 @@ def measure(folder: Path, model: str, *, accelerator: str, small: bool) -> None:
         command += [f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
         command += ["--trainer.strategy=auto", "--trainer.enable_progress_bar=false"]
         command += ["--trainer.callbacks+=real_size.Clock", f"--trainer.callbacks.file={told}"]
-        command += [f"--trainer.callbacks.compare={str(run == 'decode').lower()}"]
+        command += [f"--trainer.callbacks.compare={str(run.startswith('decode')).lower()}"]
         print(f"{model}/{run}: {shlex.join(command)}", flush=True)
         paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         began = time.perf_counter()
@@ -300,10 +303,8 @@ class Clock(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        """One method has decoded its prompt."""
-        rows = len(batch.examples)
-        name = batch.method if rows == 1 else f"{batch.method}, {rows} rows"
-        self._note(name, forwards=list(self._shapes.items()))
+        """One method has decoded its prompts."""
+        self._note(batch.method, forwards=list(self._shapes.items()))
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Compares with what the same model takes without us."""

@@ -32,7 +32,6 @@ def test_a_run_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "prefix": {length: 2, 64: 4, 32: 4},
         "dual": {length: 2, 32: 8},
     }
-    assert {rows for (rows, _), _ in phases["dual, 4 rows"]["forwards"]} == {4}
     assert all(phases[name]["ratio"] > 0 for name in forwards)
     assert 0 < phases["two layers"]["error"] < 0.03
 

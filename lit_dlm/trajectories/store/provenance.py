@@ -34,7 +34,7 @@ ESSENTIAL = ("model", "tokenizer", "decode", "randomness", "data")
 _OPEN = ("decode.methods", "data.tasks")
 """Collections to which a later run of the same folder may add members, or leave some out."""
 
-_PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "zstandard")
+_PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "webdataset", "zstandard")
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",

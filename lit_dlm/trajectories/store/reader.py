@@ -1,14 +1,14 @@
-"""Reads shards block by block, at the places that their side files name.
+"""Reads shards as webdataset streams, and single blocks at the places that side files name.
 
 A damaged tar header ends a tar stream without any error, and flipped payload bits pass through it.
-So the archive's own headers are not asked for anything: every block that the side file promises is
-read by its offset and checked by the codec.
+So every block is checked by the codec, and what a stream leaves out is read by its offset.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,6 +38,9 @@ from lit_dlm.trajectories.store.files import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Before webdataset is imported: it then refuses to unpickle members.
+os.environ.setdefault("WDS_SECURE", "1")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -221,11 +224,35 @@ class TrajectoryShardReader:
 
     def _read_shard(self, path: Path) -> Iterator[Trajectory]:
         """Records of one shard; everything its side file promises, or an error."""
+        # Here: webdataset imports torch, which readers by offset do without.
+        from webdataset.tariterators import group_by_keys, tar_file_expander
+
         side = self._sides[path]
+        left = {entry.key: index for index, entry in enumerate(side.blocks)}
         size = path.stat().st_size
         if size != side.bytes:
             self._damage(ShardError(f"{path}: expected {side.bytes} bytes, got {size}"))
-        for index in range(len(side.blocks)):
+        with path.open("rb") as stream:
+            samples = group_by_keys(
+                tar_file_expander(
+                    [{"url": str(path), "stream": stream}],
+                    handler=_ends_the_stream,
+                    select_files=lambda name: self._wants(name.rpartition(".")[2]),
+                ),
+                handler=_ends_the_stream,
+            )
+            for sample in samples:
+                index = left.pop(sample["__key__"], None)
+                if index is None:
+                    self._damage(ShardError(f"{path}: unknown block {sample['__key__']!r}"))
+                    continue
+                try:
+                    records = self._decode(path, index, sample)
+                except ShardError as error:
+                    self._damage(error)
+                    continue
+                yield from records
+        for index in left.values():  # what the stream did not reach may be whole
             try:
                 records = self.read_block(path, index)
             except ShardError as error:
@@ -259,6 +286,17 @@ class TrajectoryShardReader:
         first, end = self._starts[path][index : index + 2]
         if tuple(uids) != self._sides[path].uids[first:end]:
             raise ShardError("its records are not those that the side file names")
+
+
+def _ends_the_stream(error: Exception) -> bool:
+    """Says to webdataset that a damaged archive is no error: its blocks are read by their places.
+
+    Raises:
+        Exception: anything else.
+    """
+    if isinstance(error, tarfile.TarError | EOFError | ValueError):
+        return True
+    raise error
 
 
 def _located(path: Path, entry: BlockEntry, error: TrajectoryFormatError) -> ShardError:
