@@ -128,11 +128,13 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     Returns:
         The exit status: 1 where a class or a file refused what it was given.
     """
-    # Advertisements for other services, and a deprecation inside Lightning itself.
+    # Advertisements for other services, a deprecation inside Lightning itself, and what it says of
+    # loaders that give out a queue.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    for message in (r"isinstance\(treespec, LeafSpec\)", "infer the batch indices", "`__len__`"):
+        warnings.filterwarnings("ignore", message=f".*{message}")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     if not BASE_CONFIG.is_file():
