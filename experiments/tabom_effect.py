@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 import cli
-from lit_dlm.reports.plots import plt
 from lit_dlm.reports.results import ResultFolder, write_atomically
 
 CONFIGS = Path(cli.__file__).resolve().parent / "configs"
@@ -209,7 +209,8 @@ def draw(scores: dict[str, Scores], path: Path) -> None:
         scores: of all methods; curves are means over seeds, every seed has its own point.
         path: file to write.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for number, (name, found) in enumerate(scores.items()):
         curve = [statistics.mean(step) for step in zip(*found.curves, strict=False)]
         left.plot(curve, color=f"C{number}", label=name, linewidth=1.3)
@@ -224,7 +225,6 @@ def draw(scores: dict[str, Scores], path: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def condense(scores: dict[str, Scores], options: argparse.Namespace) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
-
 
 def in_two_processes(
     function: Callable[..., Any], *args: object, seconds: float = 600
@@ -86,7 +84,9 @@ def _child(
         "LOCAL_WORLD_SIZE": str(count),
         "TORCHELASTIC_RUN_ID": "tests",
     }
-    rank_zero_only.rank = rank  # Lightning read the environment when it was imported
+    from lightning.pytorch.utilities import rank_zero_only  # hostile.py does without Lightning
+
+    rank_zero_only.rank = rank  # it read the environment when it was imported
     try:
         link.send(("", function(rank, *args)))
     except BaseException:
