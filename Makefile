@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast check faults format tiny-model clean
+.PHONY: help install quickstart test test-fast test-lowest check faults format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,13 @@ test: install  ## Run all tests
 
 test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
+
+test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml allows
+	test -d $(VENV)-lowest || $(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/pip install --quiet uv
+	$(VENV)-lowest/bin/uv pip install --quiet --python $(VENV)-lowest --resolution lowest-direct \
+	  --editable '.[dev,code,log]'
+	$(VENV)-lowest/bin/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope
 
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
