@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
+from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.columns import shifted
 
 
@@ -39,8 +39,9 @@ class WindowBackbone(Protocol):
         visible: Tensor | None,
         position_ids: Tensor,
         hidden_layers: Sequence[int] = (),
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Raw hidden rows ``(B, W, D)`` and snapshots ``(B, W, H, D)`` of some columns."""
+        """Raw hidden rows ``(B, W or K, D)`` and snapshots ``(B, W, H, D)`` of some columns."""
         ...
 
     @property
@@ -145,6 +146,7 @@ class CachedCanvas:
         *,
         rows: Sequence[int] | None = None,
         block_causal: bool = False,
+        columns: Tensor | None = None,
     ) -> None:
         """Runs one window of each row.
 
@@ -156,6 +158,8 @@ class CachedCanvas:
             spans: one window per row of the forward.
             rows: rows of the batch that take part; ``None`` means all.
             block_causal: the windows hold several blocks, and a query sees those up to its own.
+            columns: ``(B, K)`` int64 columns that are read until the next forward over the same
+                windows; those alone go through the end of the last layer. All by default.
         """
         device = ids.device
         widths = [span.end - span.begin for span in spans]
@@ -166,7 +170,7 @@ class CachedCanvas:
         begins, ends, kv_ends, lasts = table[:, :, None].unbind(1)  # (n, 1) each
         taken = torch.arange(len(ids), device=device) if rows is None else _tensor(rows, device)
         offsets = torch.arange(width, device=device)
-        columns = begins + offsets  # (n, W)
+        cells = begins + offsets  # (n, W)
         at, packing = taken[:, None], None
         if min(widths) < width:
             firsts = lasts - (ends - begins)
@@ -182,7 +186,7 @@ class CachedCanvas:
             )
         plan = WindowPlan(
             rows=taken,
-            columns=columns
+            columns=cells
             if packing is None
             else (begins[packing.windows, 0] + packing.offsets)[None],
             kv_end=kv_end,
@@ -194,22 +198,32 @@ class CachedCanvas:
             is_whole = all(span.kv_end == kv_end for span in spans)
             visible = self._visible(
                 taken if rows is not None else None,
-                columns.clamp_max(self.length - 1) if block_causal else None,
+                cells.clamp_max(self.length - 1) if block_causal else None,
                 None if is_whole else kv_ends,
                 kv_end,
             )
         self._cache.plan = plan
+        kept = None
+        if columns is not None and packing is None and columns.shape[1] < width:
+            read = raw_columns(columns, self.backbone.spec.shift, starts=self._starts)
+            read = read if rows is None else read[taken]
+            # A predictor left of the window has its row of the refresh.
+            kept = (read - begins).clamp(0, width - 1)
         last, hidden = self.backbone.encode_window(
             ids[at, plan.columns],
             cache=self._cache,
             visible=visible,
             position_ids=self._positions[at, plan.columns],
             hidden_layers=self.hidden_layers,
+            kept=kept,
         )
         self.num_forwards += 1
         if self._last is None:
             self._last = self._buffer(last)
-        plan.write(self._last, last)
+        if kept is None:
+            plan.write(self._last, last)
+        else:
+            self._last[at, begins + kept] = last
         if hidden is not None:
             if self._hidden is None:
                 self._hidden = self._buffer(hidden)
@@ -293,7 +307,7 @@ class CachedCanvas:
         """
         assert self._last is not None, "read before the first forward"
         shift, starts = self.backbone.spec.shift, self._starts
-        rows = gather_aligned(self._last, columns, shift, starts=starts)
+        rows = gather_rows(self._last, raw_columns(columns, shift, starts=starts))
         hidden = None
         if self._hidden is not None:
             # The buffer changes with the next forward; what is handed out must not.

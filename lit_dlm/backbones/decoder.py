@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -32,6 +33,7 @@ from lit_dlm.backbones.weights import (
     save_checkpoint,
     weight_files,
 )
+from lit_dlm.ops.alignment import gather_rows
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +140,8 @@ class StoredDecoder(nn.Module):
                 dtype=torch_dtype(dtype),
             )
         fuse_norms(self.model)
+        last = self.model.model.layers[-1]
+        last.forward = MethodType(_last_layer, last)
         for layer in self.model.model.layers:
             # The module constant would make a mask-free SDPA call causal.
             layer.self_attn.is_causal = False
@@ -531,6 +535,27 @@ def fuse_norms(model: PreTrainedModel) -> None:
                 fused = FusedRMSNorm(weight.shape, eps=epsilon, device="meta")
                 fused.weight = weight
                 setattr(module, name, fused)
+
+
+def _last_layer(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a decoder's last layer, which ends with the rows that are read.
+
+    Args:
+        layer: of transformers.
+        hidden_states: ``(B, L, D)``.
+        args: of the layer's own forward.
+        kwargs: likewise; ``kept`` are ``(B, K)`` int64 columns, without it all.
+
+    Returns:
+        ``(B, K, D)``.
+    """
+    kept = kwargs.pop("kept", None)
+    if kept is None:
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    normed = layer.input_layernorm(hidden_states)
+    attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
+    rows = gather_rows(hidden_states, kept) + gather_rows(attended, kept)
+    return rows + layer.mlp(layer.post_attention_layernorm(rows))
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from lit_dlm.backbones.visibility import (
     position_ids_for,
 )
 from lit_dlm.backbones.window_cache import WindowCache
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
+from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
 
@@ -74,13 +74,16 @@ class HFBackbone(StoredDecoder, Backbone):
             self.spec, ids, pad_mask=pad_mask, response_start=response_start
         )
         position_ids = None if pad_mask is None else position_ids_for(pad_mask, self.spec.positions)
-        last, snapshots = self._encode(ids, visible, position_ids, layers=layers)
+        kept = None
+        if columns is not None:
+            kept = raw_columns(columns, self.spec.shift, starts=starts)
+        last, snapshots = self._encode(ids, visible, position_ids, layers=layers, kept=kept)
         if columns is None:
             batch, length = ids.shape
             columns = torch.arange(length, device=ids.device).expand(batch, -1)
             rows = aligned(last, self.spec.shift, starts=starts)
         else:
-            rows = gather_aligned(last, columns, self.spec.shift, starts=starts)
+            rows = last
         logits = self.head(rows)
         hidden = None
         if layers:
@@ -133,6 +136,7 @@ class HFBackbone(StoredDecoder, Backbone):
         visible: Tensor | None,
         position_ids: Tensor,
         hidden_layers: Sequence[int] = (),
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs some columns of a canvas against cached keys and values.
 
@@ -146,13 +150,17 @@ class HFBackbone(StoredDecoder, Backbone):
                 see the key; ``None`` when it sees all, or what the plan's sequences say.
             position_ids: like ``ids``.
             hidden_layers: as in :meth:`denoise`.
+            kept: ``(B, K)`` int64 columns of the window whose last rows are wanted; all by default.
 
         Returns:
             *Raw* rows, not aligned: ``(B, W, D)`` after the final norm, and ``(B, W, H, D)``
-            snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing.
+            snapshots, or ``None`` when none is asked for; ``(1, T, ...)`` with a packing, and ``K``
+            last rows with ``kept``.
         """
         layers = [self._hidden_index(index) for index in hidden_layers]
-        last, snapshots = self._encode(ids, visible, position_ids, layers=layers, cache=cache)
+        last, snapshots = self._encode(
+            ids, visible, position_ids, layers=layers, cache=cache, kept=kept
+        )
         hidden = torch.stack([snapshots[index] for index in layers], dim=2) if layers else None
         return last, hidden
 
@@ -338,13 +346,20 @@ class HFBackbone(StoredDecoder, Backbone):
         *,
         layers: Sequence[int] = (),
         cache: WindowCache | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Raw last hidden rows ``(B, L, D)`` after the final norm, and raw snapshots by index."""
+        """Raw last hidden rows after the final norm, and raw snapshots by index.
+
+        The last rows are ``(B, L, D)``, or those of the kept columns ``(B, K)`` alone.
+        """
         decoder = self.model.model
         snapshots: dict[int, Tensor] = {}
-        plan = {}
+        plan: dict[str, Any] = {}
         if cache is not None:
             plan = {"packing": cache.plan.packing, "sequences": cache.plan.sequences}
+        # A snapshot of the last layer has all columns.
+        if kept is not None and self.num_layers not in layers:
+            plan["kept"] = kept
 
         def keep(index: int) -> Callable[[nn.Module, Any, Tensor], None]:
             def hook(_module: nn.Module, _args: Any, output: Tensor) -> None:
@@ -372,6 +387,8 @@ class HFBackbone(StoredDecoder, Backbone):
             for handle in handles:
                 handle.remove()
         snapshots[self.num_layers] = last
+        if kept is not None and "kept" not in plan:
+            last = gather_rows(last, kept)
         return last, snapshots
 
     def _mask(

@@ -369,11 +369,13 @@ class CacheSession:
         is_alike = self._block_causal or len(entered) in (0, len(spans))
         if is_alike or self._canvas.backbone.takes_sequences:
             several_blocks = self._block_causal and bool(entered)
-            self._canvas.forward(state.ids, spans, block_causal=several_blocks)
+            self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
         else:
             others = [row for row in range(len(spans)) if row not in entered]
             for rows in (entered, others):
-                self._canvas.forward(state.ids, [spans[row] for row in rows], rows=rows)
+                self._canvas.forward(
+                    state.ids, [spans[row] for row in rows], rows=rows, columns=columns
+                )
         forced = self._first_cells(state, entered) if self._commits_first else None
         return self._canvas.read(columns), forced
 

@@ -327,12 +327,12 @@ def decide(
     if "region" in requires:
         region = torch.arange(state.start, state.ids.shape[1], device=columns.device)
         columns = region.expand(len(state.rows), -1)
+    elif columns.device.type == "cpu":
+        columns = columns.gather(1, masks_first(state, columns))
     forced = None
     if session is None:
         denoised = _denoise(backbone, state, columns, hidden_layers)
     else:
-        if "region" not in requires and columns.device.type == "cpu":
-            columns = columns.gather(1, masks_first(state, columns))
         denoised, forced = session.denoise(state, columns)
     proposal = sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.

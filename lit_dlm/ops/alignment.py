@@ -43,23 +43,25 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
     return torch.where(is_first.reshape(*is_first.shape, *[1] * (rows.ndim - 2)), rows, moved)
 
 
-def gather_aligned(
-    rows: Tensor, columns: Tensor, shift: int, *, starts: Tensor | None = None
-) -> Tensor:
-    """Picks the raw rows that predict the given canvas columns, which may differ between rows.
+def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
+    """The columns whose raw rows predict the given canvas columns, which may differ between rows.
 
     Args:
-        rows: ``(B, L, D)`` raw outputs.
         columns: ``(B, K)`` int64 canvas columns.
         shift: 0 or 1, see :func:`aligned`.
         starts: see :func:`aligned`.
 
     Returns:
-        ``(B, K, D)``, equal to ``aligned(rows, shift, starts=starts)`` read at ``columns``.
+        ``(B, K)`` int64: ``aligned(rows, shift, starts=starts)`` at ``columns`` is ``rows`` there.
     """
-    source = columns
-    if shift:
-        source = (columns - shift).clamp_min(0)  # (B, K)
-        if starts is not None:
-            source = torch.where(columns == starts.unsqueeze(1), columns, source)
-    return rows.gather(1, source.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    if shift == 0:
+        return columns
+    source = (columns - shift).clamp_min(0)
+    if starts is not None:
+        source = torch.where(columns == starts.unsqueeze(1), columns, source)
+    return source
+
+
+def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:
+    """``(B, K, D)``: the rows ``(B, L, D)`` at ``(B, K)`` int64 columns."""
+    return rows.gather(1, columns.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -99,12 +99,20 @@ def test_no_columns_give_no_rows(make_backbone: Maker):
     assert make_backbone().denoise(IDS, columns=empty).logits.shape == (2, 0, 32)
 
 
-def test_the_head_sees_only_the_selected_columns(make_backbone: Maker):
-    backbone = make_backbone()
-    seen: list[tuple[int, ...]] = []
-    backbone.model.lm_head.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape))
-    backbone.denoise(IDS, columns=torch.tensor([[2], [3]]))
-    assert seen == [(2, 1, 16)]
+@pytest.mark.parametrize("layers", [(), (2,), (-1,)])
+def test_the_end_of_the_model_sees_only_the_selected_columns(
+    make_backbone: Maker, layers: tuple[int, ...]
+):
+    """A snapshot of the last layer has all six columns, so its MLP runs there too."""
+    backbone = make_backbone(shift=1)
+    rows: dict[str, int] = {}
+    parts = {"head": backbone.model.lm_head, "mlp": backbone.model.model.layers[-1].mlp}
+    for name, part in parts.items():
+        part.register_forward_pre_hook(
+            lambda _, inputs, name=name: rows.update({name: inputs[0].shape[1]})
+        )
+    backbone.denoise(IDS, columns=torch.tensor([[2], [3]]), hidden_layers=layers)
+    assert rows == {"head": 1, "mlp": 6 if layers == (-1,) else 1}
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_aligned
+from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 
 
 def test_without_shift_rows_stay():
@@ -41,4 +41,4 @@ def test_gathering_equals_reading_the_aligned_rows(shift: int, padded: bool):
     starts = torch.tensor([0, 2, 4]) if padded else None
     whole = aligned(rows, shift, starts=starts)
     expected = torch.stack([whole[b, columns[b]] for b in range(3)])
-    assert torch.equal(gather_aligned(rows, columns, shift, starts=starts), expected)
+    assert torch.equal(gather_rows(rows, raw_columns(columns, shift, starts=starts)), expected)
