@@ -115,17 +115,11 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         return self._before.step
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """Held-out prompts, the same ones with the same noise at every validation."""
+        """Decoders, each of which answers all held-out prompts, with the same noise every time."""
         if self.validation is None:
             return []
-        ranks = self._module.ranks
-        return computed_loader(
-            self.validation.batch,
-            len(self.validation.prompts),
-            batch_size=self.rollout_batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
+        methods = list(self.validation.engines)
+        return computed_loader(lambda refs: methods[refs[0].number], len(methods))
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: the RL step to do next."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,19 +24,6 @@ from lit_dlm.rl.rollout import (
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import tasks_by_name
 from lit_dlm.trajectories.record import Trajectory
-
-
-@dataclass
-class ValidationBatch:
-    """Held-out prompts; copies that only fill a batch are not counted."""
-
-    prompts: list[RolloutPrompt]
-    is_real: list[bool] = field(default_factory=list)
-
-    def to(self, device: torch.device) -> ValidationBatch:
-        """Itself: the engine builds its canvas on the device."""
-        del device
-        return self
 
 
 def validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
@@ -66,7 +52,7 @@ class RolloutValidation:
     """Decodes, scores and adds up.
 
     Args:
-        engines: what decodes, by decoder; prompts name theirs in ``meta``.
+        engines: what decodes, by decoder.
         rewarder: what scores.
         num_prompts: held-out prompts of all processes; each one's ``place`` is in its ``meta``.
     """
@@ -79,8 +65,8 @@ class RolloutValidation:
         self.num_prompts = num_prompts
         self.last: dict[str, float] = {}
         """Means of the last validation."""
-        self.prompts: list[RolloutPrompt] = []
-        """Held-out responses of every decoder."""
+        self.prompts: dict[str, list[RolloutPrompt]] = {}
+        """Held-out responses by decoder."""
         self.begin()
 
     @classmethod
@@ -119,21 +105,10 @@ class RolloutValidation:
         }
         found = cls(engines, rewarder, num_prompts=len(problems))
         for method in methods:
-            found.prompts += grouped_prompts(
+            found.prompts[method] = grouped_prompts(
                 enumerate(problems), method=method, step=0, num_responses=settings.val_responses
             )
         return found
-
-    def batch(self, refs: Sequence[tuple[int, int, bool]]) -> ValidationBatch:
-        """A batch of held-out prompts.
-
-        Args:
-            refs: number of each prompt, a pass that is not read, and whether the prompt is more
-                than a copy that fills the batch.
-        """
-        return ValidationBatch(
-            [self.prompts[number] for number, _, _ in refs], [is_real for _, _, is_real in refs]
-        )
 
     def close(self) -> None:
         """Ends the grading threads."""
@@ -146,23 +121,19 @@ class RolloutValidation:
         shape = (len(self.engines), self.num_prompts, len(_FACTS) + 1)
         self._totals = torch.zeros(shape, dtype=torch.float64)
 
-    def add(self, batch: ValidationBatch) -> None:
-        """Decodes and scores a batch.
+    def add(self, method: str) -> None:
+        """Decodes the held-out prompts that this process takes, and scores them.
+
+        Processes share them as rows of their batches end: every process must call it.
 
         Args:
-            batch: prompts of this process.
+            method: decoder.
         """
-        for totals, (method, engine) in zip(self._totals, self.engines.items(), strict=True):
-            chosen = [
-                (prompt, is_real)
-                for prompt, is_real in zip(batch.prompts, batch.is_real, strict=True)
-                if prompt.meta["method"] == method
-            ]
-            rollouts = engine.generate([prompt for prompt, _ in chosen])
-            scores = self.rewarder.score([[rollout] for rollout in rollouts])
-            for rollout, (score,), (prompt, is_real) in zip(rollouts, scores, chosen, strict=True):
-                if is_real:
-                    totals[prompt.meta["place"]] += _facts(rollout, score)
+        totals = self._totals[list(self.engines).index(method)]
+        rollouts = self.engines[method].generate(self.prompts[method], shared=True)
+        scores = self.rewarder.score([[rollout] for rollout in rollouts])
+        for rollout, (score,) in zip(rollouts, scores, strict=True):
+            totals[rollout.trajectory.meta["place"]] += _facts(rollout, score)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Means over the prompts of all processes; every process must call it.

@@ -32,7 +32,7 @@ from lit_dlm.losses.views import CoupledViews
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
-from lit_dlm.rl.metrics import RolloutValidation, UpdateScores, ValidationBatch
+from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
 from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
@@ -428,8 +428,8 @@ class TraceRLModule(TrainableModule):
         if self.validation is not None:
             self.validation.begin()
 
-    def validation_step(self, batch: ValidationBatch, batch_idx: int = 0) -> None:
-        """Decodes held-out prompts and scores them."""
+    def validation_step(self, batch: str, batch_idx: int = 0) -> None:
+        """Decodes the held-out prompts with a decoder, whose name is the batch, and scores them."""
         assert self.validation is not None
         self.validation.add(batch)
 

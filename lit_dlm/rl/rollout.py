@@ -190,21 +190,27 @@ class RolloutEngine:
         )
 
     def generate(
-        self, prompts: Sequence[RolloutPrompt], *, report: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[RolloutPrompt],
+        *,
+        shared: bool = False,
+        report: Callable[[int], None] | None = None,
     ) -> list[Rollout]:
-        """Decodes responses on this process alone.
+        """Decodes responses.
 
         Args:
             prompts: what is asked for.
+            shared: with all processes; every one must call it with the same prompts, and gets the
+                responses that it has decoded.
             report: told now and then how many responses are done.
 
         Returns:
-            One rollout per entry, in order. Records hold the log-probability under which each token
-            was drawn (:data:`SAMPLED`; NaN where an end-of-text fill wrote).
+            One rollout per response, in order. Records hold the log-probability under which each
+            token was drawn (:data:`SAMPLED`; NaN where an end-of-text fill wrote).
         """
-        queue = WorkQueue(len(prompts))
+        queue = WorkQueue(len(prompts), shared=shared)
         records = {record.uid: record for record in self.records(prompts, queue, report=report)}
-        return [self.rollout(prompt, records[prompt.uid]) for prompt in prompts]
+        return [self.rollout(p, records[p.uid]) for p in prompts if p.uid in records]
 
     def records(
         self,

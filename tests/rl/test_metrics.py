@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import RewardScore
-from lit_dlm.rl.metrics import RolloutValidation, ValidationBatch, rollout_facts
+from lit_dlm.rl.metrics import RolloutValidation, rollout_facts
 from tests.rollouts import decoded, policy
 
 REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
@@ -19,14 +19,18 @@ REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
 
 
 class Engine:
-    """Decodes nothing."""
+    """Decodes nothing, of the prompts that it takes."""
 
-    def generate(self, prompts: Any) -> list[Any]:
+    def __init__(self, *taken: tuple[int, int]) -> None:
+        self.taken = taken
+
+    def generate(self, prompts: Any, *, shared: bool) -> list[Any]:
+        assert shared
+        metas = [prompt.meta for prompt in prompts]
         return [
-            SimpleNamespace(
-                asked=prompt, trajectory=SimpleNamespace(meta={"num_tokens": 4}, num_steps=2)
-            )
-            for prompt in prompts
+            SimpleNamespace(trajectory=SimpleNamespace(meta={**meta, "num_tokens": 4}, num_steps=2))
+            for meta in metas
+            if (meta["place"], meta["response"]) in self.taken
         ]
 
 
@@ -36,7 +40,7 @@ class Scorer:
     def score(self, groups: Any) -> list[list[RewardScore]]:
         found = []
         for (rollout,) in groups:
-            meta = rollout.asked.meta
+            meta = rollout.trajectory.meta
             reward = REWARDS[meta["place"]][meta["response"]]
             status = "ungraded" if meta["place"] == 2 else "wrong" if reward < 0.5 else "right"
             found.append(
@@ -62,23 +66,20 @@ class Together:
         return self.total
 
 
-def asked(place: int, response: int) -> Any:
-    return SimpleNamespace(meta={"method": "a", "place": place, "response": response})
+ALL = [(place, response) for place in REWARDS for response in range(3)]
 
 
 def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
-    """Of responses that are dealt to processes, with a copy that fills each one's batch."""
+    """Of responses that processes have taken; decoder ``b`` is not asked."""
     together = Together()
     for mine in processes:
-        engines: Any = {"a": Engine(), "b": Engine()}
+        engines: Any = {"a": Engine(*mine), "b": Engine()}
         validation = RolloutValidation(engines, Scorer(), num_prompts=4)  # type: ignore[arg-type]
-        rows = [asked(*one) for one in mine]
-        validation.add(ValidationBatch([*rows, rows[0]], [True] * len(rows) + [False]))
+        asked = [SimpleNamespace(meta={"place": one, "response": two}) for one, two in ALL]
+        validation.prompts = {"a": asked}  # type: ignore[dict-item]
+        validation.add("a")
         found = validation.result(together)  # type: ignore[arg-type]
     return found
-
-
-ALL = [(place, response) for place in REWARDS for response in range(3)]
 
 
 def test_responses_to_one_prompt_are_averaged_first() -> None:

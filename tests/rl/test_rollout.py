@@ -21,7 +21,9 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
 )
 from lit_dlm.grading import Verdict
+from lit_dlm.modules.sharding import shard_trained
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.rl.advantages import RawReward
 from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
     SAMPLED,
@@ -207,3 +209,29 @@ def test_records_do_not_depend_on_places_or_processes() -> None:
     for count in (2, 3):
         for found in in_processes(count, _collected, count, 4):
             assert found == expected
+
+
+def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]:
+    """A response, whether this process decoded it, and a forward that needs all processes."""
+    rl = learner().eval()
+    if world_size > 1:
+        dist.init_process_group("gloo")
+        shard_trained(rl, dist.init_device_mesh("cpu", (world_size,)))
+    settings = rollout_data(prompts_per_step=1, responses_per_prompt=1, advantage=RawReward())
+    source = OnlineRollouts.of(rl, "random", settings)
+    with rl.rollout_weights():
+        rollouts = source.collect(0, 0, version=0, ranks=Ranks(rank, world_size))
+    source.close()
+    with torch.no_grad():
+        logits = rl.backbone(torch.arange(8, 14)[None])[0, :, 8:12]
+    return encode_block(rollouts.records), bool(rollouts.occupancy), logits.flatten().tolist()
+
+
+@pytest.mark.ddp
+def test_a_process_without_rows_waits_for_the_others_under_fsdp() -> None:
+    block, _, logits = _one_response(0, 1)
+    found = in_processes(2, _one_response, 2)
+    assert sorted(decoded for _, decoded, _ in found) == [False, True]
+    for one, _, others in found:
+        assert one == block
+        np.testing.assert_allclose(others, logits, rtol=1e-9)
