@@ -113,6 +113,9 @@ class StoredDecoder(nn.Module):
         self._digests: dict[str, str] = {}
         self._source_config: dict[str, Any] | None = None
         self._adapter: LoRASettings | None = None
+        self.mapped: dict[str, Tensor] = {}
+        """Weights in a file's own memory, as they were read."""
+        self._late: torch.dtype | None = None
         if architecture is not None:
             for name, value in (("spec_overrides", spec_overrides), ("from_ar", from_ar)):
                 if value:
@@ -133,11 +136,16 @@ class StoredDecoder(nn.Module):
             else:
                 self._source_config = dict(resolved.config)
             self._weight_files = weight_files(locate(path))
-            self.model = loaded_decoder(
+            # One process of several may keep a part only; it converts what it keeps.
+            is_late = trainable and lora is None and adapter is None and not resolved.adds_mask
+            if is_late and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                self._late = torch_dtype(dtype)
+            self.model, self.mapped = loaded_decoder(
                 resolved,
                 self._weight_files,
                 attn_implementation=attn_implementation,
                 dtype=torch_dtype(dtype),
+                as_stored=self._late is not None,
             )
         fuse_norms(self.model)
         last = self.model.model.layers[-1]
@@ -194,7 +202,18 @@ class StoredDecoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Floating dtype of the weights."""
-        return self.model.lm_head.weight.dtype
+        return self._late or self.model.lm_head.weight.dtype
+
+    def convert(self) -> None:
+        """Gives weights their dtype that have been left in that of their files.
+
+        In one process of several, trained weights are mapped from their files until they are
+        sharded or moved to a device, so that none of them is ever converted whole on the host.
+        Forwards call it too.
+        """
+        if self._late is not None:
+            dtype, self._late = self._late, None
+            self.to(dtype)
 
     @property
     def device(self) -> torch.device:
@@ -410,6 +429,8 @@ class StoredDecoder(nn.Module):
         if "model" in self._modules and self.device.type != "meta":
             self._keep_rotary_in_float32()
             adapters.keep_in_float32(self, before)
+            if self.device.type != "cpu":
+                self.convert()
         return self
 
 
@@ -469,7 +490,8 @@ def loaded_decoder(
     *,
     attn_implementation: AttentionRoute,
     dtype: torch.dtype,
-) -> PreTrainedModel:
+    as_stored: bool = False,
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A decoder with the weights of a checkpoint, on torch's default device.
 
     The memory starts uninitialised (random weights of billions of parameters take minutes) and is
@@ -480,9 +502,10 @@ def loaded_decoder(
         files: its safetensors files.
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         dtype: of the weights.
+        as_stored: leaves them in the dtype of the files.
 
     Returns:
-        The model.
+        The model, and what :func:`~lit_dlm.backbones.weights.load_weights` returns.
 
     Raises:
         ValueError: a file, a key or a shape does not fit the description.
@@ -498,15 +521,16 @@ def loaded_decoder(
     if architecture.tie_embeddings:  # leaving the meta device gave each its own memory
         model.lm_head.weight = model.model.embed_tokens.weight
         del parameters[HEAD_KEY]
-    load_weights(
+    mapped = load_weights(
         files,
         parameters,
         rename=resolved.keys.ours,
         optional=frozenset([HEAD_KEY] if architecture.tie_embeddings else []),
+        as_stored=as_stored,
     )
     if resolved.adds_mask:
         add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
-    return model
+    return model, mapped
 
 
 class FusedRMSNorm(nn.RMSNorm):

@@ -352,6 +352,7 @@ class HFBackbone(StoredDecoder, Backbone):
 
         The last rows are ``(B, L, D)``, or those of the kept columns ``(B, K)`` alone.
         """
+        self.convert()
         decoder = self.model.model
         snapshots: dict[int, Tensor] = {}
         plan: dict[str, Any] = {}

@@ -509,32 +509,40 @@ def fold(model: nn.Module) -> None:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts the base weights that hold an adapter back, bit by bit, when the context closes.
 
-    Subtracting the adapter again would leave rounding behind. The copies lie in the host's memory:
-    as much as the adapted weights need, of sharded ones this process's part.
+    Subtracting the adapter again would leave rounding behind. On a CPU copies take the places of
+    the weights meanwhile, so that those mapped from a file stay there. On another device the file's
+    memory is what they are put back from, else a copy on the host. Sharded weights are gathered
+    into memory of their own, so that nothing has to be put back.
 
     Args:
         model: the decoder; its weights are as sharded at the end as at the beginning.
+        mapped: by key, weights in a file's memory, as they were read.
     """
-
-    def local(weight: Tensor) -> Tensor:
-        plain = weight.detach()
-        return plain.to_local() if isinstance(plain, DTensor) else plain
-
-    kept = {
-        key: local(base).to("cpu", copy=True)
-        for key, (base, layer) in base_parameters_adapted(model).items()
-        if layer is not None
-    }
+    kept: dict[str, Tensor] = {}
+    for key, (base, layer) in base_parameters_adapted(model).items():
+        if layer is None or isinstance(base, DTensor):
+            continue
+        stored = mapped.get(key)
+        if base.device.type == "cpu":
+            kept[key], base.data = base.data, base.data.clone()
+        elif stored is not None and torch.equal(stored.to(base.device, base.dtype), base):
+            kept[key] = stored
+        else:
+            kept[key] = base.detach().to("cpu", copy=True)
     try:
         yield
     finally:
         with torch.no_grad():
             for key, (base, _) in base_parameters_adapted(model).items():
-                if key in kept:
-                    local(base).copy_(kept[key])
+                if key not in kept:
+                    continue
+                if base.device.type == "cpu":
+                    base.data = kept[key]
+                else:
+                    base.copy_(kept[key])
 
 
 @torch.no_grad()

@@ -58,7 +58,8 @@ def load_weights(
     *,
     rename: Callable[[str], str | None],
     optional: frozenset[str] = frozenset(),
-) -> None:
+    as_stored: bool = False,
+) -> dict[str, Tensor]:
     """Gives existing parameters their values, one tensor at a time.
 
     On the CPU and in the dtype of the file a parameter is the file's own memory, mapped and copied
@@ -71,6 +72,10 @@ def load_weights(
         rename: maps a key of the file to ours; ``None`` drops the tensor on purpose.
         optional: our keys that a file may hold or lack (the head of a tied model); a file's copy
             is ignored where ``parameters`` does not list the key.
+        as_stored: parameters get the dtype of the file.
+
+    Returns:
+        By our key, what is a file's own memory.
 
     Raises:
         ValueError: a file is damaged or not safetensors, a key is unknown, a key or shape does not
@@ -79,6 +84,7 @@ def load_weights(
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
     unknown: list[str] = []
+    mapped: dict[str, Tensor] = {}
     for path in files:
         for key, tensor in read_weights(path, is_wanted=lambda key: rename(key) is not None):
             ours = rename(key)
@@ -87,7 +93,8 @@ def load_weights(
             if ours not in parameters:
                 unknown.append(key)
                 continue
-            _fill(parameters[ours], tensor, key=key, path=path)
+            if _fill(parameters[ours], tensor, as_stored=as_stored, key=key, path=path):
+                mapped[ours] = tensor
             missing.discard(ours)
     if unknown:
         raise ValueError(
@@ -98,6 +105,7 @@ def load_weights(
         raise ValueError(
             f"{place}: {len(missing)} keys are absent, such as {sorted(missing)[:_SHOWN]}"
         )
+    return mapped
 
 
 def read_weights(
@@ -136,16 +144,18 @@ def read_weights(
 
 
 @torch.no_grad()
-def _fill(target: Tensor, source: Tensor, *, key: str, path: Path) -> None:
+def _fill(target: Tensor, source: Tensor, *, as_stored: bool, key: str, path: Path) -> bool:
     if target.shape != source.shape:
         raise ValueError(
             f"{path.name}: {key} has shape {tuple(source.shape)}, "
             f"expected {tuple(target.shape)} from config.json"
         )
-    if (target.dtype, target.device) == (source.dtype, source.device):
+    is_mapped = target.device == source.device and (as_stored or target.dtype == source.dtype)
+    if is_mapped:
         target.data = source
     else:
         target.copy_(source)
+    return is_mapped
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -7,6 +7,7 @@ module that is trained here can also decode: it inherits ``predict_step`` from t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
+from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     Decoder,
     DecodeResult,
@@ -241,12 +243,16 @@ class DecodeModule(LightningModule):
     def configure_model(self) -> None:
         """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``).
 
-        Outside of ``fit`` a model without anything to train is whole on every process.
+        Outside of ``fit`` a model without anything to train is whole on every process. Weights that
+        wait for their dtype get it now, before a checkpoint is read.
         """
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
+        for part in self.modules():
+            if isinstance(part, HFBackbone):
+                part.convert()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Looks at the gradients, whatever is trained.
@@ -261,7 +267,11 @@ class DecodeModule(LightningModule):
         self._whole.enter_context(whole_weights(self))
 
     def on_predict_end(self) -> None:
-        """Shards the weights again."""
+        """Waits for the other processes, and shards the weights again."""
+        done = time.perf_counter()
+        self.trainer.strategy.barrier("decoded")
+        if self.trainer.world_size > 1:
+            logger.info("waited %.1f s for the other processes", time.perf_counter() - done)
         self._whole.close()
 
     def capture(self) -> TrajectoryCapture | None:

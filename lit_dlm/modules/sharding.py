@@ -213,7 +213,7 @@ def decoding_weights(backbone: HFBackbone) -> Iterator[None]:
         with whole_weights(backbone):
             yield
         return
-    with restored(backbone.model), whole_weights(backbone):
+    with restored(backbone.model, backbone.mapped), whole_weights(backbone):
         fold(backbone.model)
         with backbone.using_adapter(None):
             yield

@@ -18,6 +18,7 @@ from lit_dlm.backbones.weights import (
     weight_files,
 )
 from tests.backbones.conftest import SHARED, tiny_architecture
+from tests.processes import own_megabytes
 
 
 def targets() -> dict[str, torch.Tensor]:
@@ -165,20 +166,13 @@ def test_weights_of_the_files_dtype_are_the_files_memory(tmp_path: Path):
     save_weights({"a": values, "b": torch.ones(3)}, path)
     targets = {"a": torch.empty(2**24), "b": torch.empty(3, dtype=torch.float16)}
     del values
-    before = _own_megabytes()
+    before = own_megabytes()
     load_weights([path], targets, rename=lambda key: key)
     assert float(targets["a"].sum(dtype=torch.float64)) == 2**23 * (2.0**24 - 1)
-    assert _own_megabytes() - before < 16
+    assert own_megabytes() - before < 16
     assert targets["b"].tolist() == [1.0] * 3
     targets["a"].zero_()
-    assert _own_megabytes() - before > 60
+    assert own_megabytes() - before > 60
     again = {"a": torch.empty(2**24), "b": torch.empty(3)}
     load_weights([path], again, rename=lambda key: key)
     assert float(again["a"][-1]) == 2.0**24 - 1
-
-
-def _own_megabytes() -> float:
-    """Memory of this process that it shares with no file."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) / 1024

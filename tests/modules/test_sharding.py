@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora import LoRASettings, base_parameters_adapted
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule
@@ -31,7 +31,7 @@ from lit_dlm.modules.sharding import (
     shard_trained,
     whole_weights,
 )
-from tests.processes import in_two_processes
+from tests.processes import in_two_processes, own_megabytes
 
 STEPS, ROWS, LENGTH = 4, 4, 9
 VARIANTS = {
@@ -472,12 +472,19 @@ def test_any_method_may_come_first_when_weights_are_sharded() -> None:
 def merged_and_back(model: HFBackbone) -> tuple[Tensor, Tensor, list[str]]:
     """Logits of the adapter and of merged weights, and the weights that do not come back."""
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    places = {
+        name: value.data_ptr()
+        for name, value in model.named_parameters()
+        if not isinstance(value, DTensor)
+    }
     with torch.no_grad():
         adapted = model.denoise(IDS).logits
         with decoding_weights(model):
             found = model.denoise(IDS).logits
     moved = []
     for name, value in model.named_parameters():
+        if name in places and value.data_ptr() != places[name]:
+            moved.append(name)  # a weight in a file's memory would no longer be
         one, other = value.detach(), before[name]
         if isinstance(one, DTensor) != isinstance(other, DTensor):
             moved.append(name)
@@ -513,6 +520,23 @@ def distance(logits: Tensor, others: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+def test_weights_under_a_merged_adapter_return_to_the_memory_of_their_file(tmp_path: Path) -> None:
+    backbone(lora=False, dtype="float32").export(tmp_path)
+    lora = LoRASettings(rank=2, alpha=4.0, targets="all")
+    model = HFBackbone(str(tmp_path), lora=lora)
+    torch.manual_seed(0)
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(value, std=0.2)
+    assert merged_and_back(model)[2] == []
+    assert set(model.mapped) >= {"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"}
+    stored = load_file(tmp_path / "model.safetensors")
+    for key, (value, _) in base_parameters_adapted(model.model).items():
+        if key in model.mapped:
+            assert value.data_ptr() == model.mapped[key].data_ptr()
+            assert torch.equal(value, stored[key])
+
+
 def merge_sharded(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -534,6 +558,41 @@ def test_sharded_weights_come_back_too() -> None:
             expected = merged_and_back(backbone(**VARIANTS[name]))
             for one, other in zip((adapted, logits), expected[:2], strict=True):
                 assert distance(torch.from_numpy(one), other) < ROUNDING[name]
+
+
+def load_sharded(rank: int, folder: Path) -> tuple[list[bool], float]:
+    """Whether weights are mapped, in their own dtype and as they should be; anonymous memory."""
+    torch.distributed.init_process_group("gloo")
+    before = own_megabytes()
+    holder = nn.Module()
+    holder.backbone = model = HFBackbone(str(folder), dtype="float32", trainable=True)
+    asked, stored = model.dtype, {value.dtype for value in model.parameters()}
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    shard_trained(holder, mesh)
+    model.convert()
+    taken = own_megabytes() - before
+    parts = {value.to_local().dtype for value in model.parameters()}
+    facts = [asked == torch.float32, stored == {torch.bfloat16}, parts == {torch.float32}]
+    with whole_weights(holder):
+        weights = dict(model.named_parameters())
+        for key, value in load_file(folder / "model.safetensors").items():
+            facts.append(torch.equal(weights[f"model.{key}"], value.float()))
+        facts.append(bool(model(IDS).isfinite().any()))
+    return facts, taken
+
+
+@pytest.mark.ddp
+def test_weights_of_another_dtype_are_never_converted_whole_by_a_process(tmp_path: Path) -> None:
+    """12 MB in the file, 24 MB in float32, of which each process keeps a half."""
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 1024, "num_heads": 4}
+    ids = {"mask_id": 30, "pad_id": 0, "eos_ids": (1,)}
+    HFBackbone(architecture=Architecture(num_layers=4, **sizes, **ids), dtype="bfloat16").export(
+        tmp_path
+    )
+    for facts, taken in in_two_processes(load_sharded, tmp_path):
+        assert all(facts)
+        assert taken < 24
 
 
 def test_nothing_to_train_and_loose_parameters_are_refused() -> None:
