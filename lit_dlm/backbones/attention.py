@@ -8,7 +8,8 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
 - ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask, for
   windows in half precision on a GPU. Forwards that it cannot express, and those that are trained,
   go through ``sdpa``.
-- ``auto``: ``varlen`` where it runs, else ``sdpa``.
+- ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
+  after the other, so that none meets keys that it does not see.
 - ``eager``: plain products and a softmax, as a reference.
 """
 
@@ -140,13 +141,16 @@ def grouped_sdpa(
         query = packing.grid(query)
     B, H, W, d = query.shape
     heads = key.shape[1]
+    # A mask that is not repeated for the groups would not fit their queries.
+    is_grouped = attention_mask is None or attention_mask.shape[2] in (1, H // heads * W)
     output = F.scaled_dot_product_attention(
-        query.reshape(B, heads, H // heads * W, d),
+        query.reshape(B, heads, H // heads * W, d) if is_grouped else query,
         key,
         value,
         attn_mask=attention_mask,
         dropout_p=kwargs.get("dropout", 0.0),
         scale=kwargs.get("scaling"),
+        enable_gqa=not is_grouped,
     ).reshape(B, H, W, d)
     if packing is not None:
         return packing.pack(output), None
@@ -187,6 +191,52 @@ def varlen(
     return output.view(B, W, H, d), None  # type: ignore[union-attr]
 
 
+def one_by_one(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequences: Sequences | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, each sequence over its own keys; arguments as in :func:`varlen`."""
+    if sequences is None:
+        return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
+    B, H, W, d = query.shape
+    heads = key.shape[1]
+    rows = query.transpose(1, 2).reshape(B * W, heads, H // heads, d)
+    keys, values = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
+    output = torch.empty_like(rows)
+    starts = sequences.query_starts.tolist()
+    firsts, counts = sequences.key_starts.tolist(), sequences.num_keys.tolist()
+    for begin, end, first, count in zip(starts, starts[1:], firsts, counts, strict=False):
+        seen = slice(first, first + count)
+        # (w, h, G, d): the query heads of a key head are further queries of it.
+        attended = F.scaled_dot_product_attention(
+            rows[begin:end].transpose(0, 1).flatten(1, 2)[None],
+            keys[seen].transpose(0, 1)[None],
+            values[seen].transpose(0, 1)[None],
+            scale=kwargs.get("scaling"),
+        )
+        output[begin:end] = attended.view(heads, end - begin, -1, d).transpose(0, 1)
+    return output.view(B, W, H, d), None
+
+
+def auto(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """:func:`varlen` or, on a CPU, :func:`one_by_one`."""
+    attend = one_by_one if query.device.type == "cpu" else varlen
+    return attend(module, query, key, value, attention_mask, **kwargs)
+
+
 def eager(
     module: nn.Module,
     query: Tensor,
@@ -205,7 +255,7 @@ def eager(
 
 
 ROUTES: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "auto": varlen, "varlen": varlen, "sdpa": grouped_sdpa, "eager": eager
+    "auto": auto, "varlen": varlen, "sdpa": grouped_sdpa, "eager": eager
 }  # fmt: skip
 """Attention functions by the setting ``attn_implementation``. They share one signature."""
 
@@ -213,19 +263,30 @@ for _name, _function in ROUTES.items():
     AttentionInterface.register(f"lit_dlm_{_name}", _function)
 
 
-def takes_sequences(route: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether forwards of windows are to describe themselves by sequences, without a mask.
+_MANY_KEYS = 512
+"""Keys from which on a CPU's attention costs more than its calls."""
+
+
+def sequences_from(
+    route: str, device: torch.device, dtype: torch.dtype, *, num_heads: int
+) -> int | None:
+    """Keys of a row from which on windows are to describe themselves by sequences, without a mask.
 
     Args:
         route: a key of :data:`ROUTES`.
         device: of the model.
         dtype: of the attention.
+        num_heads: key heads, which a CPU's threads share.
+
+    Returns:
+        Their number; ``None``: never.
     """
-    if route != "auto":
-        return route == "varlen"
-    return (
+    if route == "auto" and device.type == "cpu":
+        return _MANY_KEYS if torch.get_num_threads() <= num_heads else None
+    has_kernel = (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
         and varlen_attn is not None
         and "seqused_k" in inspect.signature(varlen_attn).parameters
     )
+    return 0 if route == "varlen" or (route == "auto" and has_kernel) else None

@@ -9,7 +9,7 @@ uniform. Which windows to run is decided elsewhere (:mod:`lit_dlm.decoding.cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +22,9 @@ from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.columns import shifted
+
+_FEW_BLOCKS = 4
+"""Blocks of a window up to which a CPU's attention takes them one by one."""
 
 
 @runtime_checkable
@@ -45,8 +48,8 @@ class WindowBackbone(Protocol):
         ...
 
     @property
-    def takes_sequences(self) -> bool:
-        """Whether the attention takes rows of any lengths without a mask."""
+    def sequences_from(self) -> int | None:
+        """Keys of a row from which on the attention needs no mask for rows of any lengths."""
         ...
 
     def head(self, rows: Tensor) -> Tensor:
@@ -139,6 +142,21 @@ class CachedCanvas:
             if buffer is not None:
                 buffer[index] = 0
 
+    def copy(self, sources: Mapping[int, int], end: int) -> None:
+        """Gives rows what has been computed for others.
+
+        Args:
+            sources: rows, and the row that each is to be a copy of.
+            end: columns before it are copied.
+        """
+        if not sources:
+            return
+        to, of = _tensor([list(sources), list(sources.values())], self._positions.device)
+        self._cache.copy(to, of, end)
+        for buffer in (self._last, self._hidden):
+            if buffer is not None:
+                buffer[to, :end] = buffer[of, :end]
+
     def forward(
         self,
         ids: Tensor,
@@ -191,7 +209,7 @@ class CachedCanvas:
             else (begins[packing.windows, 0] + packing.offsets)[None],
             kv_end=kv_end,
             packing=packing,
-            sequences=self._sequences(spans, block_causal) if rows is None else None,
+            sequences=self._sequences(spans, taken, block_causal),
         )
         visible = None
         if plan.sequences is None:
@@ -265,32 +283,45 @@ class CachedCanvas:
             visible = seen | (columns[:, :, None] == keys)
         return None if visible is None else visible[:, None]
 
-    def _sequences(self, spans: Sequence[Span], block_causal: bool) -> Sequences | None:
-        """The windows of all rows as sequences, one for each block where they are block-causal.
+    def takes_sequences(self, spans: Sequence[Span]) -> bool:
+        """Whether attention over these windows needs no mask, however different they are."""
+        least = self.backbone.sequences_from
+        return least is not None and max(span.kv_end for span in spans) >= least
 
-        ``None`` where the attention does not take them, and where a block-causal window begins with
-        the canvas: its first block may be cut short.
+    def _sequences(
+        self, spans: Sequence[Span], rows: Tensor, block_causal: bool
+    ) -> Sequences | None:
+        """The windows of some rows as sequences, one for each block where they are block-causal.
+
+        ``None`` where the attention does not take them, and on a CPU where they are many.
         """
-        if not self.backbone.takes_sequences:
+        if not self.takes_sequences(spans):
             return None
-        if block_causal and not all(span.begin for span in spans):
-            return None
-        lengths, rows, seen = [], [], []
-        for row, (begin, end, kv_end) in enumerate(spans):
+        lengths, places, seen = [], [], []
+        for place, (begin, end, kv_end) in enumerate(spans):
             step = self._block_size if block_causal and self._block_size else end - begin
-            for start in range(begin, end, step):
-                stop = min(start + step, end)
+            # A prompt's first block may be cut short on the left, a canvas's last on the right.
+            whole = begin if end == self.length else end
+            start = begin
+            while start < end:
+                stop = min(start + step - (start - whole) % step, end)
                 lengths.append(stop - start)
-                rows.append(row)
+                places.append(place)
                 seen.append(stop if block_causal else kv_end)
-        of, num_keys = _tensor([rows, seen], self._positions.device)
+                start = stop
+        device = self._positions.device
+        if device.type == "cpu" and len(places) > _FEW_BLOCKS * len(spans):
+            return None
+        at, num_keys = _tensor([places, seen], device)
+        of = rows[at]
         key_starts = of * self.length
         if self._starts is not None:
-            key_starts, num_keys = key_starts + self._starts[of], num_keys - self._starts[of]
-        query_starts = _tensor([0, *accumulate(lengths)], self._positions.device)
+            key_starts = key_starts + self._starts[of]
+            num_keys = (num_keys - self._starts[of]).clamp_min(1)  # padding sees something too
+        query_starts = _tensor([0, *accumulate(lengths)], device)
         return Sequences(
             query_starts=query_starts.int(),
-            key_starts=F.pad(key_starts, (0, 1), value=len(spans) * self.length).int(),
+            key_starts=F.pad(key_starts, (0, 1), value=self._cache.num_rows * self.length).int(),
             num_keys=num_keys.int(),
             most_queries=max(lengths),
             most_keys=max(seen),

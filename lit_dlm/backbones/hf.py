@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.backbones.attention import added_mask, takes_sequences
+from lit_dlm.backbones.attention import added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
 from lit_dlm.backbones.lora import LoRASettings
@@ -30,6 +30,9 @@ from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
+
+_WIDE = 64
+"""Queries of a window from which on a CPU runs query heads that share keys apart."""
 
 __all__ = ["AttentionRoute", "DType", "HFBackbone"]
 
@@ -165,9 +168,14 @@ class HFBackbone(StoredDecoder, Backbone):
         return last, hidden
 
     @property
-    def takes_sequences(self) -> bool:
-        """Whether windows are best described by sequences (:attr:`WindowPlan.sequences`)."""
-        return takes_sequences(self.attn_implementation, self.device, self._compute_dtype())
+    def sequences_from(self) -> int | None:
+        """Keys from which on windows are best described by sequences; ``None``: never."""
+        return sequences_from(
+            self.attn_implementation,
+            self.device,
+            self._compute_dtype(),
+            num_heads=self.architecture.kv_heads,
+        )
 
     def _compute_dtype(self) -> torch.dtype:
         """Dtype of products: that of autocast where it is on."""
@@ -404,6 +412,8 @@ class HFBackbone(StoredDecoder, Backbone):
         # Training keeps the order of transformers' sums.
         if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
             groups = self.architecture.num_heads // self.architecture.kv_heads
+            if self.device.type == "cpu" and visible.shape[2] >= _WIDE:
+                groups = 1  # as fast without the copies of the mask
             return added_mask(visible, groups=groups, dtype=self._compute_dtype())
         return visible
 

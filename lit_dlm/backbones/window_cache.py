@@ -80,6 +80,19 @@ class WindowCache(Cache):
                 layer.keys = layer.keys[index]
                 layer.values = layer.values[index]
 
+    def copy(self, to: Tensor, of: Tensor, end: int) -> None:
+        """Makes rows copies of others.
+
+        Args:
+            to: ``(n,)`` int64 rows of the buffers that change.
+            of: ``(n,)`` int64 rows that are copied.
+            end: columns before it are copied.
+        """
+        for layer in self._window_layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[to, :, :end] = layer.keys[of, :, :end]
+                layer.values[to, :, :end] = layer.values[of, :, :end]
+
     def shift(self, by: int) -> None:
         """Adds columns on the left, or takes some away.
 

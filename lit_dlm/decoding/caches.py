@@ -27,18 +27,23 @@ two forwards, each over its own rows. What a row gets does not depend on the oth
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
+from lit_dlm.ops.batches import token_batches
 from lit_dlm.plugs import Plug
 
 FirstPosition = Literal["commit", "carry"]
+
+_PROMPT_TOKENS = 16_384
+"""Tokens of prompts that run in one forward, unless one prompt has more."""
 
 
 class CacheScheme(Plug):
@@ -267,6 +272,7 @@ class CacheSession:
         self._commits_first, self._block_causal = commits_first, block_size is not None
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
+        self._prompts: list[tuple[int, ...]] = [()] * num_rows
         self.num_refreshes = [0] * num_rows
         """Of every row of the batch."""
         window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
@@ -284,7 +290,7 @@ class CacheSession:
             index: the same, ``(n,)`` int64 on the device.
         """
         self._canvas.take(index)
-        for name in ("_firsts", "_begins", "num_refreshes"):
+        for name in ("_firsts", "_begins", "_prompts", "num_refreshes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
 
@@ -296,7 +302,7 @@ class CacheSession:
             state: of the whole batch, with the new rows.
             by: columns by which the canvas has grown on the left; shrunk where negative.
         """
-        index = torch.tensor(replaced).to(state.ids.device, non_blocking=True)
+        index = _index(replaced, state.ids.device)
         self._canvas.shift(by)
         self._canvas.put(
             index,
@@ -360,14 +366,17 @@ class CacheSession:
                 spans.append(self._step_span(begin, end, length))
             else:
                 # Columns left of the block before this one hold what they will always hold.
-                spans.append(self._refresh_span(begin, end, self._begins[row] or 0, length))
+                final = self._begins[row]
+                if final is None:
+                    final = self._firsts[row] if self._block_causal else 0
+                spans.append(self._refresh_span(begin, end, final, length))
                 entered.append(row)
                 self._begins[row] = begin
                 self.num_refreshes[row] += 1
-        if self._block_causal and 0 < len(new) < len(spans):
+        if self._block_causal and new:
             self._run_prompts(state, new, spans)
         is_alike = self._block_causal or len(entered) in (0, len(spans))
-        if is_alike or self._canvas.backbone.takes_sequences:
+        if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(entered)
             self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
         else:
@@ -380,20 +389,51 @@ class CacheSession:
         return self._canvas.read(columns), forced
 
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:
-        """Runs what lies before the first block of rows that have entered a running batch.
+        """Runs what lies before the first block of rows that are new, each prompt once.
 
-        In one forward with the others every row would get queries as many as a prompt has tokens.
+        In one forward with the others every row would get queries as many as a prompt has tokens,
+        and many prompts at once would need more memory than all that follows.
         """
-        rows, prompts = [], []
-        for row in new:
-            first, begin = self._firsts[row], self._begins[row]
-            assert begin is not None
-            if begin > first:
-                rows.append(row)
-                prompts.append(Span(first, begin, begin))
-                spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
-        if rows:
-            self._canvas.forward(state.ids, prompts, rows=rows, block_causal=True)
+        begins = {row: begin for row in new if (begin := self._begins[row]) is not None}
+        sources = self._sources(state, begins)
+        prompts = [
+            (row, Span(self._firsts[row], begin, begin))
+            for row, begin in begins.items()
+            if row not in sources and begin > self._firsts[row]
+        ]
+        sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
+        is_first = len(new) == len(spans) and not sources and sizes.sum() <= _PROMPT_TOKENS
+        if is_first and not self._canvas.takes_sequences(spans):
+            return  # the forward of the step runs them
+        for numbers in token_batches(sizes, _PROMPT_TOKENS) if prompts else ():
+            rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
+            self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
+        for end in set(begins.values()):
+            self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
+        for row, begin in begins.items():
+            spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
+
+    def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
+        """Rows whose prompt another row has too, with the first of these.
+
+        Args:
+            state: before the step.
+            begins: of rows that are new, where their first block begins.
+        """
+        ids = state.ids[_index(list(begins), state.ids.device)].tolist()
+        for (row, begin), tokens in zip(begins.items(), ids, strict=True):
+            first = self._firsts[row]
+            self._prompts[row] = (state.start - first, *tokens[first:begin])
+        if self._spec.positions != "cumsum":  # those of other rows may have been counted otherwise
+            return {}
+        known: dict[tuple[int, ...], int] = {}
+        for row in sorted(range(len(self._prompts)), key=lambda row: row in begins):
+            known.setdefault(self._prompts[row], row)
+        return {
+            row: of
+            for row, begin in begins.items()
+            if (of := known[self._prompts[row]]) != row and begin > self._firsts[row]
+        }
 
     def _first_cells(self, state: DecodeState, rows: list[int]) -> Tensor | None:
         """The first cell of each block that was entered, where it is masked."""
@@ -404,3 +444,7 @@ class CacheSession:
         forced = torch.zeros_like(state.masked)
         forced[row, column] = state.masked[row, column]
         return forced
+
+
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows).to(device, non_blocking=True)

@@ -60,7 +60,7 @@ def test_cached_blocks_equal_the_references(parity: Path, attn: str):
     check("out.b5", range(16, 20))
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "varlen", "auto"])
 @pytest.mark.parametrize(
     "spans", [[Span(2, 6, 10), Span(5, 9, 9)], [Span(3, 9, 9), Span(7, 9, 10)]]
 )
@@ -69,6 +69,7 @@ def test_rows_with_different_spans_equal_rows_alone(
     make_backbone, attn: str, spans: list[Span], monkeypatch: pytest.MonkeyPatch
 ):
     """Spans of one width or of two in one forward, after a forward over everything."""
+    monkeypatch.setattr(attention, "_MANY_KEYS", 1)  # sequences one by one with ``auto``
     monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
     backbone = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn=attn)
     reference = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn="eager")
@@ -98,7 +99,7 @@ def test_rows_with_different_spans_equal_rows_alone(
         torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "varlen"])
+@pytest.mark.parametrize("attn", ["sdpa", "varlen", "auto"])
 @torch.no_grad()
 def test_blocks_out_of_phase_equal_rows_alone(
     make_backbone, attn: str, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +112,7 @@ def test_blocks_out_of_phase_equal_rows_alone(
         return slow_varlen_attn(*args, **options)
 
     monkeypatch.setattr(attention, "varlen_attn", counted)
+    monkeypatch.setattr(attention, "_MANY_KEYS", 1)
     backbone = make_backbone(num_heads=4, num_kv_heads=2, head_dim=8, attn=attn)
     ids = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(3))
     pad_mask = torch.ones(2, 8, dtype=torch.bool)
@@ -134,7 +136,7 @@ def test_blocks_out_of_phase_equal_rows_alone(
         return canvas.read(torch.arange(8).expand(len(rows), -1)).logits[..., 4:]
 
     together = run([0, 1])
-    assert called == ([6] * 3 if attn == "varlen" else [])
+    assert called == ([12] * 3 + [6] * 3 if attn == "varlen" else [])
     for row in (0, 1):
         torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
 

@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 import pytest
 import torch
 
+from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     BlockCache,
@@ -28,6 +29,7 @@ from lit_dlm.decoding import (
     ScheduleQuota,
     StepRecord,
     ThresholdPolicy,
+    caches,
     prompt_canvas,
 )
 from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
@@ -107,6 +109,53 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
     assert len({row[1] for row in alone.values()}) > 1 or case in ("random", "scheduled")
     for num_places in (3, 8, 64):
         assert _decoded(backbone, decoder, num_places) == alone
+
+
+@pytest.mark.parametrize("many_keys", [1, 999])
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatch):
+    """Four prompts, four responses each; few prompts fit into one forward.
+
+    Two of them have the same whole blocks, but not in the same columns.
+    """
+    monkeypatch.setattr(attention, "_MANY_KEYS", many_keys)  # of sequences one by one, or a mask
+    monkeypatch.setattr(caches, "_PROMPT_TOKENS", 24)
+    changes, plugs = CASES[f"blocks of the {origin}"]
+    backbone = _backbone(**changes)
+    plugs = {**plugs, "sampler": Sampler(temperature=1.0)}
+    prompts = [prompt for prompt in PROMPTS if len(prompt) in (9, 31, 12)]
+    prompts.append([*prompts[0], 7])
+    tokens = []
+    encode = backbone.encode_window
+
+    def counted(ids, **options):
+        tokens.append(ids.numel())
+        return encode(ids, **options)
+
+    def decoded(num_places: int) -> dict[int, list[int]]:
+        tokens.clear()
+        rows = decode_queued_prompts(
+            backbone,
+            Decoder(**plugs),
+            WorkQueue(16),
+            lambda number: (prompts[number // 4], number),
+            response_length=RESPONSE,
+            num_places=num_places,
+        )
+        return {
+            number: result.ids[row, result.start :].tolist()
+            for numbers, result in rows
+            for row, number in enumerate(numbers)
+        }
+
+    monkeypatch.setattr(backbone, "encode_window", counted)
+    alone = decoded(1)
+    num_tokens = sum(tokens)
+    assert len(set(map(tuple, alone.values()))) > 12
+    for num_places in (3, 8):
+        assert decoded(num_places) == alone
+        # Of 9, 31, 12 and 10 tokens so many are in whole blocks at least.
+        assert num_tokens - sum(tokens) >= 2 * (8 + 28 + 12 + 8)
 
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
