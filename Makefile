@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast test-lowest check faults format tiny-model clean
+.PHONY: help install quickstart test test-fast test-eval test-lowest check faults format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,13 @@ test: install  ## Run all tests
 
 test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
+
+# In an environment of its own, on top of the other: what lm-eval brings slows every import of transformers.
+test-eval: install  ## Run the tests of lm-eval, which the other environment lacks
+	test -d $(VENV)-eval || $(PYTHON) -m venv $(VENV)-eval
+	ls -d $(abspath $(VENV))/lib/python3*/site-packages > $$(ls -d $(VENV)-eval/lib/python3*/site-packages)/base.pth
+	$(VENV)-eval/bin/pip install --quiet --constraint constraints.txt 'lm-eval[ifeval]>=0.4.13'
+	$(VENV)-eval/bin/python -m pytest tests/test_evaluation.py
 
 test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml allows
 	test -d $(VENV)-lowest || $(PYTHON) -m venv $(VENV)-lowest

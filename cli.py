@@ -13,15 +13,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TRAINER = "lit_dlm.trainer_command"
 
+_EPOCH = "one epoch of a configuration's validation or test"
 COMMANDS = {
     "fit": (TRAINER, "train: distil, fine-tune, or reinforcement learning"),
-    "validate": (TRAINER, "one validation epoch of a training configuration"),
-    "test": (TRAINER, "one test epoch of a training configuration"),
-    "predict": (TRAINER, "decode prompts of tasks: benchmarks and records of decodes"),
+    "validate": (TRAINER, _EPOCH),
+    "test": (TRAINER, _EPOCH),
+    "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
     "generate": (
         "lit_dlm.generation_command",
         "decode prompts of the command line or stdin",
     ),
+    "eval": ("lit_dlm.evaluation_command", "tasks of lm-eval with our decoders"),
     "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
     "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.download", "fetch models and data that a configuration names"),
@@ -29,16 +31,16 @@ COMMANDS = {
     "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),
     "view": ("lit_dlm.reports.viewer_command", "decodes step by step, as a page or as pictures"),
     "traj": ("lit_dlm.trajectories.commands", "inspect, replay, verify and convert trajectories"),
-    "doctor": ("lit_dlm.doctor", "what this machine gives: sandbox, GPUs, extras, disk, versions"),
+    "doctor": ("lit_dlm.doctor", "what this machine gives: sandbox, GPUs, extras, disk"),
     "profile": ("lit_dlm.profile_command", "speed and quality of policies, budgets and caches"),
 }
-"""Module of every command, whose ``main(arguments)`` returns the exit status, and what it does."""
+"""Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
+the exit status, and what it does."""
 
 HELP = """usage: lit-dlm COMMAND [options]
 
 Post-train and decode masked diffusion language models.
 
-commands:
 {commands}
 
 'lit-dlm COMMAND --help' explains one of them.
@@ -68,7 +70,10 @@ def main(args: list[str] | None = None) -> None:
     """
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("--help", "-h"):
-        lines = [f"  {command:9} {purpose}" for command, (_, purpose) in COMMANDS.items()]
+        names: dict[str, list[str]] = {}  # a line for all commands of one purpose
+        for command, (_, purpose) in COMMANDS.items():
+            names.setdefault(purpose, []).append(command)
+        lines = [f"  {', '.join(commands):19}  {purpose}" for purpose, commands in names.items()]
         sys.stdout.write(HELP.format(commands="\n".join(lines)))
         raise SystemExit(0)
     if name not in COMMANDS:
@@ -87,7 +92,8 @@ def main(args: list[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        status = import_module(module).main(rest)
+        place, _, function = module.partition(":")
+        status = getattr(import_module(place), function or "main")(rest)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

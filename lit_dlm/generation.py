@@ -35,7 +35,7 @@ class Generations:
     texts: list[str] = field(default_factory=list)
     """Decoded ``ids``; empty without a tokenizer."""
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Filled on demand; uids are the prompts' numbers."""
+    """Filled on demand."""
     decoder: dict[str, Any] = field(default_factory=dict)
     """Settings of the decoder, as JSON types."""
 
@@ -49,6 +49,7 @@ def generate(
     response_length: int = 128,
     batch_size: int = 16,
     seed: int = 0,
+    uids: Sequence[str] | None = None,
     trajectories: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Generations:
@@ -65,7 +66,8 @@ def generate(
             string. Not needed for token ids.
         response_length: cells to fill.
         batch_size: most prompts of a batch.
-        seed: base seed; a sample's own seed follows from it and the prompt's number.
+        seed: base seed; a sample's own seed follows from it and its uid.
+        uids: names of the prompts and of their records; their numbers by default.
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
 
@@ -87,6 +89,7 @@ def generate(
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     count = len(prompts)
+    names = [str(row) for row in range(count)] if uids is None else uids
     done = Generations(
         ids=[[]] * count, num_steps=[0] * count, status=[""] * count, decoder=decoder.describe()
     )
@@ -98,7 +101,7 @@ def generate(
             decoder,
             [prompt_ids[row] for row in rows],
             response_length=response_length,
-            seeds=[sample_seed(seed, str(row)) for row in rows],
+            seeds=[sample_seed(seed, names[row]) for row in rows],
             observers=[*captures, *observers],
         )
         response = result.ids[:, result.start :]
@@ -110,8 +113,8 @@ def generate(
             done.num_steps[row] = int(result.num_steps[place])
             done.status[row] = result.status[place]
         for capture in captures:
-            names = [str(row) for row in rows]
-            records.update(zip(rows, capture.trajectories(names), strict=True))
+            named = capture.trajectories([names[row] for row in rows])
+            records.update(zip(rows, named, strict=True))
     if tokenizer is not None:
         done.texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in done.ids]
     done.trajectories = [records[row] for row in sorted(records)]

@@ -12,6 +12,7 @@ from inspect import signature
 from typing import Literal
 
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
 from rich.live import Live
@@ -86,21 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
     if not prompts:
         raise ValueError("prompts: expected some as arguments, or lines on standard input")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
-    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    is_name = isinstance(config.backbone, str)
-    name = config.backbone if is_name else config.backbone.init_args.get("path")
-    if not (config.tokenizer or name):
-        raise ValueError("tokenizer: expected a name, a folder or a hub id, got none")
-    tokenizer = load_tokenizer(config.tokenizer or name)
-    built = parser.instantiate(config)
-    backbone = (
-        built.backbone.to(device).eval()
-        if not is_name
-        else load_backbone(name, dtype=config.dtype, device=device)
-    )
-    decoder = Decoder(**{plug: built[plug] for plug in signature(Decoder).parameters})
+    backbone, tokenizer, decoder = built(parser, config)
     console = Console()
     with ExitStack() as shown:
         observers = []
@@ -130,16 +117,42 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="lit-dlm generate",
-        description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
-        "that of --config, a decode file such as configs/decode/entropy.yaml, and of --policy, "
-        "--window, --quota, --sampler, --cache, --layout and --settings. Many prompts are better "
-        "given to 'lit-dlm predict', which goes on where it was interrupted.",
+def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:
+    """What the options of :func:`add_decoding_arguments` name.
+
+    Args:
+        parser: has those options.
+        config: what it parsed.
+
+    Returns:
+        The backbone on its device, its tokenizer and the decoder.
+
+    Raises:
+        ValueError: one of them does not exist or does not fit.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    is_name = isinstance(config.backbone, str)
+    name = config.backbone if is_name else config.backbone.init_args.get("path")
+    if not (config.tokenizer or name):
+        raise ValueError("tokenizer: expected a name, a folder or a hub id, got none")
+    if config.adapter and not is_name:
+        raise ValueError("adapter: expected backbone.init_args.adapter beside a backbone file")
+    tokenizer = load_tokenizer(config.tokenizer or name)
+    instances = parser.instantiate(config)
+    backbone = (
+        instances.backbone.to(device).eval()
+        if not is_name
+        else load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
     )
+    plugs = {plug: instances[plug] for plug in signature(Decoder).parameters}
+    return backbone, tokenizer, Decoder(**plugs)
+
+
+def add_decoding_arguments(parser: Parser) -> None:
+    """Adds the options of a model and a decoder, which several commands share."""
     parser.add_argument("--config", action="config", help="Decode file, may be repeated.")
-    parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
     parser.add_argument(
         "--backbone",
         type=HFBackbone | str,
@@ -148,9 +161,14 @@ def _parser() -> Parser:
         help="Embedded name, folder or hub id, or a backbone file.",
     )
     parser.add_argument(
+        "--adapter",
+        type=str | None,
+        default=None,
+        help="Low-rank adapter of a backbone given by its name.",
+    )
+    parser.add_argument(
         "--tokenizer", type=str | None, default=None, help="That of the backbone by default."
     )
-    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     parser.add_argument("--batch_size", type=PositiveInt, default=16, help="Most prompts at once.")
     parser.add_argument("--seed", type=int, default=0, help="Base seed of samplers that draw.")
     parser.add_argument(
@@ -167,4 +185,17 @@ def _parser() -> Parser:
     )
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lit-dlm generate",
+        description="Decodes prompts: arguments, or one per line of standard input. The decoder is "
+        "that of --config, a decode file such as configs/decode/entropy.yaml, and of --policy, "
+        "--window, --quota, --sampler, --cache, --layout and --settings. Many prompts are better "
+        "given to 'lit-dlm predict', which goes on where it was interrupted.",
+    )
+    parser.add_argument("prompts", nargs="*", type=str, default=[], help="User turns.")
+    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
+    add_decoding_arguments(parser)
     return parser

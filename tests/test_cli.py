@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,19 +18,21 @@ HEAVY = {
 }
 
 
-def test_help_is_one_screen_with_a_line_for_every_command(capsys):
+def test_help_is_one_screen_that_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    cells = [line.strip().split("  ")[0] for line in lines if line.startswith("  ")]
+    listed = [name for cell in cells for name in re.findall(r"^\w+|(?<=, )\w+", cell)]
     assert listed == list(cli.COMMANDS)
     assert set(listed) > TRAINER_COMMANDS | {"generate", "report", "compare", "view", "traj"}
 
 
 @pytest.mark.parametrize(
-    "command", ["fit", "predict", "traj", "view", "report", "compare", "profile"]
+    "command",
+    ["fit", "predict", "traj", "view", "report", "compare", "profile"],
 )
 def test_help_of_a_command_imports_nothing_that_takes_seconds(command: str):
     code = (

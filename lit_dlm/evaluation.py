@@ -1,0 +1,317 @@
+"""A model class for lm-eval: its tasks, our decoders. Needs the extra ``eval``.
+
+Requests are answered by :func:`lit_dlm.generate` and :func:`~.likelihood.log_likelihood_bound`, so
+that a number of lm-eval and one of ``lit-dlm predict`` come from the same loop. ``lit-dlm eval`` is
+in :mod:`lit_dlm.evaluation_command`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.decoding import ConfidencePolicy, Decoder
+from lit_dlm.decoding.buckets import length_buckets
+from lit_dlm.generation import generate
+from lit_dlm.likelihood import log_likelihood_bound
+from lit_dlm.ops.noise import sample_seed
+
+logger = logging.getLogger(__name__)
+
+
+@register_model("lit-dlm")
+class DiffusionLM(TemplateLM):
+    """A masked diffusion model that decodes by our engine and scores by a Monte-Carlo bound.
+
+    A text is decoded with a seed that follows from the request alone, so neither its place among
+    the requests nor ``batch_size`` changes it. The decoder says how tokens are drawn: of a task's
+    generation settings only ``until`` and the length count.
+
+    Args:
+        backbone: the denoiser, in evaluation mode.
+        tokenizer: its tokenizer.
+        decoder: the decoding method; one token per step by confidence by default.
+        response_length: cells to fill; by default the task's ``max_gen_toks`` (256 without one).
+        batch_size: prompts decoded together, and masked copies scored together.
+        seed: base seed.
+        num_draws: masked copies per log-likelihood.
+        antithetic: whether they are drawn in pairs, see :func:`~.likelihood.log_likelihood_bound`.
+        check_greedy: whether a log-likelihood also says if decoding the target's cells writes the
+            target: one more decode per request, which only tasks on exact matches read, such as
+            LAMBADA. Without it the answer is always no.
+        answers: a file that receives every answer as it comes; those in it are not computed again.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        tokenizer: PreTrainedTokenizerBase,
+        decoder: Decoder | None = None,
+        *,
+        response_length: int | None = None,
+        batch_size: int = 16,
+        seed: int = 0,
+        num_draws: int = 128,
+        antithetic: bool = True,
+        check_greedy: bool = True,
+        answers: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.decoder = (decoder or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
+        self.response_length = response_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.num_draws = num_draws
+        self.antithetic = antithetic
+        self.check_greedy = check_greedy
+        self.num_steps: list[int] = []
+        """Forwards of every text that was generated, in the order of the requests."""
+        self._device = backbone.device
+        self._answers = _Answers(answers)
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides an answer, as JSON types."""
+        return {
+            "backbone": self.backbone.describe(),
+            "decoder": self.decoder.describe(),
+            "seed": self.seed,
+            "num_draws": self.num_draws,
+            "antithetic": self.antithetic,
+            "check_greedy": self.check_greedy,
+        }
+
+    @property
+    def eot_token_id(self) -> int:
+        """Token that ends a text; also what a text without a context stands behind."""
+        return self.backbone.spec.eos_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token before a text without a context."""
+        start = self.backbone.spec.bos_id
+        return self.eot_token_id if start is None else start
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer in lm-eval's caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids of a text; special tokens are those that it holds."""
+        return list(
+            self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"]
+        )
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a prompt; a last turn of the assistant is left open where it is to go on."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Decodes a response to every prompt and cuts it at the first of the stop texts.
+
+        Args:
+            requests: with a prompt's text and the task's generation settings each. Of equal ones
+                each has its own seed.
+            disable_tqdm: whether to show no progress.
+
+        Returns:
+            The texts, in the order of the requests.
+        """
+        asked: list[dict[str, Any]] = []
+        cuts: list[list[str]] = []
+        drawn: set[str | None] = set()
+        for request in requests:
+            context, given = request.args
+            options = normalize_gen_kwargs(dict(given), 256)
+            drawn.update([request.task_name] if options.get("temperature") else [])
+            cuts.append(handle_stop_sequences(options.get("until"), eos=None))
+            length = self.response_length or int(options["max_gen_toks"])
+            asked.append({"prompt": self.tok_encode(context), "length": length})
+        if drawn:
+            logger.warning("%s: asks for a temperature, which is the sampler's here", drawn)
+        keys = _numbered([json.dumps(one) for one in asked])
+
+        def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
+            done = generate(
+                self.backbone,
+                [asked[row]["prompt"] for row in rows],
+                decode=self.decoder,
+                tokenizer=self.tokenizer,
+                response_length=asked[rows[0]]["length"],
+                batch_size=self.batch_size,
+                seed=self.seed,
+                uids=[keys[row] for row in rows],
+            )
+            return [
+                {"text": text, "num_steps": steps}
+                for text, steps in zip(done.texts, done.num_steps, strict=True)
+            ]
+
+        # Responses of one length share a canvas, and prompts of about one length a batch.
+        batches = []
+        for length in sorted({one["length"] for one in asked}):
+            rows = [row for row, one in enumerate(asked) if one["length"] == length]
+            sizes = [len(asked[row]["prompt"]) for row in rows]
+            batches += [
+                [rows[i] for i in part]
+                for part in length_buckets(sizes, batch_size=self.batch_size)
+            ]
+        found = self._answered(keys, batches, decode, "decoding", is_quiet=disable_tqdm)
+        self.num_steps += [answer["num_steps"] for answer in found]
+        return [_cut(answer["text"], until) for answer, until in zip(found, cuts, strict=True)]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """The bound for every pair of context and target, and whether the target is decoded."""
+        keys = [json.dumps([context, target]) for _, context, target in requests]
+
+        def score(rows: Sequence[int]) -> list[dict[str, Any]]:
+            _, context, target = requests[rows[0]]
+            # Targets of one length behind one context share their draws: what is compared differs
+            # less by chance.
+            seed = sample_seed(self.seed, json.dumps(context))
+            bound = log_likelihood_bound(
+                self.backbone,
+                context,
+                target,
+                num_draws=self.num_draws,
+                antithetic=self.antithetic,
+                seed=seed,
+                batch_size=self.batch_size,
+            )
+            return [{"bound": bound, "greedy": self.check_greedy and self._writes(context, target)}]
+
+        batches = [[row] for row in range(len(keys))]
+        found = self._answered(keys, batches, score, "scoring", is_quiet=disable_tqdm)
+        return [(answer["bound"], answer["greedy"]) for answer in found]
+
+    def _writes(self, context: list[int], target: list[int]) -> bool:
+        """Whether decoding as many cells as the target has writes the target."""
+        done = generate(
+            self.backbone,
+            [context],
+            decode=self.decoder,
+            response_length=len(target),
+            seed=self.seed,
+        )
+        return done.ids[0] == target
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The bound for whole texts, in windows of the model's positions that do not overlap."""
+        pairs: list[tuple[tuple[str, str], list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            windows = [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.backbone.max_positions,
+                    context_len=1,
+                )
+            ]
+            pairs += [(("", ""), context, target) for context, target in windows]
+            counts.append(len(windows))
+        bounds = iter(self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm))
+        return [sum(next(bounds)[0] for _ in range(count)) for count in counts]
+
+    def _answered(
+        self,
+        keys: Sequence[str],
+        batches: Sequence[Sequence[int]],
+        answer: Callable[[Sequence[int]], list[dict[str, Any]]],
+        verb: str,
+        *,
+        is_quiet: bool,
+    ) -> list[dict[str, Any]]:
+        """Answers in the order of the keys: those in the file, and new ones batch by batch."""
+        settings = json.dumps(self.settings(), sort_keys=True) if self._answers.path else ""
+        names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
+        left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
+        for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
+            for row, found in zip(rows, answer(rows), strict=True):
+                self._answers.add(names[row], found)
+        return [self._answers[name] for name in names]
+
+
+class _Answers:
+    """Answers by name, in memory and, one JSON line each, in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._found: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            text = path.read_bytes()
+            whole = text[: text.rfind(b"\n") + 1]
+            if whole != text:  # a run was killed while it wrote
+                os.truncate(path, len(whole))
+            for number, line in enumerate(whole.splitlines(), start=1):
+                try:
+                    name, answer = json.loads(line)
+                except ValueError:
+                    raise ValueError(
+                        f"{path}, line {number}: expected a name and an answer"
+                    ) from None
+                self._found[name] = answer
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self._found[name]
+
+    def add(self, name: str, answer: dict[str, Any]) -> None:
+        """Keeps an answer; it is on disk when this returns."""
+        self._found[name] = answer
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, answer], ensure_ascii=False) + "\n")
+
+
+def _numbered(keys: Sequence[str]) -> list[str]:
+    """Keys that differ: the second of equal ones gets a number, and so on."""
+    seen: dict[str, int] = {}
+    named = []
+    for key in keys:
+        number = seen[key] = seen.get(key, -1) + 1
+        named.append(f"{key}#{number}" if number else key)
+    return named
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """A text up to the first of the stop texts."""
+    ends = [text.find(stop) for stop in until if stop and stop in text]
+    return text[: min(ends)] if ends else text

@@ -1,0 +1,145 @@
+"""``lit-dlm eval``: tasks of lm-eval with our decoders."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from lit_dlm.configuration import Parser
+from lit_dlm.generation_command import add_decoding_arguments, built
+from lit_dlm.reports.results import write_atomically
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm eval``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: lm-eval is not installed, a task is unknown or runs code, or the model or
+            decoder does not fit.
+    """
+    if find_spec("lm_eval") is None:
+        raise ValueError("eval: expected lm-eval, which is absent; pip install 'lit-dlm[eval]'")
+    parser = _parser()
+    config = parser.parse_args(list(arguments))
+    # Read when ``datasets`` is imported: model-written code runs in our sandbox only.
+    os.environ.pop("HF_ALLOW_CODE_EVAL", None)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    from lit_dlm.evaluation import DiffusionLM
+
+    manager = TaskManager(include_path=config.include_path, include_defaults=False)
+    if not set(config.tasks) <= set(manager.all_tasks):  # its own thousands take seconds to list
+        manager = TaskManager(include_path=config.include_path)
+    if unknown := [name for name in config.tasks if name not in manager.all_tasks]:
+        raise ValueError(
+            f"tasks: lm-eval knows no {', '.join(map(repr, unknown))}; a folder with tasks of your "
+            "own is --include_path ('lm_eval ls tasks' lists the others)"
+        )
+    backbone, tokenizer, decoder = built(parser, config)
+    folder = Path(config.run_dir)
+    model = DiffusionLM(
+        backbone,
+        tokenizer,
+        decoder,
+        response_length=config.response_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_draws=config.num_draws,
+        antithetic=config.antithetic,
+        check_greedy=config.check_greedy,
+        answers=folder / "answers.jsonl",
+    )
+    try:
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=config.tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            system_instruction=config.system_instruction,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.apply_chat_template and config.fewshot_as_multiturn,
+            predict_only=config.predict_only,
+            task_manager=manager,
+        )
+    except ValueError as error:
+        if "unsafe" not in str(error):
+            raise
+        raise ValueError(
+            "tasks: one of them runs model-written code, which lm-eval does unprotected; "
+            "'lit-dlm predict' grades such tasks in a sandbox"
+        ) from None
+    steps = model.num_steps
+    summary = {
+        "results": found["results"],
+        "groups": found.get("groups", {}),
+        "n-samples": found["n-samples"],
+        "versions": {**found["versions"], "lm_eval": lm_eval.__version__},
+        "configs": found["configs"],
+        "settings": {**model.settings(), "response_length": config.response_length},
+        "num_steps": {"texts": len(steps), "mean": sum(steps) / len(steps) if steps else None},
+    }
+    for task, samples in found["samples"].items():
+        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
+        write_atomically(folder / f"samples_{task}.jsonl", "\n".join(lines) + "\n")
+    write_atomically(folder / "results.json", json.dumps(summary, indent=2, default=str) + "\n")
+    sys.stdout.write(make_table(found) + "\n")
+    if found.get("groups"):
+        sys.stdout.write(make_table(found, "groups") + "\n")
+    if steps:
+        sys.stdout.write(f"{len(steps)} texts, {summary['num_steps']['mean']:.2f} forwards each\n")
+    sys.stdout.write(f"Results and samples: {folder}\n")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lit-dlm eval",
+        description="Evaluates on tasks of lm-eval. The decoder is that of --config, a decode file "
+        "such as configs/decode/threshold_09.yaml, and of --policy, --window, --quota, --sampler, "
+        "--cache and --settings. Tasks that run model-written code are refused: 'lit-dlm predict' "
+        "has them, in a sandbox. A run that was interrupted goes on.",
+    )
+    parser.add_argument("--tasks", type=list[str], required=True, help="Such as [ifeval, gsm8k].")
+    parser.add_argument("--run_dir", type=str, default="runs/eval", help="Receives the results.")
+    parser.add_argument("--include_path", type=str | None, default=None, help="Tasks of your own.")
+    parser.add_argument("--num_fewshot", type=NonNegativeInt | None, default=None)
+    parser.add_argument("--limit", type=PositiveInt | None, default=None, help="Items per task.")
+    parser.add_argument(
+        "--response_length",
+        type=PositiveInt | None,
+        default=None,
+        help="Cells to fill; the task's own number by default.",
+    )
+    parser.add_argument("--apply_chat_template", type=bool, default=True)
+    parser.add_argument("--fewshot_as_multiturn", type=bool, default=True)
+    parser.add_argument("--system_instruction", type=str | None, default=None)
+    parser.add_argument(
+        "--predict_only", type=bool, default=False, help="Whether to generate and not to grade."
+    )
+    parser.add_argument(
+        "--num_draws", type=PositiveInt, default=128, help="Masked copies per log-likelihood."
+    )
+    parser.add_argument("--antithetic", type=bool, default=True, help="Whether to draw in pairs.")
+    parser.add_argument(
+        "--check_greedy",
+        type=bool,
+        default=True,
+        help="Whether log-likelihoods say if the text would be decoded; multiple choice is faster "
+        "without.",
+    )
+    add_decoding_arguments(parser)
+    return parser
