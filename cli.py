@@ -24,6 +24,7 @@ COMMANDS = {
         "decode prompts of the command line or stdin",
     ),
     "eval": ("lit_dlm.evaluation_command", "tasks of lm-eval with our decoders"),
+    "evalplus": ("lit_dlm.evalplus_command", "answers of a benchmark as samples of EvalPlus"),
     "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
     "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.download", "fetch models and data that a configuration names"),
