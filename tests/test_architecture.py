@@ -85,7 +85,7 @@ PERMITTED = {
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        (r"^\s*(import|from) pickle|allow_pickle\s*=\s*True", "pickles run code when loaded"),
+        (r"^\s*(import|from) pickle\b|allow_pickle\s*=\s*True", "pickles run code when loaded"),
         (r"trust_remote_code\s*=\s*True", "remote code"),
         (r"weights_only\s*=\s*False", "pickled checkpoints"),
         (r"shell\s*=\s*True", "shell commands"),

@@ -13,6 +13,8 @@ _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*\{\s*(-?\d{1,400})\s*\}\s*\{\s*
 _SLASH = re.compile(r"([-+]?\d{1,400})\s*/\s*(\d{1,400})")
 _EXPONENT = re.compile(r"\^\s*(?:\{[^{}]*\}|\w)")
 _BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
+_CHOICE = re.compile(r"[Aa]nswer(?: is|:)[\s:*]*(\(?[A-Z]\)?(?![a-zA-Z]))")
+_LETTER = re.compile(r"(?:\\text\s*\{)?\(?([A-Z])\)?[.}]?")
 _BRACE = re.compile(r"(?<!\\)[{}]")
 _MAX_DIGITS = 400
 """Longer digit strings are no answer; parsing them costs quadratic time."""
@@ -169,6 +171,44 @@ def grade_exact(completion: str, gold: str) -> Verdict:
         return Verdict(status="no_answer", detail="the completion is empty")
     right = answer == gold.strip()
     detail = "" if right else f"expected {gold.strip()}"
+    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+
+
+def extract_choice(completion: str, num_options: int) -> str | None:
+    r"""The letter that a solution ends with.
+
+    Looked for in this order: the last ``\boxed{}``, the last "answer is (C)" or "answer: C" (as
+    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else.
+
+    Args:
+        completion: A model's solution.
+        num_options: Letters beyond this many are none.
+    """
+    boxed = last_boxed(completion)
+    told = _CHOICE.findall(completion)
+    lines = completion.strip().splitlines()
+    for text in (boxed, told[-1] if told else None, lines[-1] if lines else None):
+        if text and (found := _LETTER.fullmatch(text.strip().replace("*", ""))):
+            return found[1] if ord(found[1]) - ord("A") < num_options else None
+    return None
+
+
+def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
+    """Grades a solution by the letter of the option that it ends with.
+
+    Args:
+        completion: A model's solution; see :func:`extract_choice`.
+        gold: The right letter.
+        num_options: How many options there are.
+
+    Returns:
+        ``right``, ``wrong`` or ``no_answer``.
+    """
+    answer = extract_choice(completion, num_options)
+    if answer is None:
+        return Verdict(status="no_answer", detail="no letter of an option")
+    right = answer == gold
+    detail = "" if right else f"expected {gold}"
     return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
 
 

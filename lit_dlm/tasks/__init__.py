@@ -9,11 +9,14 @@ from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
 from lit_dlm.tasks.kodcode import KodCode
+from lit_dlm.tasks.livecodebench import LiveCodeBench
 from lit_dlm.tasks.math import MATH
 from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
+from lit_dlm.tasks.multiple_choice import GPQA, MMLUPro, MultipleChoice
 from lit_dlm.tasks.prompts_file import PromptsFile
 
 __all__ = [
+    "GPQA",
     "GSM8K",
     "MATH",
     "MBPP",
@@ -22,7 +25,10 @@ __all__ = [
     "HumanEval",
     "HumanEvalPlus",
     "KodCode",
+    "LiveCodeBench",
     "MBPPPlus",
+    "MMLUPro",
+    "MultipleChoice",
     "PromptExample",
     "PromptsFile",
     "Task",

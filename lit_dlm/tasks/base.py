@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
@@ -85,6 +86,9 @@ class DatasetTask(Task):
         seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the task's own by default.
+        num_shots: worked examples in front of every prompt, in the same user turn: the first
+            prompts of ``shots_path``, each followed by its reference completion.
+        shots_path: where they come from; by default the split ``train`` of the task's own source.
     """
 
     hub_id: str | None = None
@@ -102,15 +106,44 @@ class DatasetTask(Task):
         limit: int | None = None,
         seed: int | None = None,
         template: str | None = None,
+        num_shots: int = 0,
+        shots_path: str | None = None,
     ) -> None:
         self.split = split
         self._template = PromptTemplate(template, default=self.own_template)
-        self.template = self._template.given
         source = path or self.hub_id
         assert source is not None
+        if num_shots:
+            text = self._shots(
+                num_shots, shots_path or source, is_same=shots_path in (None, source)
+            )
+            # Part of the template, so that results record them.
+            text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
+            self._template = PromptTemplate(text)
+        self.template = self._template.given
         rows = read_rows(source, config=self.hub_config, split=split, required=self.required_fields)
         chosen = pick_rows(self._usable(rows), seed=seed, limit=limit)
         self._examples = [self._example(row) for row in chosen]
+
+    def _shots(self, count: int, source: str, *, is_same: bool) -> str:
+        """Worked examples as one text; ``is_same`` where the prompts have the same source."""
+        if is_same and (self.split == "train" or Path(source).expanduser().is_file()):
+            raise ValueError(
+                f"shots_path: expected other problems than those of the task {self.name!r}"
+            )
+        rows = read_rows(
+            source,
+            config=self.hub_config,
+            split="train",
+            required=self.required_fields,
+            option="shots_path",
+        )
+        rows = self._usable(rows)
+        if not 0 < count <= len(rows):
+            raise ValueError(f"num_shots: expected 0 to {len(rows)} for {source}, got {count}")
+        shots = [self._example(row) for row in rows[:count]]
+        texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
+        return "".join(texts)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         """The rows to choose from; all by default."""

@@ -48,7 +48,7 @@ class CodeTests(CodeTask):
     """
 
     name = "code_tests"
-    required_fields = ("question", "test_method")
+    required_fields: tuple[str, ...] = ("question", "test_method")
     own_template = _TEMPLATE
 
     def __init__(

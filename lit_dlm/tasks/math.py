@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class MATH(DatasetTask):
-    """Problems of the MATH family: MATH-500, or any file of the same form.
+    """Problems of the MATH family: MATH-500, or any file of the same form, such as AIME's.
 
     Args:
         path: a local file or folder with the fields ``problem`` and ``answer`` or ``solution``
@@ -53,6 +53,8 @@ class MATH(DatasetTask):
     @staticmethod
     def _answer(row: Row) -> str:
         for name in ("answer", "ground_truth_answer"):
+            if isinstance(number := row.fields.get(name), int):
+                return str(number)
             if row.fields.get(name):
                 return row.text(name).strip()
         solution = row.text("solution") if "solution" in row.fields else ""

@@ -1,0 +1,106 @@
+"""LiveCodeBench (arXiv 2403.07974): problems of programming contests, in its release's files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickletools
+import re
+import zlib
+from typing import Any
+
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.code_tests import CodeTests
+from lit_dlm.tasks.sources import Row
+
+_IMPORTS = (
+    "from typing import *\nfrom collections import *\nfrom itertools import *\n"
+    "from functools import *\nfrom heapq import *\nfrom bisect import *\n"
+    "import math, re, string, sys\n"
+)
+"""What answers to problems with starter code may take for granted."""
+
+
+class LiveCodeBench(CodeTests):
+    """Problems of LiveCodeBench's ``code_generation`` and ``code_generation_lite`` files.
+
+    A problem without starter code is answered by a program, one with it by a class ``Solution``.
+    Public and private tests count. Templates are also given ``starter_code``. Options are those of
+    :class:`CodeTests`.
+
+    Args:
+        path: a local ``.jsonl``, such as ``test6.jsonl`` of a release, or a folder with them.
+        since: problems of contests before this day are left out, such as ``2024-08-01``.
+    """
+
+    name = "livecodebench"
+    required_fields = ("question_content", "public_test_cases", "private_test_cases")
+    own_template = (
+        "{{ question }}\n\n{% if starter_code %}Complete this code:\n\n```python\n"
+        "{{ starter_code }}\n```\n\nAnswer with the whole class in one fenced python block."
+        "{% else %}Write a Python program that reads from standard input and prints its result. "
+        "Answer with the whole program in one fenced python block.{% endif %}"
+    )
+
+    def __init__(self, path: str, *, since: str | None = None, **options: Any) -> None:
+        self._since = since
+        super().__init__(path, **{"name": self.name, **options})
+
+    def _usable(self, rows: list[Row]) -> list[Row]:
+        if self._since is None:
+            return rows
+        kept = [row for row in rows if row.text("contest_date")[:10] >= self._since]
+        if not kept:
+            raise ValueError(f"since: no problem is of {self._since} or later")
+        return kept
+
+    def _example(self, row: Row) -> PromptExample:
+        tests = [*_tests(row, "public_test_cases"), *_tests(row, "private_test_cases")]
+        fields: dict[str, Any] = {
+            "question": row.text("question_content"),
+            "starter_code": row.fields.get("starter_code") or "",
+        }
+        if fields["starter_code"]:
+            method = re.findall(r"def (\w+)\(self", fields["starter_code"])
+            if not method:
+                raise ValueError(f"{row.origin}: field 'starter_code' defines no method")
+            fields["test_method"] = "function"
+            fields["prefix"] = _IMPORTS
+            fields["test_list"] = [
+                f"assert Solution().{method[-1]}(*{_values(test['input'])!r}) == "
+                f"{json.loads(test['output'])!r}"
+                for test in tests
+            ]
+        else:
+            fields["test_method"] = "stdio"
+            fields["test_input"] = [test["input"] for test in tests]
+            fields["test_output"] = [test["output"] for test in tests]
+        made = Row(index=row.index, origin=row.origin, fields=fields)
+        return super()._example(made)
+
+
+def _values(text: str) -> list[Any]:
+    """Arguments of a call, one JSON value a line."""
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def _tests(row: Row, name: str) -> list[dict[str, str]]:
+    """The tests of a field: JSON, or in ``code_generation_lite`` the release's packed form of it.
+
+    That is base64 over zlib over a pickled text. Nothing is unpickled: the text is read off the
+    opcodes.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = row.text(name)
+    try:
+        if not text.lstrip().startswith("["):
+            packed = zlib.decompress(base64.b64decode(text, validate=True))
+            strings = [arg for _, arg, _ in pickletools.genops(packed) if isinstance(arg, str)]
+            text = max(strings, key=len)
+        tests = json.loads(text)
+        return [{key: str(test[key]) for key in ("input", "output")} for test in tests]
+    except (binascii.Error, zlib.error, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{row.origin}: field {name!r} holds no tests ({error})") from None

@@ -1,0 +1,107 @@
+"""Questions with lettered options: GPQA (arXiv 2311.12022), MMLU-Pro (arXiv 2406.01574), MMLU."""
+
+from __future__ import annotations
+
+import random
+from string import ascii_uppercase
+from typing import Any
+
+from lit_dlm.grading import Verdict
+from lit_dlm.grading.answers import extract_choice, grade_choice
+from lit_dlm.ops.noise import sample_seed
+from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.sources import Row
+
+_WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+
+
+class MultipleChoice(DatasetTask):
+    """Questions whose answer is the letter of an option; see :class:`DatasetTask`.
+
+    A row has ``question`` and a list ``options`` or ``choices``, and the right one as its letter or
+    number from 0 in ``answer_index`` or ``answer`` (MMLU-Pro, MMLU); or GPQA's fields ``Question``,
+    ``Correct Answer`` and ``Incorrect Answer 1`` to ``3``, whose order is drawn from the uid.
+    Templates are also given ``options``, texts such as ``(A) 4 m/s``.
+
+    Args:
+        path: a local file or folder, or a hub id.
+        name: name of the task in results and uids, to tell several files apart.
+    """
+
+    name = "multiple_choice"
+    own_template = (
+        "{{ question }}\n\n{{ options | join('\n') }}\n\n"
+        "Think step by step. End with a line that reads: The answer is (X), where X is the letter "
+        "of the right option."
+    )
+
+    def __init__(self, path: str | None = None, *, name: str | None = None, **options: Any) -> None:
+        self.name = name or self.name
+        if path is None and self.hub_id is None:
+            raise ValueError(f"path: the task {self.name!r} needs a local file or a hub id")
+        super().__init__(path, **options)
+
+    def _example(self, row: Row) -> PromptExample:
+        key = f"{row.index:05d}"
+        options, right = self._options(row, key)
+        if not 2 <= len(options) <= len(ascii_uppercase) or not 0 <= right < len(options):
+            raise ValueError(
+                f"{row.origin}: expected 2 to 26 options and the number of one, got "
+                f"{len(options)} and {right}"
+            )
+        lettered = [f"({ascii_uppercase[i]}) {text}" for i, text in enumerate(options)]
+        question = row.text("Question" if "Question" in row.fields else "question").strip()
+        reference = {"answer": ascii_uppercase[right], "num_options": len(options)}
+        return self._prompt(row, key, question, reference, options=lettered)
+
+    def _options(self, row: Row, key: str) -> tuple[list[str], int]:
+        """The texts of the options, and which of them is right."""
+        fields = row.fields
+        if "Correct Answer" in fields:
+            texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
+            order = list(range(len(texts)))
+            random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
+            return [texts[number] for number in order], order.index(0)
+        given = fields.get("options", fields.get("choices"))
+        if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+            raise ValueError(f"{row.origin}: expected a list of texts in 'options' or 'choices'")
+        answer = fields.get("answer_index", fields.get("answer"))
+        if isinstance(answer, str) and len(answer) == 1 and answer in ascii_uppercase:
+            return given, ascii_uppercase.index(answer)
+        if isinstance(answer, bool) or not isinstance(answer, int):
+            raise ValueError(
+                f"{row.origin}: expected a letter or a number in 'answer_index' or 'answer', "
+                f"got {answer!r}"
+            )
+        return given, answer
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The letter, in the sentence that is asked for."""
+        return f"The answer is ({example.reference['answer']})."
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The letter of the chosen option."""
+        return extract_choice(completion, example.reference["num_options"])
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Right if the letter is that of the right option."""
+        reference = example.reference
+        return grade_choice(completion, reference["answer"], reference["num_options"])
+
+
+class GPQA(MultipleChoice):
+    """The 448 questions of GPQA's main set (split train); see :class:`MultipleChoice`."""
+
+    name = "gpqa"
+    hub_id = "Idavidrein/gpqa"
+    hub_config = "gpqa_main"
+
+    def __init__(self, path: str | None = None, *, split: str = "train", **options: Any) -> None:
+        super().__init__(path, split=split, **options)
+
+
+class MMLUPro(MultipleChoice):
+    """The 12,032 questions of MMLU-Pro; see :class:`MultipleChoice`."""
+
+    name = "mmlu_pro"
+    hub_id = "TIGER-Lab/MMLU-Pro"
