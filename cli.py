@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TRAINER = "lit_dlm.trainer_command"
 
 _EPOCH = "one epoch of a configuration's validation or test"
+_EXPORT = "write a model for transformers, peft and the hub"
 COMMANDS = {
     "fit": (TRAINER, "train: distil, fine-tune, or reinforcement learning"),
     "validate": (TRAINER, _EPOCH),
@@ -25,6 +26,9 @@ COMMANDS = {
     ),
     "eval": ("lit_dlm.evaluation_command", "tasks of lm-eval with our decoders"),
     "evalplus": ("lit_dlm.evalplus_command", "answers of a benchmark as samples of EvalPlus"),
+    "export": ("lit_dlm.export_command", _EXPORT),
+    "merge": ("lit_dlm.export_command:merge", _EXPORT),
+    "push": ("lit_dlm.export_command:push", _EXPORT),
     "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
     "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.download", "fetch models and data that a configuration names"),

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, Self, get_args
@@ -67,6 +68,9 @@ class StoredDecoder(nn.Module):
             of keeping them: ``true`` those of every layer but its input, a number ``n`` those of
             every ``n``-th layer, ``selective`` what is cheap, all but the outputs of matrix
             products and attention.
+        load_in_4bit: quantises the matrices of the layers to NF4 by bitsandbytes (arXiv
+            2305.14314) once they are loaded, for decoding and for adapters on them; the others stay
+            in ``dtype``. Such a model cannot be exported or merged with an adapter.
 
     Raises:
         ValueError: not exactly one of ``path`` and ``architecture``, the folder is unusable, or
@@ -90,8 +94,18 @@ class StoredDecoder(nn.Module):
         merge_adapter: bool = False,
         compile: bool = False,
         gradient_checkpointing: bool | int | Literal["selective"] = False,
+        load_in_4bit: bool = False,
     ) -> None:
         super().__init__()
+        if load_in_4bit and find_spec("bitsandbytes") is None:
+            raise ValueError(
+                "HFBackbone.load_in_4bit: expected bitsandbytes, which is absent; pip install "
+                "bitsandbytes"
+            )
+        if load_in_4bit and (trainable or merge_adapter):
+            raise ValueError(
+                "HFBackbone.load_in_4bit: expected neither trainable nor merge_adapter beside it"
+            )
         if (path is None) == (architecture is None):
             given = "neither" if path is None else "both"
             raise ValueError(
@@ -147,6 +161,9 @@ class StoredDecoder(nn.Module):
                 dtype=torch_dtype(dtype),
                 as_stored=self._late is not None,
             )
+        self._is_4bit = load_in_4bit
+        if load_in_4bit:
+            quantise(self.model)
         fuse_norms(self.model)
         last = self.model.model.layers[-1]
         last.forward = MethodType(_last_layer, last)
@@ -219,6 +236,11 @@ class StoredDecoder(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.model.lm_head.weight.device
+
+    @property
+    def own_layout(self) -> ExportLayout:
+        """``original`` for a family with code of its own, else ``hf``."""
+        return "original" if self.architecture.family in FAMILIES else "hf"
 
     @property
     def adapter(self) -> LoRASettings | None:
@@ -296,6 +318,7 @@ class StoredDecoder(nn.Module):
         """
         if self._adapter is None:
             raise ValueError("merge_adapter: this backbone has no adapter")
+        self._require_whole("merge_adapter")
         adapters.merge(self.model)
         self._adapter = None
 
@@ -351,6 +374,7 @@ class StoredDecoder(nn.Module):
         Raises:
             ValueError: the layout is unknown, or cannot express this model.
         """
+        self._require_whole("export")
         folder = Path(folder)
         stored = self.dtype if dtype is None else torch_dtype(dtype)
         if layout == "hf":
@@ -392,14 +416,20 @@ class StoredDecoder(nn.Module):
             partial.write_text(text + "\n", encoding="utf-8")
             os.replace(partial, folder / "config.json")
 
+    def _require_whole(self, purpose: str) -> None:
+        if self._is_4bit:
+            raise ValueError(
+                f"{purpose}: expected a model without load_in_4bit, which loses digits"
+            )
+
     def describe(self) -> dict[str, Any]:
         """Provenance as plain JSON values.
 
         Returns:
             ``family``, ``decoder``, ``num_parameters``, ``dtype``, ``attn_implementation``,
             ``config_sha256``, ``weights_sha256`` of the files the weights came from (``None`` for
-            random ones), and ``adapter_sha256`` likewise. The last two read all files on the first
-            call and say nothing about training since.
+            random ones), ``adapter_sha256`` likewise, and ``load_in_4bit`` where it is on. The
+            digests read all files on the first call and say nothing about training since.
         """
         if self._weight_files and "weights" not in self._digests:
             self._digests["weights"] = files_digest(self._weight_files)
@@ -414,6 +444,7 @@ class StoredDecoder(nn.Module):
             "config_sha256": self.architecture.digest(),
             "weights_sha256": self._digests.get("weights"),
             "adapter_sha256": self._digests.get("adapter"),
+            **({"load_in_4bit": True} if self._is_4bit else {}),
         }
 
     def _keep_rotary_in_float32(self) -> None:
@@ -531,6 +562,35 @@ def loaded_decoder(
     if resolved.adds_mask:
         add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
     return model, mapped
+
+
+def quantise(model: PreTrainedModel) -> None:
+    """Replaces the matrices of a decoder's layers by 4-bit ones (NF4), in place, one at a time.
+
+    Args:
+        model: with its weights loaded, on any device.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, linear in list(model.model.layers.named_modules()):
+        if not isinstance(linear, nn.Linear):
+            continue
+        weight = linear.weight
+        packed = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            compute_dtype=weight.dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        packed.weight = Params4bit(
+            weight.detach(), requires_grad=False, quant_type="nf4", module=packed
+        )
+        packed.bias = linear.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.model.layers.get_submodule(parent), last, packed.to(weight.device))
+    # peft then puts its own kind of layer around them.
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 class FusedRMSNorm(nn.RMSNorm):

@@ -1,0 +1,241 @@
+"""``lit-dlm export``, ``merge`` and ``push``: folders that transformers, peft and the hub take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args
+
+from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from lit_dlm.backbones.decoder import DType, ExportLayout
+from lit_dlm.backbones.hf import HFBackbone, load_backbone
+from lit_dlm.backbones.location import is_local, read_json_object
+from lit_dlm.modules.checkpoint import copy_tokenizer
+from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.summary import MethodSummary, summarise_folder
+from lit_dlm.reports.tables import markdown_tables
+
+logger = logging.getLogger(__name__)
+
+_CARD = """---
+{data}
+---
+
+# {name}
+
+{what} Written by lit-dlm {version}.
+
+A masked diffusion language model: it fills a row of masks (id {mask_id}) in any order, several
+tokens a step. Generate with
+
+```
+lit-dlm generate "..." {options}
+```
+
+{measured}"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs ``lit-dlm export``.
+
+    Args:
+        arguments: what follows the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the model, the adapter or the results do not fit.
+    """
+    parser = _parser(
+        "export", "Writes a model as a folder: configuration, weights, tokenizer, card."
+    )
+    parser.add_argument("--adapter", help="low-rank adapter in PEFT layout, folder or hub id")
+    parser.add_argument(
+        "--only_adapter", action="store_true", help="write the adapter alone, for peft"
+    )
+    options = parser.parse_args(arguments)
+    if options.only_adapter and not options.adapter:
+        raise ValueError("only_adapter: expected an --adapter to write")
+    return _export(options)
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Runs ``lit-dlm merge``: an export with the adapter added to the weights.
+
+    Args:
+        arguments: what follows the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the model, the adapter or the results do not fit.
+    """
+    parser = _parser("merge", "Adds a low-rank adapter to the weights and writes the model.")
+    parser.add_argument("--adapter", required=True, help="PEFT folder or hub id")
+    return _export(argparse.Namespace(**vars(parser.parse_args(arguments)), only_adapter=False))
+
+
+def push(arguments: Sequence[str]) -> int:
+    """Runs ``lit-dlm push``: uploads an exported folder. The only command that writes to the hub.
+
+    Args:
+        arguments: what follows the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the folder is no export, or the hub refuses.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lit-dlm push",
+        description="Uploads an exported folder to the Hugging Face hub, with the token of "
+        "'hf auth login' or HF_TOKEN.",
+    )
+    parser.add_argument("folder", type=Path, help="what 'lit-dlm export' wrote")
+    parser.add_argument("hub_id", help="OWNER/NAME, created when absent")
+    parser.add_argument("--public", action="store_true", help="a new repository is private without")
+    options = parser.parse_args(arguments)
+    names = {path.name for path in options.folder.glob("*")}
+    if not names & {"config.json", "adapter_config.json"} or "README.md" not in names:
+        raise ValueError(f"{options.folder}: expected a folder that 'lit-dlm export' wrote")
+    hub = HfApi()
+    try:
+        hub.create_repo(options.hub_id, private=not options.public, exist_ok=True)
+        done = hub.upload_folder(repo_id=options.hub_id, folder_path=options.folder)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
+        raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
+    logger.info("%s", done)
+    return 0
+
+
+def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"lit-dlm {command}", description=purpose)
+    parser.add_argument("model", help="embedded name, folder or hub id")
+    parser.add_argument("folder", type=Path, help="receives the files")
+    parser.add_argument(
+        "--layout",
+        choices=get_args(ExportLayout),
+        help="original: names and configuration of the family's own code, the default where there "
+        "is one; hf: a plain decoder of transformers",
+    )
+    parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16", help="of weights")
+    parser.add_argument(
+        "--results", type=Path, help="run folder of a benchmark of this model, for the card"
+    )
+    parser.add_argument("--license", help="of the model, such as apache-2.0, for the card")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> int:
+    backbone = load_backbone(options.model, dtype=options.dtype, adapter=options.adapter)
+    folder: Path = options.folder
+    layout = options.layout or backbone.own_layout
+    summaries = _measured(options.results, backbone) if options.results else []
+    if options.only_adapter:
+        backbone.save_adapter(folder, layout=layout)
+    else:
+        backbone.export(folder, layout=layout)
+        copy_tokenizer(options.model, folder)
+        _write_json(folder / "generation_config.json", _generation_config(backbone))
+        if not is_local(options.model):
+            _name_code(folder / "config.json", options.model)
+    write_atomically(folder / "README.md", _card(options, backbone, summaries))
+    logger.info("%s: %s", folder, ", ".join(sorted(path.name for path in folder.iterdir())))
+    return 0
+
+
+def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
+    """Summaries of a run.
+
+    Raises:
+        ValueError: it has none, or they are of other weights.
+    """
+    results = ResultFolder(run / "results")
+    ours = backbone.describe()
+    for task, method in results.pairs():
+        theirs = results.settings(task, method)["backbone"]
+        for key in ("weights_sha256", "adapter_sha256"):
+            if theirs[key] != ours[key]:
+                raise ValueError(
+                    f"results: expected those of this model, but {task}, {method} in {run} has "
+                    f"another {key}"
+                )
+    summaries = summarise_folder(results.folder)
+    if not summaries:
+        raise ValueError(f"results: expected a run folder with results, got {run}")
+    return summaries
+
+
+def _generation_config(backbone: HFBackbone) -> dict[str, Any]:
+    spec = backbone.spec
+    ids = {"bos_token_id": spec.bos_id, "pad_token_id": spec.pad_id, "mask_token_id": spec.mask_id}
+    eos = list(spec.eos_ids) if len(spec.eos_ids) > 1 else spec.eos_ids[0]
+    return {"eos_token_id": eos, **{key: value for key, value in ids.items() if value is not None}}
+
+
+def _name_code(config: Path, hub_id: str) -> None:
+    """Makes a configuration name the family's own code where it lies, as it was not copied."""
+    content = read_json_object(config)
+    for name, place in content.get("auto_map", {}).items():
+        if "--" not in place:
+            content["auto_map"][name] = f"{hub_id.partition('@')[0]}--{place}"
+    _write_json(config, content)
+
+
+def _card(
+    options: argparse.Namespace, backbone: HFBackbone, summaries: Sequence[MethodSummary]
+) -> str:
+    name = options.folder.resolve().name
+    base = {"base_model": options.model} if not is_local(options.model) else {}
+    what = f"`{options.model}`"
+    if options.adapter:
+        verb = "An adapter for" if options.only_adapter else "An adapter merged into"
+        what = f"{verb} {what} (`{options.adapter}`)"
+    data = ModelCardData(
+        **base,
+        library_name="peft" if options.only_adapter else "transformers",
+        license=options.license,
+        pipeline_tag="text-generation",
+        tags=["masked-diffusion", "lit-dlm", backbone.spec.family],
+        model_name=name,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=one.task,
+                dataset_name=one.task,
+                metric_type="accuracy",
+                metric_name=f"accuracy, {one.method}, {one.nfe:.1f} steps",
+                metric_value=round(100.0 * one.accuracy, 2),
+            )
+            for one in summaries
+            if one.accuracy is not None
+        ]
+        or None,
+    )
+    where = f"--backbone {options.model} --adapter" if options.only_adapter else "--backbone"
+    measured = "Nothing was measured.\n"
+    if summaries:
+        measured = f"Measured by `lit-dlm predict`:\n\n{markdown_tables(summaries)}"
+    return _CARD.format(
+        data=data.to_yaml().strip(),
+        name=name,
+        what=f"{what}.",
+        version=version("lit-dlm"),
+        mask_id=backbone.spec.mask_id,
+        options=f"{where} {name}",
+        measured=measured,
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")

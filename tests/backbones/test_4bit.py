@@ -1,0 +1,58 @@
+"""Matrices in 4 bits, where bitsandbytes is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lit_dlm.backbones import HFBackbone, LoRASettings
+from lit_dlm.twins import write_twin
+
+IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
+
+
+def test_without_bitsandbytes_one_line_says_so(monkeypatch: Any):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "lit_dlm.backbones.decoder.find_spec",
+        lambda name: None if name == "bitsandbytes" else found(name),
+    )
+    with pytest.raises(ValueError, match="load_in_4bit: expected bitsandbytes, which is absent"):
+        HFBackbone("tiny", load_in_4bit=True)
+
+
+def test_logits_are_those_of_the_rounded_weights_and_adapters_train(tmp_path: Path):
+    """A quarter of the bytes; whole matrices with the same rounding give the same logits."""
+    functional = pytest.importorskip("bitsandbytes", reason="it is not installed").functional
+    model = str(write_twin(tmp_path / "d", "Dream-org/Dream-v0-Instruct-7B", hidden_size=128))
+    whole = HFBackbone(model, dtype="bfloat16")
+    packed = HFBackbone(model, dtype="bfloat16", load_in_4bit=True, lora=LoRASettings(rank=2))
+    found = {
+        name.removesuffix(".base_layer"): module.weight
+        for name, module in packed.model.model.layers.named_modules()
+        if type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
+    }
+    assert len(found) == 14
+    before = whole(IDS)
+    for name, weight in found.items():
+        matrix = whole.model.model.layers.get_submodule(name).weight
+        assert weight.numel() * weight.element_size() * 4 == matrix.numel() * 2
+        matrix.data = functional.dequantize_4bit(weight.data, weight.quant_state).to(matrix.dtype)
+    assert not torch.equal(whole(IDS), before)
+    torch.testing.assert_close(packed(IDS), whole(IDS), rtol=0.05, atol=0.05)  # bfloat16 products
+    assert packed.describe()["load_in_4bit"]
+    packed(IDS).float().logsumexp(-1).sum().backward()
+    trained = {n: p for n, p in packed.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert any(float(p.grad.abs().max()) > 0.0 for p in trained.values() if p.grad is not None)
+    packed.save_adapter(tmp_path / "a")
+    again = HFBackbone(model, dtype="bfloat16", load_in_4bit=True, adapter=str(tmp_path / "a"))
+    assert torch.equal(again(IDS), packed(IDS))
+    for refused in (lambda: packed.export(tmp_path / "x"), packed.merge_adapter):
+        with pytest.raises(ValueError, match="expected a model without load_in_4bit"):
+            refused()
