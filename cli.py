@@ -24,6 +24,7 @@ COMMANDS = {
         "lit_dlm.generation_command",
         "decode prompts of the command line or stdin",
     ),
+    "chat": ("lit_dlm.chat_command", "talk with a model and watch it unmask"),
     "eval": ("lit_dlm.evaluation_command", "tasks of lm-eval with our decoders"),
     "evalplus": ("lit_dlm.evalplus_command", "answers of a benchmark as samples of EvalPlus"),
     "export": ("lit_dlm.export_command", _EXPORT),

@@ -1,0 +1,204 @@
+"""``lit-dlm chat``: a conversation with a model whose answers are shown while they are unmasked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from inspect import signature
+
+from jsonargparse.typing import PositiveInt
+from rich.console import Console
+from rich.live import Live
+from transformers import PreTrainedTokenizerBase
+
+from lit_dlm.backbones import HFBackbone
+from lit_dlm.configuration import Parser
+from lit_dlm.decoding import Decoder
+from lit_dlm.decoding.caches import NoCache
+from lit_dlm.generation import generate
+from lit_dlm.generation_command import LiveCanvas, add_decoding_arguments, built
+
+HELP = """\
+/policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09
+/cache NAME     reuse forwards as configs/decode/cache/NAME says (prefix, dual, block), or none
+/length N       cells of an answer
+/new            forget the conversation
+/help, /quit"""
+
+
+class Chat:
+    """A conversation and how its answers are decoded.
+
+    Args:
+        backbone: the denoiser.
+        tokenizer: its tokenizer, with a chat template.
+        decoder: the decoding method to begin with.
+        response_length: cells of an answer.
+        seed: base seed; every turn draws anew.
+        console: where answers go.
+    """
+
+    def __init__(
+        self,
+        backbone: HFBackbone,
+        tokenizer: PreTrainedTokenizerBase,
+        decoder: Decoder,
+        *,
+        response_length: int,
+        seed: int,
+        console: Console,
+    ) -> None:
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.decoder = decoder
+        self.response_length = response_length
+        self.seed = seed
+        self.console = console
+        self.messages: list[dict[str, str]] = []
+
+    def turn(self, line: str) -> bool:
+        """Obeys a command or answers a message; a bad command is told and changes nothing.
+
+        Args:
+            line: what was typed, not empty.
+
+        Returns:
+            Whether the conversation goes on.
+        """
+        if not line.startswith("/"):
+            self._answer(line)
+            return True
+        command, _, value = line[1:].partition(" ")
+        try:
+            return self._obey(command, value.strip())
+        except ValueError as error:
+            self._say(" ".join(str(error).split()), "red")
+        except SystemExit:  # the parser has said why
+            pass
+        return True
+
+    def _obey(self, command: str, value: str) -> bool:
+        plugs = {name: getattr(self.decoder, name) for name in signature(Decoder).parameters}
+        if command == "policy" and value:
+            name = value if "/" in value or value.endswith(".yaml") else f"decode/{value}"
+            found = _decoder("--config", name)
+            cache = plugs["cache"] if isinstance(found.cache, NoCache) else found.cache
+            plugs |= {name: getattr(found, name) for name in plugs} | {"cache": cache}
+        elif command == "cache" and value == "none":
+            plugs["cache"] = None
+        elif command == "cache" and value:
+            name = value if "/" in value or value.endswith(".yaml") else f"decode/cache/{value}"
+            plugs["cache"] = _decoder("--cache", name).cache
+        elif command == "length" and value.isdigit() and int(value):
+            self.response_length = int(value)
+        elif command == "new":
+            self.messages = []
+        elif command in ("quit", "exit"):
+            return False
+        else:
+            self._say(HELP)
+            return True
+        decoder = Decoder(**plugs)
+        decoder.on(self.backbone.spec).check(self.backbone)
+        self.decoder = decoder
+        self._say(
+            f"{type(decoder.policy).__name__}, {type(decoder.cache).__name__}, "
+            f"{self.response_length} cells, {len(self.messages)} messages before"
+        )
+        return True
+
+    def _answer(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        begun = time.perf_counter()
+        try:
+            with ExitStack() as shown:
+                observers = []
+                if self.console.is_terminal:
+                    live = shown.enter_context(Live(console=self.console, transient=True))
+                    observers.append(LiveCanvas(live, self.tokenizer))
+                done = generate(
+                    self.backbone,
+                    [self.messages],
+                    decode=self.decoder,
+                    tokenizer=self.tokenizer,
+                    response_length=self.response_length,
+                    seed=self.seed,
+                    uids=[str(len(self.messages))],
+                    observers=observers,
+                )
+        except (ValueError, KeyboardInterrupt) as error:
+            self.messages.pop()
+            self._say(" ".join(str(error).split()) or "interrupted", "red")
+            return
+        seconds = time.perf_counter() - begun
+        self.messages.append({"role": "assistant", "content": done.texts[0]})
+        self.console.print(done.texts[0], markup=False, highlight=False, soft_wrap=True)
+        steps, tokens = done.num_steps[0], len(done.ids[0])
+        self._say(
+            f"{tokens} tokens in {steps} steps ({tokens / steps:.1f} a step), "
+            f"{tokens / seconds:.1f} tokens/s"
+        )
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: what follows ``lit-dlm chat``.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ValueError: the model, tokenizer or decoder does not fit.
+    """
+    parser = Parser(
+        prog="lit-dlm chat",
+        description="Talks with a model. Answers are shown while they are unmasked, then their "
+        "steps and tokens per second; /help lists what changes the decoder on the way.",
+    )
+    parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
+    add_decoding_arguments(parser)
+    config = parser.parse_args(list(arguments))
+    backbone, tokenizer, decoder = built(parser, config)
+    console = Console()
+    chat = Chat(
+        backbone,
+        tokenizer,
+        decoder,
+        response_length=config.response_length,
+        seed=config.seed,
+        console=console,
+    )
+    for line in _lines(console):
+        if line and not chat.turn(line):
+            break
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What is typed, or the lines of a script."""
+    if not (console.is_terminal and sys.stdin.isatty()):
+        yield from map(str.strip, sys.stdin)
+        return
+    console.print(HELP, style="dim", markup=False, highlight=False)
+    while True:
+        try:
+            yield console.input("[bold]> [/bold]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+
+
+def _decoder(*options: str) -> Decoder:
+    """The decoder of some options, as on the command line."""
+    parser = Parser(prog="lit-dlm chat")
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(Decoder, None, sub_configs=True)
+    parser.set_defaults({"policy": "ConfidencePolicy"})
+    found = parser.instantiate(parser.parse_args(list(options)))
+    return Decoder(**{plug: found[plug] for plug in signature(Decoder).parameters})
