@@ -30,6 +30,7 @@ COMMANDS = {
     "export": ("lit_dlm.export_command", _EXPORT),
     "merge": ("lit_dlm.export_command:merge", _EXPORT),
     "push": ("lit_dlm.export_command:push", _EXPORT),
+    "new": ("lit_dlm.scaffold", "begin a policy, task, reward or method of your own"),
     "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
     "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
     "download": ("lit_dlm.download", "fetch models and data that a configuration names"),

@@ -32,7 +32,7 @@ def test_help_is_one_screen_that_names_every_command(capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["fit", "predict", "traj", "view", "report", "compare", "profile", "evalplus"],
+    ["fit", "predict", "traj", "view", "report", "compare", "profile", "evalplus", "new"],
 )
 def test_help_of_a_command_imports_nothing_that_takes_seconds(command: str):
     code = (
