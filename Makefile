@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast test-eval test-lowest check faults format tiny-model clean
+.PHONY: help install quickstart test test-fast test-eval test-lowest check docs faults format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch first, a few minutes on a fresh machine)"
 	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,code,log,docs]'
 	@touch $@
 
 install: $(VENV)/.installed  ## Make .venv and install the project with its development tools
@@ -62,6 +62,9 @@ check: install  ## Lint, types, layers and tests, as CI runs them
 
 faults: install  ## End runs at random moments and compare what they leave (about an hour)
 	$(BIN)/python experiments/faults.py
+
+docs: install  ## Build the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: install  ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.reports.summary import summarise_folder
+from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store.provenance import hardware_facts, software_facts
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +163,9 @@ class ResultWriter(BasePredictionWriter):
             summaries = summarise_folder(
                 self.results.folder, self.order or list(pl_module.decoders)
             )
+            self.results.write_facts(_facts(trainer, pl_module))
             write_report(summaries, self.run_dir, Console())
+            _log(trainer, summaries, self.run_dir / "front.png")
 
     def _close(self) -> None:
         if self._queue is not None:
@@ -188,6 +193,37 @@ class ResultWriter(BasePredictionWriter):
 def _named(record: Trajectory, folder: str) -> dict[str, str]:
     """How a row names its trajectory."""
     return {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
+
+
+def _log(trainer: Trainer, summaries: Sequence[MethodSummary], front: Path) -> None:
+    """Gives every logger the numbers of all methods over their steps, the table and the front."""
+    if trainer.loggers and summaries:
+        # Here: most runs have none, and it imports their packages.
+        from lit_dlm.reports.profile import log_profile, profile_points
+
+        for target in trainer.loggers:
+            log_profile(target, profile_points(summaries), front if front.exists() else None)
+
+
+def _facts(trainer: Trainer, module: DecodeModule) -> dict[str, Any]:
+    """What a reader of the report wants to know, as JSON types."""
+    describe = getattr(module.backbone, "describe", dict)
+    model: dict[str, Any] = describe()
+    software = software_facts()
+    return {
+        "model": model.get("path") or model.get("family") or type(module.backbone).__name__,
+        "parameters": model.get("num_parameters"),
+        "dtype": model.get("dtype"),
+        "seed": module.seed,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "device": ", ".join(hardware_facts()["devices"]) or f"CPU ({platform.machine()})",
+        "processes": trainer.world_size,
+        "versions": {
+            name: software[name]
+            for name in ("lit_dlm", "commit", "torch", "transformers", "python")
+            if software[name] is not None
+        },
+    }
 
 
 def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) -> dict[str, Any]:
@@ -232,5 +268,6 @@ def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
         else float(result.policy_seconds[number]),
         fill=None if fill is None else fill.by_name(),
         lockstep=None if fill is None else fill.lockstep_score(),
+        prompt=example.text,
         response=example.response,
     )

@@ -47,8 +47,10 @@ class TracePictures(Callback):
     capture its decodes (``model.level``); at level ``signals`` the pictures show confidences too.
 
     In ``fit`` and ``validate``, of ``prompts``: after each validation they are decoded and written
-    to ``{folder}/step-{step}/{method}/``. TensorBoard and W&B loggers get the heat map and the
-    order plot as images; with a CSV logger there are only the files.
+    to ``{folder}/step-{step}/{method}/``.
+
+    TensorBoard and W&B loggers get all of them but the animations as images; with a CSV logger
+    there are only the files.
 
     Args:
         folder: where the pictures go.
@@ -139,7 +141,9 @@ class TracePictures(Callback):
         self._num_seen[outputs.method] += len(samples)
         self._samples += samples
         self._methods[outputs.method] = outputs.decoder
-        self._draw(samples, TokenPieces(pl_module.tokenizer), self.folder)
+        written = self._draw(samples, TokenPieces(pl_module.tokenizer), self.folder)
+        for target in trainer.loggers:
+            log_images(target, written, step=0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes the viewer page of the samples of a predict run."""

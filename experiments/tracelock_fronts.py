@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lit_dlm.reports.plots import family, plot_front
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.reports.summary import MethodSummary, summarise
+from lit_dlm.reports.summary import MethodSummary, summarise, wilson_interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Task:
             method=method,
             n=total,
             accuracy=point.accuracy,
-            stderr=point.stderr,
+            interval=wilson_interval(point.accuracy, total),
             nfe=point.steps,
         )
         return point, drawn

@@ -13,9 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from lit_dlm.reports.page import (
+    Disagreement,
     Picture,
     ReportContent,
     SampleGroup,
+    disagreement,
     failures_first,
     report_html,
     report_markdown,
@@ -24,11 +26,13 @@ from lit_dlm.reports.page import (
 from lit_dlm.reports.results import ResultFolder, write_atomically
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_summary
-from lit_dlm.reports.tables import markdown_tables, terminal_tables
+from lit_dlm.reports.tables import by_task, markdown_tables, terminal_tables
 
 logger = logging.getLogger(__name__)
 
 TRACES_PAGE = "traces.html"
+MAX_CURVES = 9
+"""Training curves shown of each run."""
 
 
 def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
@@ -70,18 +74,28 @@ def write_pages(
         traces: also write the viewer page of the samples shown.
         title: title of the pages.
     """
-    from lit_dlm.reports.plots import front_figure
-
-    groups: list[SampleGroup] = []
+    best: list[SampleGroup] = []
+    others: list[SampleGroup] = []
+    differing: list[Disagreement] = []
     shown: list[set[str]] = []
     for run in runs:
         results = ResultFolder(run.folder / "results")
-        of_run = [
-            failures_first(task, label, results.rows(task, method), limit=num_samples)
-            for (task, method), label in run.labels.items()
-        ]
-        groups += of_run
-        shown.append({row.uid for group in of_run for row in group.rows})
+        seen: set[str] = set()
+        for task, group in by_task(run.summaries):
+            ordered = _by_accuracy(group)
+            first = ordered[0] if ordered else None
+            rows = {one.method: results.rows(task, one.method) for one in group}
+            for one in group:
+                label = run.labels[task, one.method]
+                found = failures_first(task, label, rows[one.method], limit=num_samples)
+                (best if one.method == first else others).append(found)
+                seen |= {row.uid for row in found.rows}
+            if len(ordered) > 1:
+                pair = [(run.labels[task, name], rows[name]) for name in ordered[:2]]
+                split = disagreement(task, *pair[0], *pair[1], num_samples)
+                differing += [split] if split.pairs else []
+                seen |= {row.uid for row, _ in split.pairs}
+        shown.append(seen)
     links: dict[tuple[str, str, str], str] = {}
     written: list[Path] = []
     notes = [
@@ -106,17 +120,21 @@ def write_pages(
                 f"There are no trajectories of {', '.join(without)}, so no traces to open."
             )
     merged = merge_runs([(run.folder.resolve().name, run.summaries) for run in runs])
-    front = front_figure(merged)
+    fronts, curves = _pictures(merged, runs)
     content = ReportContent(
         title=title,
         summaries=merged,
-        groups=sorted(groups, key=lambda group: -group.num_wrong),
-        pictures=_pictures(merged, runs),
+        best=best if num_samples else [],
+        disagreements=differing,
+        others=sorted(others, key=lambda group: -group.num_wrong) if num_samples else [],
+        fronts=fronts,
+        curves=curves,
+        facts={run.folder.resolve().name: _told_facts(run) for run in runs},
         notes=list(dict.fromkeys(notes)),
         links=links,
     )
     write_atomically(folder / "report.html", report_html(content))
-    picture = "front.png" if front is not None else None
+    picture = "front.png" if fronts else None
     write_atomically(folder / "report.md", report_markdown(content, front=picture))
     return [folder / "report.html", folder / "report.md", *written]
 
@@ -151,23 +169,50 @@ def _write_traces(path: Path, sets: Sequence[tuple[ReportedRun, SampleSet]], tit
     write_viewer(path, viewed, title=title)
 
 
-def _pictures(merged: Sequence[MethodSummary], runs: Sequence[ReportedRun]) -> list[Picture]:
-    from lit_dlm.reports.plots import front_figure
-    from lit_dlm.reports.themes import figure_png
-    from lit_dlm.reports.training_curves import curves_figure, read_curves
+def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
+    """The most accurate method, the most accurate one of another kind, and the others."""
+    # Here: matplotlib takes a second to import.
+    from lit_dlm.reports.plots import family
 
-    pictures = []
-    light, dark = (front_figure(merged, theme=theme) for theme in ("light", "dark"))
-    if light is not None and dark is not None:
-        name = "Accuracy against average steps; bars are one standard error"
-        pictures.append(Picture(title=name, light=figure_png(light), dark=figure_png(dark)))
+    graded = [one for one in group if one.accuracy is not None]
+    names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
+    return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
+
+
+def _told_facts(run: ReportedRun) -> dict[str, str]:
+    facts = ResultFolder(run.folder / "results").facts()
+    versions = facts.pop("versions", {})
+    if "commit" in versions:
+        versions["commit"] = versions["commit"][:12]
+    told = {
+        key: f"{value:,}" if key == "parameters" else str(value)
+        for key, value in facts.items()
+        if value is not None
+    }
+    told |= {"versions": ", ".join(map(" ".join, versions.items()))} if versions else {}
+    return told
+
+
+def _pictures(
+    merged: Sequence[MethodSummary], runs: Sequence[ReportedRun]
+) -> tuple[list[Picture], list[Picture]]:
+    """One picture a task, and one a training curve: side by side, on a phone below each other."""
+    from lit_dlm.reports.plots import front_figure
+    from lit_dlm.reports.themes import THEMES, figure_png
+    from lit_dlm.reports.training_curves import curve_figure, read_curves
+
+    fronts, curves = [], []
+    for task, group in by_task(merged):
+        light, dark = (front_figure(group, theme=theme) for theme in ("light", "dark"))
+        if light is not None and dark is not None:
+            name = f"{task}: accuracy against average steps; bars are 95 % intervals"
+            fronts.append(Picture(title=name, light=figure_png(light), dark=figure_png(dark)))
     for run in runs:
-        curves = read_curves(run.folder)
-        if curves:
-            drawn = [figure_png(curves_figure(curves, theme=t), dpi=110) for t in ("light", "dark")]
-            name = f"Training of {run.folder.resolve().name}"
-            pictures.append(Picture(title=name, light=drawn[0], dark=drawn[1]))
-    return pictures
+        for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
+            drawn = [figure_png(curve_figure(curve, theme=t), dpi=110) for t in THEMES]
+            title = f"{name}, training of {run.folder.resolve().name}"
+            curves.append(Picture(title=title, light=drawn[0], dark=drawn[1]))
+    return fronts, curves
 
 
 def method_order(run: Path) -> list[str]:

@@ -1,20 +1,16 @@
-"""The report page of benchmark runs: tables, front, failures first, training curves."""
+"""The report page of benchmark runs: facts, front, tables, failures and disagreements, curves."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import quote
 
 from lit_dlm.reports.results import ResultRow
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import by_task, markdown_tables, table_rows
+from lit_dlm.reports.template import render
 
-ASSETS = Path(__file__).resolve().parent / "assets" / "report"
 MAX_TEXT = 1200
 """Characters of a completion that the page shows."""
 
@@ -42,13 +38,34 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """The samples of a task on which just one of two methods is right."""
+
+    task: str
+    first: str
+    """Name of the most accurate method."""
+    second: str
+    num_first: int
+    """Samples that only ``first`` got right."""
+    num_second: int
+    pairs: list[tuple[ResultRow, ResultRow]]
+    """Those that are shown, ``second`` right first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportContent:
     """Everything on the page."""
 
     title: str
     summaries: Sequence[MethodSummary]
-    groups: Sequence[SampleGroup]
-    pictures: Sequence[Picture] = ()
+    best: Sequence[SampleGroup]
+    """Of the most accurate method of every task."""
+    disagreements: Sequence[Disagreement]
+    others: Sequence[SampleGroup]
+    fronts: Sequence[Picture] = ()
+    curves: Sequence[Picture] = ()
+    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What is known of every run, by its name."""
     notes: Sequence[str] = ()
     """Sentences under the title."""
     links: dict[tuple[str, str, str], str] = field(default_factory=dict)
@@ -71,6 +88,32 @@ def failures_first(task: str, method: str, rows: Sequence[ResultRow], *, limit: 
     )
 
 
+def disagreement(
+    task: str,
+    first: str,
+    one: Sequence[ResultRow],
+    second: str,
+    two: Sequence[ResultRow],
+    limit: int,
+) -> Disagreement:
+    """Pairs of rows of one uid that were graded differently, at most ``limit`` to show."""
+    other = {row.uid: row for row in two}
+    pairs = [(row, other[row.uid]) for row in one if row.uid in other]
+    found = sorted(
+        (pair for pair in pairs if pair[0].correct != pair[1].correct),
+        key=lambda pair: (pair[0].correct, pair[0].uid),
+    )
+    num_first = sum(pair[0].correct for pair in found)
+    return Disagreement(
+        task=task,
+        first=first,
+        second=second,
+        num_first=num_first,
+        num_second=len(found) - num_first,
+        pairs=found[:limit],
+    )
+
+
 def trace_link(page: str, uid: str, number: int) -> str:
     """Address of a decode in the viewer page, by its uid and the number of its set there."""
     place = f"&set={number}" if number else ""
@@ -79,106 +122,50 @@ def trace_link(page: str, uid: str, number: int) -> str:
 
 def report_html(content: ReportContent) -> str:
     """The page as one HTML file that asks for nothing."""
-    style = (ASSETS / "style.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'"
-    parts = [f"<h1>{html.escape(content.title)}</h1>"]
-    parts += [f"<p>{html.escape(note)}</p>" for note in content.notes]
-    parts += [_picture(picture) for picture in content.pictures[:1]]
-    parts += [_table(task, group) for task, group in by_task(content.summaries)]
-    if content.groups:
-        parts.append("<h2>Samples, failures first</h2>")
-        parts += [_samples(content, group) for group in content.groups]
-    for picture in content.pictures[1:]:
-        parts += [f"<h2>{html.escape(picture.title)}</h2>", _picture(picture)]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(content.title)}</title>\n<style>{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    tables = []
+    for task, group in by_task(content.summaries):
+        headers, *rows = table_rows(group)
+        tables.append((task, headers, rows))
+    return render(
+        "report",
+        scripts=["sort.js"],
+        images=True,
+        title=content.title,
+        content=content,
+        tables=tables,
+        max_text=MAX_TEXT,
     )
 
 
 def report_markdown(content: ReportContent, *, front: str | None) -> str:
     """The same as Markdown: tables, the picture ``front`` if there is one, and failures."""
-    parts = [f"# {content.title}", *content.notes, markdown_tables(content.summaries)]
+    facts = [
+        f"**{name}**: " + ", ".join(f"{key} {value}" for key, value in known.items())
+        for name, known in content.facts.items()
+        if known
+    ]
+    parts = [f"# {content.title}", *facts, *content.notes, markdown_tables(content.summaries)]
     if front is not None:
         parts.append(f"![Accuracy against average steps]({front})")
-    if any(group.num_wrong for group in content.groups):
+    groups = [*content.best, *content.others]
+    if any(group.num_wrong for group in groups):
         parts.append("## Failures")
-    for group in content.groups:
+    for group in groups:
         wrong = [row for row in group.rows if not row.correct and row.verdict != "ungraded"]
         if not wrong:
             continue
         lines = [f"### {group.task}, {group.method}: {group.num_wrong} of {group.num_rows}", ""]
-        lines += ["| sample | verdict | answer | reason |", "|---|---|---|---|"]
+        lines += ["| sample | question | verdict | answer | reason |", "|---|---|---|---|---|"]
         for row in wrong:
             link = content.link(row, group.method)
             name = f"[{row.uid}]({link})" if link else row.uid
-            cells = (name, row.verdict, _markdown(row.answer or ""), _markdown(row.detail))
+            texts = (row.prompt, row.verdict, row.answer or "", row.detail)
+            cells = (name, *map(_markdown, texts))
             lines.append(f"| {' | '.join(cells)} |")
         if len(wrong) < group.num_wrong:
             lines += ["", f"and {group.num_wrong - len(wrong)} more"]
         parts.append("\n".join(lines))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _table(task: str, group: Sequence[MethodSummary]) -> str:
-    headers, *texts = table_rows(group)
-    head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in headers)
-    rows = []
-    for text in texts:
-        first, *others = (html.escape(cell) for cell in text)
-        cells = "".join(f"<td>{cell}</td>" for cell in others)
-        rows.append(f"<tr><th scope=row>{first}</th>{cells}</tr>")
-    return (
-        f"<h2>{html.escape(task)}</h2>\n<div class=wide><table><thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
-    )
-
-
-def _samples(content: ReportContent, group: SampleGroup) -> str:
-    rows = []
-    for row in group.rows:
-        grade = "none" if row.verdict == "ungraded" else ("right" if row.correct else "wrong")
-        sign = {"right": "✓ right", "wrong": f"✗ {row.verdict.replace('_', ' ')}"}
-        text = (
-            row.completion if len(row.completion) <= MAX_TEXT else row.completion[:MAX_TEXT] + "…"
-        )
-        name = html.escape(row.uid)
-        link = content.link(row, group.method)
-        if link is not None:
-            name = f'<a href="{html.escape(link)}">{name}</a>'
-        answer = "" if row.answer is None else html.escape(row.answer[:200])
-        rows.append(
-            f'<tr><td>{name}</td><td class="{grade}">'
-            f"{html.escape(sign.get(grade, 'not graded'))}</td>"
-            f"<td>{answer}</td><td>{html.escape(row.detail[:300])}</td>"
-            f"<td>{row.nfe}</td><td><pre>{html.escape(text)}</pre></td></tr>"
-        )
-    shown = "" if len(group.rows) == group.num_rows else f", {len(group.rows)} shown"
-    names = ("sample", "grade", "answer", "reason", "steps", "completion")
-    head = "".join(f"<th scope=col>{name}</th>" for name in names)
-    return (
-        f"<details><summary><b>{html.escape(group.task)}</b>, {html.escape(group.method)}: "
-        f"{group.num_wrong} of {group.num_rows} wrong{shown}</summary>\n"
-        f"<div class=wide><table class=samples><thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div></details>"
-    )
-
-
-def _picture(picture: Picture) -> str:
-    light, dark = (
-        "data:image/png;base64," + base64.b64encode(data).decode()
-        for data in (picture.light, picture.dark)
-    )
-    return (
-        f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{html.escape(picture.title)}"></picture>'
-        f"<figcaption>{html.escape(picture.title)}</figcaption></figure>"
-    )
 
 
 def _markdown(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import by_task
@@ -24,10 +25,9 @@ def family(method: str) -> str:
 
 
 def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "light") -> None:
-    """Accuracy against average steps, one panel per task.
+    """Accuracy against average steps, one panel per task, as a file.
 
-    Methods that differ only in a trailing number are points of one curve. Bars are one standard
-    error. Ungraded methods are left out, and nothing is written without others.
+    Ungraded methods are left out, and nothing is written without others.
     """
     figure = front_figure(summaries, theme=theme)
     if figure is not None:
@@ -35,34 +35,41 @@ def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "
 
 
 def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
-    """The figure of :func:`plot_front`; ``None`` when nothing was graded."""
+    """The figure of :func:`plot_front`; ``None`` when nothing was graded.
+
+    Steps have a logarithmic axis. Methods that differ only in a trailing number are points of one
+    curve; bars are 95 % intervals.
+    """
     summaries = [summary for summary in summaries if summary.accuracy is not None]
     if not summaries:
         return None
     colours = theme_of(theme)
     tasks = list(by_task(summaries))
     names = list(dict.fromkeys(family(summary.method) for summary in summaries))
-    colour = {
-        name: colours.series[number % len(colours.series)] for number, name in enumerate(names)
-    }
     with plot_style(colours):
         figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
         axes = figure.subplots(1, len(tasks), squeeze=False)
         for axis, (task, group) in zip(axes[0], tasks, strict=True):
-            for name in names:
+            for number, name in enumerate(names):
                 points = sorted(
                     (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
                 )
                 if points:
-                    _draw_curve(axis, points, name, colour[name])
-            axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xlim=(0, None))
+                    _draw_curve(axis, points, name, colours.series[number % len(colours.series)])
+            axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.5)
         axes[0][0].set_ylabel("accuracy, %")
         handles: dict[str, Any] = {}
         for axis in axes[0]:  # a method may lack in the first task
             handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         figure.legend(
-            handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 7)
+            handles.values(),
+            handles,
+            loc="outside lower center",
+            ncols=min(len(handles), 4 * len(tasks) if len(tasks) > 1 else 3),
         )
         # Colours that are not yet settled are looked up while the style holds.
         figure.canvas.draw()
@@ -88,11 +95,19 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     save_figure(figure, path)
 
 
+def interval_bars(values: Sequence[tuple[float, tuple[float, float]]]) -> list[list[float]]:
+    """``yerr`` of shares with their intervals, in percent: what is below, what is above."""
+    return [
+        [100 * (share - low) for share, (low, _) in values],
+        [100 * (high - share) for share, (_, high) in values],
+    ]
+
+
 def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, colour: str) -> None:
     axis.errorbar(
         [point.nfe for point in points],
         [100 * (point.accuracy or 0.0) for point in points],
-        yerr=[100 * (point.stderr or 0.0) for point in points],
+        yerr=interval_bars([(p.accuracy or 0.0, p.interval or (0.0, 0.0)) for p in points]),
         fmt="o-" if len(points) > 1 else "o",
         color=colour,
         label=name,

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, family, tidy_axes
+from lit_dlm.reports.plots import COLOURS, family, interval_bars, tidy_axes
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import markdown_table, percent
@@ -49,8 +49,9 @@ class ProfilePoint:
     """Samples."""
     accuracy: float | None
     """Fraction of right samples; ``None`` where nothing was graded."""
-    stderr: float | None
-    """Standard error of the accuracy."""
+    accuracy_low: float | None
+    """Lower end of the accuracy's 95 % interval."""
+    accuracy_high: float | None
     nfe: float
     """Mean forwards of the backbone per sample."""
     tokens_per_forward: float
@@ -76,7 +77,8 @@ def profile_points(summaries: Sequence[MethodSummary]) -> list[ProfilePoint]:
             curve=family(one.method),
             n=one.n,
             accuracy=one.accuracy,
-            stderr=one.stderr,
+            accuracy_low=one.interval and one.interval[0],
+            accuracy_high=one.interval and one.interval[1],
             nfe=one.nfe,
             tokens_per_forward=one.tokens_per_step,
             tokens_per_second=one.tokens_per_step * one.nfe / max(one.seconds, 1e-12),
@@ -115,9 +117,10 @@ def markdown_tables(points: Sequence[ProfilePoint]) -> str:
 
 
 def _cells(point: ProfilePoint) -> tuple[str, ...]:
+    low, high = point.accuracy_low, point.accuracy_high
     return (
         point.method,
-        percent(point.accuracy, point.stderr),
+        percent(point.accuracy, None if low is None or high is None else (low, high)),
         f"{point.nfe:.1f}",
         f"{point.tokens_per_forward:.2f}",
         f"{point.tokens_per_second:.0f}",
@@ -131,7 +134,7 @@ def _cells(point: ProfilePoint) -> tuple[str, ...]:
 def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
     """Quality against forwards and against tokens per second, one row of panels per task.
 
-    Methods that differ only in their number of steps are one curve. Bars are one standard error.
+    Methods that differ only in their number of steps are one curve. Bars are 95 % intervals.
     Where nothing was graded the panels show speed against forwards instead.
     """
     tasks = list(dict.fromkeys(point.task for point in points))
@@ -154,7 +157,12 @@ def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
             forwards = [point.nfe for point in line]
             if graded:
                 quality = [100 * (point.accuracy or 0.0) for point in line]
-                error = [100 * (point.stderr or 0.0) for point in line]
+                error = interval_bars(
+                    [
+                        (p.accuracy or 0.0, (p.accuracy_low or 0.0, p.accuracy_high or 0.0))
+                        for p in line
+                    ]
+                )
                 axes[row][0].errorbar(forwards, quality, yerr=error, capsize=2, **style)
                 axes[row][1].errorbar(speed, quality, yerr=error, capsize=2, **style)
             else:
@@ -220,8 +228,8 @@ def make_logger(
     )
 
 
-def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path) -> None:
-    """Logs all points, the table and the picture (a PNG file), and closes the logger.
+def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path | None) -> None:
+    """Logs all points, the table and the picture (a PNG file), if any, and closes the logger.
 
     A metric's name is ``{task}/{curve}/{metric}`` and its step the rounded number of forwards, so
     that a tracker draws quality and speed over forwards, curve by curve.
@@ -234,11 +242,13 @@ def log_profile(logger: Logger, points: Sequence[ProfilePoint], picture: Path) -
     if isinstance(logger, TensorBoardLogger):
         writer: Any = logger.experiment
         writer.add_text("profile", markdown_tables(points))
-        writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
+        if picture is not None:
+            writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
     elif isinstance(logger, WandbLogger):
         rows = [list(asdict(point).values()) for point in points]
         logger.log_table("profile", columns=list(asdict(points[0])), data=rows)
-        logger.log_image("profile_plot", [str(picture)])
+        if picture is not None:
+            logger.log_image("profile_plot", [str(picture)])
     logger.finalize("success")
     if isinstance(logger, WandbLogger):
         # Lightning leaves the run open for what comes after a fit; here nothing does.

@@ -4,6 +4,7 @@ Layout::
 
     results/{task}/{method}/settings.json        what produced the lines beside it
     results/{task}/{method}/part-r00000.jsonl    one line per sample, one file per process
+    results/run.json                             date, device and versions, for the reader
 
 The last key of every line, and of the settings, is a digest of what stands before it, which is
 checked when it is read. Lines from before there were digests are read as they are.
@@ -23,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+FACTS_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
@@ -70,6 +72,8 @@ class ResultRow:
     """Filled share of every region of the decoder's layout before each step and at the end."""
     lockstep: float | None = None
     """How closely the regions kept step, 0 to 1; ``None`` for a decoder without a layout."""
+    prompt: str = ""
+    """Text of the prompt; empty in results from before it was kept."""
     response: int = 0
     """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
 
@@ -132,6 +136,16 @@ class ResultFolder:
         path = self.method_folder(task, method) / "settings.json"
         with _located(str(path)):
             return _parsed(path.read_bytes().rstrip(b"\n"))
+
+    def write_facts(self, facts: Mapping[str, Any]) -> None:
+        """Notes what a reader wants to know of a run, beyond what decides its results."""
+        write_atomically(self.folder / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
+
+    def facts(self) -> dict[str, Any]:
+        """What was noted of the run, of its last part if it was resumed; empty if nothing was."""
+        path = self.folder / FACTS_FILE
+        with _located(str(path)):
+            return _parsed(path.read_bytes()) if path.exists() else {}
 
     def completed(self, task: str, method: str) -> set[str]:
         """Uids of the samples that are done."""

@@ -26,6 +26,9 @@ class MethodSummary:
     stderr: float | None
     """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
     prompt the one that takes prompts as drawn at random and their responses as dependent."""
+    interval: tuple[float, float] | None
+    """95 % interval of the accuracy, see :func:`wilson_interval`; with several responses to a
+    prompt, of as many independent samples as give its standard error."""
     nfe: float
     """Mean forwards of the backbone per sample (average steps)."""
     tokens_per_step: float
@@ -75,11 +78,30 @@ def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 
+def wilson_interval(share: float, n: float) -> tuple[float, float]:
+    """95 % score interval of a share (Wilson 1927): not empty where the share is 0 or 1.
+
+    With ``z = 1.96`` its middle is ``(p + z²/2n) / (1 + z²/n)``, its half width
+    ``z / (1 + z²/n) · sqrt(p (1 - p)/n + z²/4n²)``. For example 1.0 of 200 gives 0.981 to 1.
+
+    Args:
+        share: ``p``, in 0..1.
+        n: independent samples, more than 0.
+
+    Returns:
+        Lower and upper bound.
+    """
+    square = 1.96**2 / n
+    middle = share + square / 2
+    half = math.sqrt(square * (share * (1.0 - share) + square / 4))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     """Means over the samples of one task and method, at least one."""
     n = len(rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
-    accuracy = stderr = pass_at = None
+    accuracy = stderr = interval = pass_at = None
     if any(row.verdict != "ungraded" for row in rows):
         accuracy = sum(row.correct for row in rows) / n
         grades: defaultdict[str, list[bool]] = defaultdict(list)
@@ -87,6 +109,10 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
             grades[row.prompt_uid].append(row.correct)
         errors = (sum(group) - len(group) * accuracy for group in grades.values())
         stderr = math.sqrt(sum(error * error for error in errors)) / n
+        # The spread of one response alone would be this many independent ones.
+        spread = accuracy * (1.0 - accuracy)
+        effective = spread / stderr**2 if stderr else 0.0
+        interval = wilson_interval(accuracy, min(max(effective, len(grades)), n))
         pass_at = _pass_at(list(grades.values()))
     forwards = sum(row.nfe for row in rows)
     return MethodSummary(
@@ -95,6 +121,7 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         n=n,
         accuracy=accuracy,
         stderr=stderr,
+        interval=interval,
         nfe=forwards / n,
         tokens_per_step=sum(row.response_length for row in rows) / forwards,
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from lit_dlm.reports.summary import MethodSummary
 
-HEADERS = ("method", "accuracy", "steps", "tokens/step", "ms/sample", "n")
+HEADERS = ("method", "accuracy [95 %]", "steps", "tokens/step", "ms/sample", "n")
 
 
 def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
@@ -29,7 +29,7 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
 def _cells(summary: MethodSummary) -> tuple[str, ...]:
     return (
         summary.method,
-        percent(summary.accuracy, summary.stderr),
+        percent(summary.accuracy, summary.interval),
         f"{summary.nfe:.1f}",
         f"{summary.tokens_per_step:.2f}",
         f"{1000 * summary.seconds:.1f}",
@@ -37,9 +37,11 @@ def _cells(summary: MethodSummary) -> tuple[str, ...]:
     )
 
 
-def percent(share: float | None, error: float | None) -> str:
-    """A share with its standard error, such as ``81.2 ± 1.1 %``; ``-`` where there is none."""
-    return "-" if share is None or error is None else f"{100 * share:.1f} ± {100 * error:.1f} %"
+def percent(share: float | None, interval: tuple[float, float] | None) -> str:
+    """A share with an interval, such as ``81.2 % [79.0, 83.2]``; ``-`` where there is none."""
+    if share is None or interval is None:
+        return "-"
+    return f"{100 * share:.1f} % [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 
 
 def _pass_cell(summary: MethodSummary) -> str:
@@ -58,7 +60,7 @@ def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[Meth
 def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
     """One Markdown table per task.
 
-    Accuracy is in percent with its standard error, over all responses (avg@k); ``steps`` are mean
+    Accuracy is in percent with its 95 % interval, over all responses (avg@k); ``steps`` are mean
     forwards of the backbone per sample.
     """
     return "\n".join(markdown_table(task, *table_rows(group)) for task, group in by_task(summaries))

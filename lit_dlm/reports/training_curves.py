@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -16,7 +16,6 @@ from lit_dlm.reports.themes import plot_style, theme_of
 Curve = Sequence[tuple[int, float]]
 """(optimiser step, value), by step."""
 
-MAX_PANELS = 9
 _FIRST = ("loss", "reward", "accuracy", "correct")
 
 
@@ -45,26 +44,16 @@ def read_curves(run: Path) -> dict[str, Curve]:
     return {name: curves[name] for name in sorted(curves, key=_rank)}
 
 
-def curves_figure(curves: Mapping[str, Curve], *, theme: str = "light") -> Figure:
-    """Small panels, one per metric; the first :data:`MAX_PANELS`."""
+def curve_figure(curve: Curve, *, theme: str = "light") -> Figure:
+    """A small panel of one metric over the steps."""
     colours = theme_of(theme)
-    shown = list(curves.items())[:MAX_PANELS]
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
     with plot_style(colours):
-        figure = Figure(figsize=(3.6 * columns, 2.3 * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for number, axis in enumerate(axes.flat):
-            if number >= len(shown):
-                axis.set_visible(False)
-                continue
-            name, points = shown[number]
-            axis.plot(*zip(*points, strict=True), color=colours.series[0], linewidth=1.3)
-            axis.set_title(name, fontsize=10)
-            axis.grid(alpha=0.5)
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        for axis in axes[-1]:
-            axis.set_xlabel("step")
+        figure = Figure(figsize=(3.6, 2.3), layout="constrained")
+        axis = figure.subplots()
+        axis.plot(*zip(*curve, strict=True), color=colours.series[0], linewidth=1.3)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.5)
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         figure.canvas.draw()  # colours are looked up while the style holds
     return figure
 

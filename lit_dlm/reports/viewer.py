@@ -7,28 +7,25 @@ own script and style by digest and nothing else, not even a request.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.samples import SampleSet
+from lit_dlm.reports.template import render
 from lit_dlm.reports.viewer_columns import TokenTable, num_proposals, sample_columns
 
 logger = logging.getLogger(__name__)
 
-ASSETS = Path(__file__).resolve().parent / "assets" / "viewer"
 SCRIPTS = ("columns.js", "colours.js", "canvas.js", "details.js", "samples.js", "page.js")
 """In the order in which they are put into the page."""
-_PLACE = re.compile(r"@@([A-Z]+)@@")
 MAX_PROPOSALS = 2_000_000
 """Proposals of single steps that a page holds; 4 bytes each. Beyond this they are left out."""
 
@@ -51,27 +48,8 @@ def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
     """
     if not any(viewed.samples.samples for viewed in sets):
         raise ValueError("viewer: expected at least one sample, got none")
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f'(() => {{\n"use strict";\n{script}\n}})();'
-    style = (ASSETS / "style.css").read_text(encoding="utf-8")
-    parts = {
-        "TITLE": html.escape(title),
-        "POLICY": "; ".join(
-            (
-                "default-src 'none'",
-                f"script-src '{_digest(script)}'",
-                f"style-src '{_digest(style)}'",
-                "base-uri 'none'",
-                "form-action 'none'",
-            )
-        ),
-        "STYLE": style,
-        "SCRIPT": script,
-        "DATA": json_for_script(page_data(sets, title=title)),
-    }
-    page = (ASSETS / "page.html").read_text(encoding="utf-8")
-    # In one pass, so that a text which looks like a place is not filled in.
-    return _PLACE.sub(lambda place: parts[place[1]], page)
+    data = Markup(json_for_script(page_data(sets, title=title)))
+    return render("viewer", scripts=SCRIPTS, title=title, data=data)
 
 
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
@@ -154,7 +132,3 @@ def json_for_script(content: Any) -> str:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

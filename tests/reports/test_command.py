@@ -1,3 +1,5 @@
+import base64
+import hashlib
 import re
 import shutil
 from html.parser import HTMLParser
@@ -60,24 +62,59 @@ def test_report_of_two_runs_links_every_failure_to_its_trace(tmp_path: Path):
     assert {anchor["uid"][0] for anchor in anchors} == {f"t/test/{n}@m" for n in range(4)}
     assert sum(anchor.get("set") == ["1"] for anchor in anchors) == 4
     assert "2 of 4 wrong" in page
-    assert "Training of tuned" in page
+    assert "train/loss, training of tuned" in page
     text = (out / "report.md").read_text()
     assert "### t, base: 2 of 4" in text
-    assert "[t/test/1](traces.html#uid=t%2Ftest%2F1%40m&set=1) | wrong | a1 | expected 4" in text
+    assert "[t/test/1](traces.html#uid=t%2Ftest%2F1%40m&set=1) |  | wrong | a1 | expected 4" in text
     assert "![Accuracy against average steps](front.png)" in text
+
+
+def test_the_best_methods_failures_and_what_two_methods_split_on_come_first(tmp_path: Path):
+    """``a`` of 3 right of 4 is best; ``b`` is of another kind, ``a_2`` of the same."""
+    results = ResultFolder(tmp_path / "results")
+    for method, right in (("a", "xyz"), ("a_2", "xy"), ("b", "xw")):
+        results.claim("t", method, {})
+        results.append(
+            row(uid, method=method, correct=uid in right, prompt=f"What is {uid}?",
+                verdict="right" if uid in right else "wrong")
+            for uid in "wxyz"
+        )  # fmt: skip
+    results.write_facts({"model": "m-7B", "parameters": 7000, "versions": {"lit_dlm": "0.1.0"}})
+    assert main([str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    places = [page.index(text) for text in (
+        "m-7B", "7,000", "lit_dlm 0.1.0", "The most accurate method, failures first",
+        "a: 1 of 4 wrong", "What is w?", "What is x?",
+        "2 right by a alone, 1 by b alone", "Samples of the other methods", "a_2: 2 of 4 wrong",
+        "b: 2 of 4 wrong",
+    )]  # fmt: skip
+    assert places == sorted(places)
+    split = page[places[-4] : places[-3]]
+    assert re.findall(r"What is .", split) == ["What is w", "What is y", "What is z"]
 
 
 def test_hostile_completions_are_text(tmp_path: Path):
     evil = "</pre><script>alert(1)</script>"
     results = ResultFolder(tmp_path / "results")
     results.claim("t", "m", {})
-    wrong = row("u|1", correct=False, verdict="wrong", completion=evil, answer=evil, detail="a|b")
+    wrong = row(
+        "u|1",
+        correct=False,
+        verdict="wrong",
+        completion=evil,
+        answer=evil,
+        detail="a|b",
+        prompt=evil,
+    )
     results.append([wrong])
     assert main([str(tmp_path)]) == 0
     page, text = ((tmp_path / f"report.{suffix}").read_text() for suffix in ("html", "md"))
-    assert "<script" not in page
-    assert "&lt;/pre&gt;&lt;script&gt;" in page
-    assert re.search(r"default-src 'none'; style-src 'sha256-[^']+'; img-src data:", page)
+    assert "<script>alert" not in page
+    assert page.count("&lt;/pre&gt;&lt;script&gt;") == 3  # question, answer and completion
+    policy = r"default-src 'none'; script-src '(sha256-[^']+)'; style-src '[^']+'; img-src data:"
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert re.findall(policy, page) == [f"sha256-{digest}"]
     assert r"\</pre\>\<script\>alert(1)" in text
     assert r"a\|b" in text
     assert "There are no trajectories of" in page

@@ -25,6 +25,7 @@ def summary(method: str, *, nfe: float, seconds: float, accuracy: float | None =
         "n": 48,
         "accuracy": accuracy,
         "stderr": None if accuracy is None else 0.0625,
+        "interval": None if accuracy is None else (0.625, 0.875),
         "nfe": nfe,
         "tokens_per_step": 32 / nfe,
         "useful_tokens_per_step": 20 / nfe,
@@ -68,7 +69,7 @@ def test_a_profile_is_a_file_a_table_and_a_picture(tmp_path: Path):
     assert rows[0]["lockstep"] == ""
     table = (tmp_path / "profile.md").read_text()
     assert table.count("### ") == 2
-    line = "| entropy-8 | 75.0 ± 6.2 % | 8.0 | 4.00 | 1600 | 1000 | 20.0 | - | 48 |"
+    line = "| entropy-8 | 75.0 % [62.5, 87.5] | 8.0 | 4.00 | 1600 | 1000 | 20.0 | - | 48 |"
     assert line in table.splitlines()
     assert (tmp_path / "profile.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -8,7 +8,13 @@ import pytest
 from lit_dlm.reports.command import merge_runs
 from lit_dlm.reports.plots import family, plot_front
 from lit_dlm.reports.results import ResultFolder
-from lit_dlm.reports.summary import pass_at_k, summarise, summarise_folder, write_summary
+from lit_dlm.reports.summary import (
+    pass_at_k,
+    summarise,
+    summarise_folder,
+    wilson_interval,
+    write_summary,
+)
 from lit_dlm.reports.tables import markdown_tables
 from tests.reports.rows import row
 
@@ -32,6 +38,16 @@ def test_means_and_standard_error_have_hand_computed_values():
     assert (found.timeouts, found.unfinished) == (0.25, 0.25)
 
 
+def test_the_interval_is_that_of_wilson():
+    """10 of 10: z² = 3.8416, so 1 / (1 + 0.38416) = 0.7225 to 1; 5 of 10 is symmetric:
+
+    0.5 ± sqrt(0.38416 (0.25 + 0.09604)) / 1.38416 = 0.5 ± 0.2634.
+    """
+    assert wilson_interval(1.0, 10) == pytest.approx((1 / 1.38416, 1.0))
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, 1 - 1 / 1.38416))
+    assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
+
+
 def test_several_responses_to_a_prompt_give_pass_at_k_and_a_wider_error():
     """Right of four: 4, 2 and 0. avg@4 = 6 / 12, pass@2 = (1 + 5/6 + 0) / 3, pass@4 = 2 / 3.
 
@@ -47,8 +63,9 @@ def test_several_responses_to_a_prompt_give_pass_at_k_and_a_wider_error():
     assert (found.n, found.accuracy) == (12, 0.5)
     assert found.pass_at == pytest.approx({"2": 11 / 18, "4": 2 / 3})
     assert found.stderr == pytest.approx(math.sqrt(8) / 12)
+    assert found.interval == pytest.approx(wilson_interval(0.5, 0.25 / (8 / 144)))  # of 4.5
     text = markdown_tables([found, summarise([row(method="single")])])
-    assert "| accuracy | steps | tokens/step | ms/sample | n | pass@k |" in text
+    assert "| accuracy [95 %] | steps | tokens/step | ms/sample | n | pass@k |" in text
     assert "| 12 | 66.7 % (k = 4) |" in text
     assert text.rstrip().endswith("| 1 | - |")
     partial = summarise(rows[:-1])  # the last response is not there yet
@@ -87,7 +104,7 @@ def test_markdown_has_a_table_per_task_with_errors():
     text = markdown_tables([summarise([row()]), summarise([row(task="u", correct=False)])])
     assert "### t" in text
     assert "### u" in text
-    assert "| m | 100.0 ± 0.0 % | 8.0 | 4.00 | 250.0 | 1 |" in text
+    assert "| m | 100.0 % [20.7, 100.0] | 8.0 | 4.00 | 250.0 | 1 |" in text
 
 
 def test_methods_of_one_family_share_a_curve():

@@ -1,0 +1,76 @@
+"""TensorBoard and Weights & Biases get what fit and predict measure, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import run
+
+pytestmark = pytest.mark.slow
+TASKS = "[{class_path: WordProblems, init_args: {split: %s, num_examples: %d}}]"
+
+
+def predict(folder: Path, tracker: str) -> None:
+    run(
+        *("predict", "--config=exp/benchmark_tiny", f"--config=trainer/{tracker}"),
+        *(f"--run_dir={folder}", f"--data.init_args.tasks={TASKS % ('test', 2)}"),
+        *("--model.init_args.sweep=null", "--model.init_args.decoders={one: {policy: "
+          "ThresholdPolicy, quota: NoQuota}}"),
+        "--trainer.callbacks+={class_path: TracePictures, init_args: {kinds: [fill_order], "
+        f"num_samples: 1, folder: {folder}/pictures}}}}",
+        "--trainer.enable_progress_bar=false",
+    )  # fmt: skip
+
+
+def fit(folder: Path, tracker: str) -> None:
+    run(
+        *("fit", "--config=exp/sft_gt_tiny", f"--config=trainer/{tracker}", f"--run_dir={folder}"),
+        *("--trainer.max_steps=4", "--trainer.log_every_n_steps=2"),
+        "--data.init_args.sources=[{class_path: TaskReferences, init_args: {tasks: "
+        f"{TASKS % ('train', 40)}}}}}]",
+        "--trainer.enable_progress_bar=false",
+    )
+
+
+def test_tensorboard(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    predict(tmp_path / "predict", "tensorboard")
+    fit(tmp_path / "fit", "tensorboard")
+    found = {}
+    for name in ("predict", "fit"):
+        events = EventAccumulator(str(tmp_path / name / "tensorboard"))
+        events.Reload()
+        found[name] = events.Tags()
+    assert {"word_problems/one/accuracy", "word_problems/one/tokens_per_second"} <= set(
+        found["predict"]["scalars"]
+    )
+    assert set(found["predict"]["images"]) == {
+        "profile",
+        "decode/one/word_problems/test/00000/fill_order",
+    }
+    assert "train/loss" in found["fit"]["scalars"]
+    assert [name for name in found["fit"]["scalars"] if "cpu_percent" in name]
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = pytest.importorskip("wandb", reason="W&B is not installed")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    predict(tmp_path / "predict", "wandb")
+    wandb.finish()
+    fit(tmp_path / "fit", "wandb")
+    wandb.teardown()
+    kept = {}
+    for name in ("predict", "fit"):
+        (recorded,) = (tmp_path / name).glob("wandb/offline-run-*/*.wandb")
+        kept[name] = recorded.read_bytes()
+        assert (tmp_path / name / "logs").is_dir()  # CSV stays beside it
+    assert b"word_problems/one/tokens_per_second" in kept["predict"]
+    assert list((tmp_path / "predict").glob("wandb/offline-run-*/files/media/images/profile*.png"))
+    assert b"train/loss" in kept["fit"]

@@ -1,0 +1,43 @@
+"""The documentation builds without a warning, and its notebook runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = pytest.importorskip("mkdocs.config", reason="MkDocs is not installed")
+    from mkdocs.commands.build import build
+
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    monkeypatch.chdir(ROOT)
+    build(config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    pages = {path.parent.name: path.read_text() for path in tmp_path.glob("*/index.html")}
+    assert "make quickstart" in pages["quickstart"]  # a section of the README
+    assert "benchmark_tiny" in pages["recipes"]
+    assert 'id="lit_dlm.rl.step.rl_step"' in pages["reference"]
+    assert not [name for name, page in pages.items() if "--8<--" in page or "@@" in page]
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch):
+    nbformat = pytest.importorskip("nbformat", reason="the extra `docs` is not installed")
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "first_decode.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    printed = [
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.get("name") == "stdout"
+    ]
+    assert printed[0].count("#### 36") == 3
+    steps = printed[1].splitlines()
+    assert steps[0].count("·") == 32
+    assert "41-5=36" in printed[1]
