@@ -159,21 +159,13 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     if "backbone" not in backbones:
         return None
     options = backbones["backbone"]
-    architecture = _architecture(options, offline=offline)
-    models = [_meta(architecture, options)]
-    models += [
-        _meta(_architecture(other, offline=offline), other)
-        for name, other in backbones.items()
-        if name != "backbone"
-    ]
-    weights = [weight for model in models for weight in model.parameters()]
+    models = [_meta(_architecture(one, offline=offline), one) for one in backbones.values()]
+    architecture = models[0].architecture
     if (settings.get("value") or {}).get("backbone") == "lora":
         models[0].add_side_adapter("value", _built(LoRASettings, settings["value"]["lora"]))
-        weights = [weight for model in models for weight in model.parameters()]
-    trained = [weight for weight in weights if weight.requires_grad]
+    weights = [weight for model in models for weight in model.parameters()]
     decodes_only = str(data["class_path"]).endswith("PromptDataModule")
-    if decodes_only:
-        trained = []
+    trained = [weight for weight in weights if weight.requires_grad and not decodes_only]
     optimizer = str((settings.get("optimizer") or {}).get("class_path", "")).rpartition(".")[2]
     states = 0 if optimizer == "SGD" else _STATES.get(optimizer, 2)
     is_rl = "responses_per_prompt" in given and not decodes_only
@@ -210,7 +202,7 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     if trained:
         disk["a checkpoint"] = trained_bytes * (1 + states)
     if decoding:
-        record = _record(settings, architecture, prompt, response)
+        record = _record(settings, prompt, response, is_rl=is_rl)
         disk["1,000 records before compression"] = 1000 * record
         if is_rl:
             count = given["prompts_per_step"] * given["responses_per_prompt"]
@@ -538,17 +530,29 @@ def _window(decoder: Mapping[str, Any], response: int) -> int:
     return min(response, options.get("block_length") or options.get("width") or response)
 
 
-def _record(
-    settings: Mapping[str, Any], architecture: Architecture, prompt: int, response: int
-) -> int:
-    """Bytes of a stored decode: token ids of three, steps of two, and what its level adds."""
-    size = 3 * (prompt + response) + 2 * response + 300
-    level = settings.get("level", "tokens")
-    if level != "tokens":
-        size += 3 * 4 * response
-    if level == "features":
+def _record(settings: Mapping[str, Any], prompt: int, response: int, *, is_rl: bool) -> int:
+    """Bytes of a stored decode of one token a step (docs/trajectory_format.md).
+
+    Ids take three bytes, steps one or two, names and digests some 200. A level adds numbers for
+    every cell, and for every row: a cell that is masked before a step.
+    """
+    rows = response * (response + 1) // 2
+    size = 3 * (prompt + response) + (1 if response < 256 else 2) * response + 200
+    size += 5 * settings.get("top_k", 0) * rows + 4 * settings.get("step_times", False) * response
+    level = settings.get("level")
+    if is_rl:  # log-probability, value and advantage
+        size += 8 * response
+    elif level == "signals":
+        size += 6 * response + 7 * rows
+    elif level == "features":
+        shown = _options(settings.get("settings"))
+        scores = 3 - list(_options(shown.get("features")).values()).count(False)
         snapshots = ProjectorConfig.num_snapshots  # and the differences of neighbours
         width = settings["hidden_rank"] * snapshots + settings["delta_rank"] * (snapshots - 1)
-        scale = 1 if settings.get("scheme", "int8") == "int8" else 2
-        size += int(settings["step_ratio"] * response) * response * (width + 4) * scale
+        groups = 2 * snapshots - 1 + scores  # each with a scale of its own in int8
+        is_int8 = settings.get("scheme", "int8") == "int8"
+        row = 3 + (width + scores + 2 * groups if is_int8 else 2 * (width + scores))
+        cells = {"generation": response, "all": prompt + response}
+        kept = round(settings["step_ratio"] * response)
+        size += int(kept * cells.get(shown.get("layout", "masked"), (response + 1) / 2) * row)
     return size

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cli import main
 from lit_dlm.plan import Plan, check_fits, plan_of
+from lit_dlm.trajectories.container import stored_sizes
+from tests.e2e.runs import ROOT, run
 
 V, D, INNER, LAYERS = 1000, 64, 128, 6
 SIZES = {
@@ -108,7 +113,7 @@ def test_decoding_counts_caches_and_logits() -> None:
     assert (plan.num_trained, plan.training) == (0, {})
     assert plan.decoding["cache"] == 2 * 4 * 50 * LAYERS * 32 * 4
     assert plan.decoding["logits"] == 4 * 30 * V * 8
-    assert plan.disk["1,000 records before compression"] == 1000 * (3 * 50 + 2 * 30 + 300)
+    assert plan.disk["1,000 records before compression"] == 1000 * (3 * 50 + 30 + 200)
 
 
 def test_what_cannot_fit_is_refused_with_its_parts() -> None:
@@ -145,3 +150,38 @@ def test_the_command_prints_a_release_that_is_not_here(
     assert "8,190,735,360 parameters, 8,190,735,360 trained" in told
     (weights,) = [line for line in told.splitlines() if line.startswith("weights")]
     assert weights.split()[1:] == ["30.51", "15.26", "7.63", "3.81", "1.91", "0.95", "0.48"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["tokens", "signals", "features"])
+def test_records_on_disk_take_what_was_planned(tmp_path: Path, level: str) -> None:
+    """Eight decodes of one token a step; prompts are a few tokens shorter than they may be."""
+    task = "[{class_path: WordProblems, init_args: {split: train, num_examples: 8}}]"
+    projector = tmp_path / "projector" if level == "features" else "null"
+    run(
+        "predict",
+        f"--config={ROOT / 'configs' / 'exp' / 'generate_tiny.yaml'}",
+        f"--run_dir={tmp_path}",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        "--trainer.enable_progress_bar=false",
+        f"--data.tasks={task}",
+        "--data.methods=[entropy]",
+        "--data.max_prompt_length=30",
+        f"--model.level={level}",
+        f"--model.projector_dir={projector}",
+        "--model.projector_prompts=8",
+        "--model.hidden_rank=16",
+    )
+    plan = plan_of(yaml.safe_load((tmp_path / "predict.yaml").read_text()))
+    assert plan is not None
+    written = 0
+    for shard in (tmp_path / "traces").glob("*.tar"):
+        with tarfile.open(shard) as blocks:
+            for block in blocks:
+                file = blocks.extractfile(block)
+                assert file is not None
+                if block.name.endswith("b"):  # .trajb, .featb
+                    written += sum(raw for raw, _ in stored_sizes(file.read()).values())
+    share = 1000 * written / 8 / plan.disk["1,000 records before compression"]
+    assert 0.7 < share < 1.05
