@@ -66,6 +66,14 @@ faults: install  ## End runs at random moments and compare what they leave (abou
 docs: install  ## Build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+.PHONY: hashes audit
+hashes:  ## Write constraints-hashed.txt anew: constraints.txt with the hash of every file (needs uv)
+	grep -v '^torch==' constraints.txt | uv pip compile --quiet --no-deps --generate-hashes \
+	    --no-annotate --custom-compile-command 'make hashes' - --output-file constraints-hashed.txt
+
+audit:  ## Look the pinned versions up among known vulnerabilities (needs uv and the network)
+	uvx pip-audit --no-deps --disable-pip --requirement constraints.txt
+
 format: install  ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 

@@ -89,3 +89,16 @@ def test_identifiers_of_the_glossary_are_those_of_the_code():
     )
     words = set(re.findall(r"\w+", source))
     assert not [name for name in ours if name not in words]
+
+
+def test_hashes_are_those_of_the_pinned_versions():
+    """PyTorch has a hash for each of its builds; `make hashes` writes the file anew."""
+    pinned, hashed = (
+        {
+            line.split()[0].lower().replace("_", "-")
+            for line in (ROOT / name).read_text().splitlines()
+            if "==" in line
+        }
+        for name in ("constraints.txt", "constraints-hashed.txt")
+    )
+    assert {pin for pin in pinned if not pin.startswith("torch==")} == hashed
