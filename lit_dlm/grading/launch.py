@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,10 @@ _next_user = itertools.count(os.getpid() * 1000)
 
 class SandboxError(OSError):
     """The sandbox itself failed; says nothing about the candidate."""
+
+
+class _KilledError(SandboxError):
+    """Somebody killed a process of the sandbox."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +162,16 @@ def run_job(
     Raises:
         SandboxError: If the sandbox cannot be set up.
     """
-    return _run_driver(job, values, limits, isolation_method())
+    method, begin = isolation_method(), time.monotonic()
+    try:
+        return _run_driver(job, values, limits, method)
+    except _KilledError as error:  # candidates may send no signals
+        logger.warning("a sandbox %s, as when memory runs out; grading its sample again", error)
+    left = max(0.01, limits.wall_seconds - (time.monotonic() - begin))
+    try:
+        return _run_driver(job, values, replace(limits, wall_seconds=left), method)
+    except _KilledError as error:
+        return {"status": "runtime_error", "detail": f"the sandbox {error} twice"}, []
 
 
 def _run_driver(
@@ -207,6 +221,8 @@ def _run_driver(
             return dict(_TIMEOUT), []
         finally:
             driver.kill()
+    if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise _KilledError("was killed")
     return _read_result(output, nonce, driver.returncode, errors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -268,6 +269,52 @@ def test_programs_read_input_and_print():
     assert (result.status, result.stdout) == ("runtime_error", "")
     flood = run_python_program("while True: print('x' * 1000)", "", allow_code_execution=True)
     assert (flood.status, flood.detail) == ("runtime_error", "OSError: too much output")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_sample_whose_sandbox_was_killed_is_graded_once_more(level, times):
+    """The candidate's process is killed from outside, as by a system without memory."""
+    code = "import time\ndef f(x):\n    time.sleep(1.2)\n    return x * x"
+    with ThreadPoolExecutor(1) as pool:
+        graded = pool.submit(
+            run_python_check, code, "assert f(2) == 4", "f", allow_code_execution=True
+        )
+        worker = None
+        for _ in range(times):
+            worker = _last_descendant(deepest={"landlock": 2}.get(level, 4), besides=worker)
+            time.sleep(0.2)
+            os.kill(worker, signal.SIGKILL)
+        verdict = graded.result()
+    if times == 1:
+        assert verdict.status == "right"
+    else:
+        assert (verdict.status, verdict.detail) == (
+            "runtime_error",
+            "the sandbox was killed twice",
+        )
+
+
+def _last_descendant(deepest, besides):
+    """A process that many generations below this one, once there is one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        generation = [os.getpid()]
+        for _ in range(deepest):
+            generation = [
+                child for one in generation for child in _children(one) if child != besides
+            ]
+        if generation:
+            return generation[0]
+        time.sleep(0.005)
+    raise AssertionError("no sandbox was started")
+
+
+def _children(process):
+    try:
+        tasks = list(Path(f"/proc/{process}/task").glob("*/children"))
+        return [int(word) for path in tasks for word in path.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):

@@ -54,9 +54,13 @@ def main() -> NoReturn:
         channel,
         wall_seconds=config["wall_seconds"],
         value_bytes=int(config["value_bytes"]),
-        explain_end=lambda: _explain_end(worker_pid),
+        explain_end=lambda: _explain_end(worker_pid, config["cpu_seconds"]),
     )
-    remote.wait_until_ready()
+    try:
+        remote.wait_until_ready()
+    except wire.ChannelClosedError:
+        _explain_end(worker_pid, config["cpu_seconds"])
+        raise
     signal.setitimer(signal.ITIMER_REAL, config["wall_seconds"] + 1.0)
     isolate.set_limit(resource.RLIMIT_AS, int(config["memory_bytes"]))
     _print([b"ready"])
@@ -118,11 +122,14 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
     return wire.Channel(reply_read, request_write, max_bytes=int(config["value_bytes"])), child
 
 
-def _explain_end(worker_pid: int) -> tuple[str, str]:
-    """Says why the worker is gone."""
+def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
+    """Says why the worker is gone; ends as it did where somebody else killed it."""
     if not select.select([os.pidfd_open(worker_pid)], [], [], 1.0)[0]:
         return "runtime_error", "the process closed its connection"
-    code = os.waitstatus_to_exitcode(os.waitpid(worker_pid, 0)[1])
+    _, status, usage = os.wait4(worker_pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and usage.ru_utime + usage.ru_stime < cpu_seconds - 0.5:
+        os._exit(128 + signal.SIGKILL)
     if -code in (signal.SIGXCPU, signal.SIGKILL):
         return "timeout", "the processor time limit was reached"
     if code < 0:
