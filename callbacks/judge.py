@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_atomically
 from lit_dlm.rewards.chat import ChatEndpoint
 from lit_dlm.tasks import PromptExample
 
@@ -113,6 +113,7 @@ class HttpJudge(Callback):
     ) -> dict[str, bool | None]:
         """Verdict of every row by uid, from the file or from the judge."""
         verdicts: dict[str, bool | None] = {}
+        drop_torn_line(path)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
             verdicts = {r["uid"]: r["correct"] for r in map(json.loads, lines)}
@@ -123,6 +124,7 @@ class HttpJudge(Callback):
                     verdict = self.verdict(examples[row.uid], row.completion)
                     verdicts[row.uid] = verdict
                     file.write(json.dumps({"uid": row.uid, "correct": verdict}) + "\n")
+                    file.flush()
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:

@@ -202,7 +202,7 @@ class ResultFolder:
                 raise FileNotFoundError(errno.ENOENT, "was deleted during the run", str(path))
             self._written.add(path)
             path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(path)
+            drop_torn_line(path)
             with path.open("a", encoding="utf-8") as file:
                 for row in group:
                     file.write(_line(asdict(row)))
@@ -308,7 +308,8 @@ def write_atomically(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
+    """Removes a last line without its end, as a killed process leaves it; absent files may be."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -32,7 +32,7 @@ class ChatEndpoint:
     Args:
         url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
         model: name of the model to ask.
-        timeout_s: seconds to wait for one reply.
+        timeout_s: seconds to wait for one reply, all of it.
         deadline_s: seconds for which an endpoint that does not answer is asked again, counted from
             its first failure behind its last reply, over all threads; 0 asks once.
         pause_s: seconds to wait before the second attempt; twice as long before each further one,
@@ -98,7 +98,11 @@ class ChatEndpoint:
             begin = time.monotonic()
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                    reply = bytes(response.read())
+                    reply = bytearray()
+                    while part := response.read1():
+                        reply += part
+                        if time.monotonic() > begin + self.timeout_s:
+                            raise TimeoutError(f"no whole reply in {self.timeout_s:g} s")
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
                 if _is_refusal(error):
@@ -111,7 +115,7 @@ class ChatEndpoint:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._silent_since = None
-                return reply
+                return bytes(reply)
 
 
 def _is_refusal(error: Exception) -> bool:

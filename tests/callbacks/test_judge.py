@@ -72,8 +72,12 @@ def test_verdicts_are_kept_counted_and_asked_once(server: Server, tmp_path: Path
     results.claim("sums", "entropy", {})
     results.append([row(0, "7"), row(1, "8"), row(2, "?")])
     judge = HttpJudge(str(tmp_path), url=server.url, model="judge-7b", tasks=["sums"])
-    for _ in range(2):
-        run(judge)
+    run(judge)
+    path = tmp_path / "judge" / "sums" / "entropy.jsonl"
+    with path.open("a") as file:
+        file.write('{"uid": "sums/test/3", "corr')  # as a killed run leaves it
+    run(judge)
+    assert len(path.read_text().splitlines()) == 3
     (record,) = json.loads((tmp_path / "judge" / "summary.json").read_text())
     assert (record["judged"], record["failures"], record["accuracy"]) == (2, 1, 0.5)
     assert len(server.requests) == 3

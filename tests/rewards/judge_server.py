@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,6 +18,8 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
+    Each byte of a reply takes ``pause_s``.
+
     Args:
         is_bad: what gets -1 and not 1; by default what has the word 13.
     """
@@ -26,6 +30,7 @@ class JudgeServer:
         self.num_failures = 0
         self.status = 500
         self.body: bytes | None = None
+        self.pause_s = 0.0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -41,7 +46,10 @@ class JudgeServer:
                 reply = {"choices": [{"message": {"content": text}}]}
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(outer.body or json.dumps(reply).encode())
+                with suppress(OSError):
+                    for sign in outer.body or json.dumps(reply).encode():
+                        self.wfile.write(bytes([sign]))
+                        time.sleep(outer.pause_s)
 
             def log_message(self, *arguments: Any) -> None:
                 del arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,16 @@ def test_a_deadline_that_passes_ends_the_run_or_leaves_the_outcome(
     assert (bad.token_rewards[-1], good.token_rewards[-1]) == (-1, 1)  # type: ignore[index]
     server.num_failures = 0
     assert strict.grade(QUESTION, 2) == -1
+
+
+def test_a_reply_that_does_not_end_is_not_waited_for(server: JudgeServer) -> None:
+    """Every byte comes in time, all of them would take 12 s."""
+    server.body, server.pause_s = b" " * 400, 0.03
+    judge = HttpStepJudge(url=server.url, model="judge", timeout_s=0.2, deadline_s=0.1)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"did not answer: no whole reply in 0\.2 s"):
+        judge.grade(QUESTION, 0)
+    assert time.monotonic() - began < 5.0
 
 
 def test_the_token_comes_from_the_environment(
