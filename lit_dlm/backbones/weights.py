@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.location import read_json_object
-from lit_dlm.ops.digests import TensorDigest, is_finite, tensors_digest
+from lit_dlm.ops.digests import TensorDigest, is_finite, tensors_digest, write_tensors
 
 _SHOWN = 5
 _INDEX_FILE = "model.safetensors.index.json"
@@ -166,29 +165,14 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
         path: target file, replaced atomically.
 
     Raises:
-        ValueError: a number is not finite; what was there stays.
+        ValueError: a number is not finite.
+        OSError: the file cannot be written.
+            In both cases what was there stays.
     """
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(f"{path}: not written, since {key} has numbers that are not finite")
-    plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
-    partial = path.with_name(path.name + ".partial")
-    save_file(plain, partial, metadata={"format": "pt", _DIGEST: tensors_digest(plain)})
-    _sort_metadata(partial)
-    partial.chmod(0o644)  # safetensors makes files that only their owner may read
-    os.replace(partial, path)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Orders the facts in a header, which safetensors writes in an order that changes."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        file.seek(8)
-        file.write(
-            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        )
+    write_tensors(tensors, path, {"format": "pt", _DIGEST: tensors_digest(tensors)})
 
 
 def files_digest(files: Iterable[Path]) -> str:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_dlm.ops.digests import is_finite, tensors_digest
+from lit_dlm.ops.digests import is_finite, tensors_digest, write_tensors
 
 _DIGEST = "sha256"
 
@@ -41,14 +40,12 @@ def write_folder(
 
     Raises:
         ValueError: a weight is not finite; what was there stays.
+        OSError: a file cannot be written.
     """
     _require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
-    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    partial = folder / f"{weights}.partial"
-    save_file(plain, partial, metadata={_DIGEST: tensors_digest(plain, text)})
-    os.replace(partial, folder / weights)
+    write_tensors(tensors, folder / weights, {_DIGEST: tensors_digest(tensors, text)})
     partial = folder / f"{config}.partial"
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, folder / config)

@@ -1,11 +1,17 @@
-"""Digests of tensors, as files of weights carry them."""
+"""Files of tensors and the digests that they carry."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -46,6 +52,42 @@ def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
     for name in sorted(tensors):
         digest.add(name, tensors[name])
     return digest.text()
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file beside its target and renames it; equal tensors give equal bytes.
+
+    Args:
+        tensors: by key.
+        path: the file.
+        metadata: facts for its header.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
+    partial = path.with_name(path.name + ".partial")
+    try:
+        save_file(plain, partial, metadata=dict(metadata))
+        _sort_metadata(partial)
+        partial.chmod(0o644)  # safetensors makes files that only their owner may read
+        os.replace(partial, path)
+    except (SafetensorError, OSError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(f"{path}: cannot be written ({error})") from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Orders the facts in a header, which safetensors writes in an order that changes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        file.seek(8)
+        file.write(
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        )
 
 
 def is_finite(tensor: Tensor) -> bool:
