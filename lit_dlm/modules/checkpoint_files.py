@@ -119,7 +119,7 @@ class CheckpointFiles(TorchCheckpointIO):
             weights_only: ignored: nothing but tensors and plain values is ever loaded.
 
         Raises:
-            ValueError: it is damaged, or no checkpoint of a training.
+            ValueError: it is damaged, no checkpoint of a training, or a weight is not finite.
         """
         path = sound(local(path))
         if path.is_dir():
@@ -135,6 +135,9 @@ class CheckpointFiles(TorchCheckpointIO):
         problem = _misfit(found)
         if problem:
             raise ValueError(f"{path}: expected a checkpoint of Lightning, got {problem}")
+        for key, value in found["state_dict"].items():
+            if isinstance(value, torch.Tensor) and not is_finite(value):
+                raise ValueError(f"{path}: {key} has numbers that are not finite")
         return dict(found)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
@@ -39,6 +40,7 @@ from lit_dlm.modules.checkpoint_files import (
     sound,
     write_digests,
 )
+from lit_dlm.ops.digests import is_finite
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -63,7 +65,9 @@ class ShardedStrategy(ModelParallelStrategy):
 
         Raises:
             TypeError: there are storage options.
+            ValueError: a weight is not finite; what was there before stays.
         """
+        self._require_finite(f"{filepath}: not written, since")
         if not self._save_distributed_checkpoint:  # one file, which Lightning replaces as a whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -88,7 +92,7 @@ class ShardedStrategy(ModelParallelStrategy):
             weights_only: ignored: nothing but tensors and plain values is ever loaded.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: it is damaged, or a weight is not finite.
         """
         found: Path | ValueError | OSError
         try:
@@ -99,7 +103,23 @@ class ShardedStrategy(ModelParallelStrategy):
         found = self.broadcast(found)
         if not isinstance(found, Path):
             raise found
-        return super().load_checkpoint(found, weights_only=True)
+        checkpoint = super().load_checkpoint(found, weights_only=True)
+        self._require_finite(f"{found}:")
+        return checkpoint
+
+    def _require_finite(self, beginning: str) -> None:
+        """Looks at what is trained, each process at its part; all of them raise together."""
+        assert self.lightning_module is not None
+        name = next(
+            (
+                name
+                for name, value in self.lightning_module.named_parameters()
+                if value.requires_grad and not is_finite(_local(value.detach()))
+            ),
+            None,
+        )
+        if not self.reduce_boolean_decision(name is None, all=True):
+            raise ValueError(f"{beginning} {name or 'a weight'} has numbers that are not finite")
 
 
 def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-true") -> None:
@@ -238,6 +258,10 @@ def drop_frozen_decoders(
         for name, value in part.named_parameters(remove_duplicate=False):
             if not value.requires_grad:
                 state.pop(f"{prefix}{path}.{name}", None)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

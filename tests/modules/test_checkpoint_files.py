@@ -74,6 +74,9 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"last\.ckpt: not written, since weight is not finite"):
         FILES.save_checkpoint(broken, path)
     assert is_equal(FILES.load_checkpoint(path), checkpoint(1))
+    torch.save(broken, path)
+    with pytest.raises(ValueError, match=r"last\.ckpt: weight has numbers that are not finite"):
+        FILES.load_checkpoint(path)
 
 
 def test_a_flipped_bit_is_refused_or_makes_no_difference(tmp_path: Path) -> None:

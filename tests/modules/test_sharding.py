@@ -293,9 +293,30 @@ def cut_short(rank: int, patch: pytest.MonkeyPatch, moment: str) -> None:
         )
 
 
-def save_cut_short(rank: int, folder: Path) -> dict[str, list[list[float]]]:
+def save_not_finite(rank: int, folder: Path) -> list[str]:
+    """What is said of a weight of rank 1 that is no number, when it is saved and when loaded."""
+    module, told = Scored(backbone(**VARIANTS["full"])), []
+    run = trainer(folder, strategy("fsdp_folder"), 2, save="last", steps=2)
+    run.fit(module)
+    if rank == 1:
+        (first, *_) = (value for value in module.parameters() if value.requires_grad)
+        first.detach().to_local().view(-1)[3] = torch.nan  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="not written") as refusal:
+        run.save_checkpoint(folder / "last.ckpt")
+    told.append(str(refusal.value))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedStrategy, "_require_finite", lambda *_: None)
+        run.save_checkpoint(folder / "old.ckpt")
+    again = trainer(folder, strategy("fsdp_folder"), 2)
+    with pytest.raises(ValueError, match=r"old\.ckpt: ") as refusal:
+        again.fit(module, ckpt_path=str(folder / "old.ckpt"), weights_only=True)
+    told.append(str(refusal.value))
+    return told
+
+
+def save_cut_short(rank: int, folder: Path) -> dict[str, Any]:
     """Steps 1 and 2; steps 3 and 4, whose save is cut short; and these again from ``last``."""
-    results = {}
+    results: dict[str, Any] = {"numbers": save_not_finite(rank, folder / "numbers")}
     for moment in ("write", "rename"):
         at, losses = folder / moment, []
         for part in ("begun", "cut", "resumed"):
@@ -316,7 +337,11 @@ def save_cut_short(rank: int, folder: Path) -> dict[str, list[list[float]]]:
 
 @pytest.mark.ddp
 def test_a_save_that_is_cut_short_leaves_the_former_checkpoint(tmp_path: Path) -> None:
-    for found in in_two_processes(save_cut_short, tmp_path):
+    for rank, found in enumerate(in_two_processes(save_cut_short, tmp_path)):
+        for told in found.pop("numbers"):
+            name = "backbone." if rank == 1 else "a weight "
+            assert name in told
+            assert told.endswith("has numbers that are not finite")
         for begun, cut, resumed in found.values():
             assert (len(begun), len(cut)) == (2, 2)
             assert resumed == cut
