@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from importlib import import_module
 
@@ -105,6 +106,8 @@ def main(args: list[str] | None = None) -> None:
     except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except KeyboardInterrupt:  # before a run has taken the signal over, and in short commands
+        status = 128 + signal.SIGINT
     except (ValueError, OSError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise

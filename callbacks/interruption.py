@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import signal
 import threading
@@ -44,9 +45,15 @@ class Interruption(Callback):
 
     Lightning's own handler leaves with status 0 and without a checkpoint, and waits inside of the
     handler for the other processes.
+
+    A training also ends where its folder has been deleted: what it would save would be a part.
+
+    Args:
+        lock: file in the folder of the run that exists while the run does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: Path | None = None) -> None:
+        self._lock = lock
         self._number = 0
         self._since = 0.0
         self._trainer: Trainer | None = None
@@ -133,9 +140,12 @@ class Interruption(Callback):
         self._saved = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends training behind an optimiser step, in all processes behind the same one."""
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (batch_idx + 1) % every == 0:
+            self._look()
         has_stepped, self._step = trainer.global_step != self._step, trainer.global_step
         # Gradients that are accumulated are in no checkpoint, nor is a validation that is due.
         if not has_stepped or _is_followed(trainer):
@@ -160,6 +170,14 @@ class Interruption(Callback):
             if self._number:
                 self._end_training(trainer, is_repeated=False)
         return False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks for the folder."""
+        self._look()
+
+    def _look(self) -> None:
+        if self._lock is not None and not self._lock.exists():
+            raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self._lock.parent))
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any

@@ -182,7 +182,10 @@ class ResultWriter(BasePredictionWriter):
             self._write_finished()
         except BaseException as error:  # likely what broke the run; the threads must be joined
             if error is not exception:
-                logger.exception("%s: graded rows are lost", self.results.folder)
+                is_ours = not isinstance(error, OSError)
+                logger.error(
+                    "%s: graded rows are lost (%s)", self.results.folder, error, exc_info=is_ours
+                )
         finally:
             self._close()
             target, self._target = self._target, None

@@ -166,7 +166,10 @@ class ShardWriter(BasePredictionWriter):
                 self._put_graded()
         except BaseException as error:  # likely what broke the run; the thread must be joined
             if error is not exception:
-                logger.exception("%s: graded records are lost", self.folder)
+                is_ours = not isinstance(error, OSError)
+                logger.error(
+                    "%s: graded records are lost (%s)", self.folder, error, exc_info=is_ours
+                )
         finally:
             self._queue = None
             target, self._target = self._target, None

@@ -201,7 +201,13 @@ class TrajectoryFolder:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
             if error is not exception and error is not exception.__cause__:
-                logger.exception("%s: not all trajectories could be written", self.folder)
+                is_ours = not isinstance(error, OSError)
+                logger.error(
+                    "%s: not all trajectories could be written (%s)",
+                    self.folder,
+                    error,
+                    exc_info=is_ours,
+                )
 
     def _too_large(self) -> RuntimeError:
         return RuntimeError(

@@ -18,12 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
+def locked(folder: Path, name: str) -> Iterator[Path]:
     """Holds a folder for this process; the lock ends with the process, however that ends.
 
     Args:
         folder: created if need be.
         name: what is done there: ``fit`` and ``predict`` may share a folder.
+
+    Yields:
+        The file that says so.
 
     Raises:
         ValueError: another process holds it; says which, on which host, and since when.
@@ -55,7 +58,7 @@ def locked(folder: Path, name: str) -> Iterator[None]:
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(facts).encode(), 0)
     try:
-        yield
+        yield path
     finally:
         path.unlink(missing_ok=True)
         os.close(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf.errors import OmegaConfBaseException
 
@@ -39,12 +41,17 @@ from lit_dlm.run_lock import locked
 logger = logging.getLogger(__name__)
 
 BASE_CONFIG = FOLDER / "base.yaml"
+_RESTORES = checkpoint_connector.__file__
+_OPTIMISERS = str(Path(torch.optim.__file__).parent)
 _held = ExitStack()
 """The lock of the run folder."""
 
 
 class CLI(LightningCLI):
     """LightningCLI with a run folder and the project's base configuration."""
+
+    lock: Path | None = None
+    """File that exists while the first process of a run does."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what configurations may refer to as ``${run_dir}``."""
@@ -68,7 +75,9 @@ class CLI(LightningCLI):
         if planned is not None:
             rank_zero_only(logger.info)(planned)
         if self.subcommand in ("fit", "predict"):
-            rank_zero_only(_held.enter_context)(locked(Path(options.run_dir), self.subcommand))
+            self.lock = rank_zero_only(_held.enter_context)(
+                locked(Path(options.run_dir), self.subcommand)
+            )
         torch.backends.cuda.matmul.allow_tf32 = options.tf32
 
     @staticmethod
@@ -86,7 +95,7 @@ class CLI(LightningCLI):
         given = self.config_init[self.subcommand].trainer
         if not isinstance(given, Namespace):
             raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
-        self.trainer_defaults["callbacks"] = [callbacks.Interruption()]
+        self.trainer_defaults["callbacks"] = [callbacks.Interruption(self.lock)]
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(callbacks.ProgressBar())
         plugins = given.plugins or []
@@ -157,28 +166,47 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
                 **{name: {"default_config_files": defaults} for name in subcommands},
             },
         )
-    except (ValueError, OSError, OmegaConfBaseException) as error:
-        if os.environ.get("LIT_DLM_TRACEBACK"):
+    except (
+        ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
+        AttributeError,
+    ) as error:  # fmt: skip
+        # What breaks while Lightning clears up after an error is not the cause.
+        cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
+        told = (cause and _told(cause)) or _told(error)
+        if told is None or os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {_told(error)}\n")
-        return 1
-    except RuntimeError as error:
-        # Gloo's errors have no class of their own.
-        if not isinstance(error, torch.distributed.DistError) and "/gloo/" not in str(error):
-            raise
-        sys.stderr.write(
-            "lit-dlm: error: another process of this run has ended, so this one ends, too "
-            f"({str(error).rpartition('] ')[2][:200]})\n"
-        )
+        sys.stderr.write(f"lit-dlm: error: {told}\n")
         return 1
     finally:
         _held.close()
     return 0
 
 
-def _told(error: Exception) -> str:
-    """One line about an error; of a broken reference the key at which it stands."""
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
+def _told(error: Exception) -> str | None:
+    """One line about an error that is none of the program's own."""
+    if isinstance(error, OmegaConfBaseException):
+        if not error.full_key:
+            return explain(str(error))
         key = str(error.full_key).partition(".")[2]  # behind the subcommand
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
-    return explain(str(error))
+    if isinstance(error, ValueError | OSError):
+        return explain(str(error))
+    line = str(error).strip().partition("\n")[0]
+    if isinstance(error, torch.distributed.DistError) or "/gloo/" in line:
+        # Gloo's errors have no class of their own.
+        reason = line.rpartition("] ")[2][:200]
+        return f"another process of this run has ended, so this one ends, too ({reason})"
+    if line.startswith("DataLoader worker"):
+        return (
+            f"{line.rstrip('. ')}; the same command goes on (fit with --ckpt_path last), with a "
+            "smaller num_workers if memory ran out"
+        )
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(
+        code.co_filename.startswith(_OPTIMISERS)
+        or (code.co_filename == _RESTORES and "restore" in code.co_name)
+        for code in frames
+    ):
+        reason = f"{type(error).__name__}: {line}"
+        return f"ckpt_path: the state of training does not fit this run ({reason})"
+    return None

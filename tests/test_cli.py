@@ -93,3 +93,12 @@ def test_a_reader_that_has_seen_enough_gets_no_error():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lit_dlm.recipes.main", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main(["recipes"])

@@ -106,7 +106,7 @@ def test_a_module_that_captures_nothing_is_one_clear_error(tmp_path):
         predict(tmp_path, trace_module(capture=False))
 
 
-def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeypatch):
+def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeypatch, caplog):
     """The third block cannot be written, nor anything after it."""
     plain, calls = os.fsync, []
 
@@ -120,6 +120,7 @@ def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeyp
     with pytest.raises(OSError, match="No space left on device") as error:
         predict(tmp_path)
     assert "demo-train-r00000-w000-000000.tar.tmp-" in error.value.filename
+    assert all(record.exc_info is None or record.exc_info is False for record in caplog.records)
     assert completed_uids(tmp_path) == set()
     monkeypatch.undo()
     module = trace_module()

@@ -7,9 +7,11 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from safetensors.torch import load_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
@@ -250,6 +252,51 @@ def test_a_checkpoint_leaves_the_settings_of_the_command_as_they_are(whole: Path
         (tmp_path / name).symlink_to(whole / name)
     run(*FIT[:-1], f"--ckpt_path={tmp_path / 'foreign.ckpt'}", f"--run_dir={tmp_path}")
     assert (tmp_path / "policy" / "config.json").is_file()
+
+
+def test_a_checkpoint_whose_state_does_not_fit_is_one_clear_error(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Wrong where Lightning restores it, and where the optimiser first uses it."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    path = tmp_path / "foreign.ckpt"
+    stored = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    del stored["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]
+    torch.save(stored, path)
+    command = [*FIT[:-1], "--trainer.max_steps=13", f"--ckpt_path={path}", f"--run_dir={tmp_path}"]
+    error = fails(capsys, *command)
+    assert "ckpt_path: the state of training does not fit this run (KeyError: 'total')" in error
+    stored = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
+    stored["optimizer_states"][0]["state"][0]["exp_avg"] = -3
+    torch.save(stored, path)
+    error = fails(capsys, *command)
+    assert "ckpt_path: the state of training does not fit this run (AttributeError: " in error
+
+
+class DeleteRun(Callback):
+    """Deletes the folder of a run before its third optimiser step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            shutil.rmtree(self.folder)
+
+
+def test_a_training_ends_where_its_folder_is_deleted(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("traces", "projector"):
+        shutil.copytree(whole / name, tmp_path / "run" / name)
+    callback = {"class_path": f"{__name__}.DeleteRun", "init_args": {"folder": f"{tmp_path}/run"}}
+    error = fails(
+        capsys, *FIT, f"--run_dir={tmp_path / 'run'}", "--trainer.log_every_n_steps=1",
+        f"--trainer.callbacks+={json.dumps(callback)}",
+    )  # fmt: skip
+    assert "deleted during the run" in error
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("path", ["http://127.0.0.1:9/last.ckpt", "s3://bucket/last.ckpt"])

@@ -177,8 +177,14 @@ class BackgroundWriter:
         except BaseException as error:  # whatever it is belongs to the caller, not to this thread
             try:
                 self._writer.close()
-            except BaseException:  # the first error is the one to report
-                logger.exception("%s: the last shard could not be finished", self._writer.folder)
+            except BaseException as failure:  # the first error is the one to report
+                is_ours = not isinstance(failure, OSError)
+                logger.error(
+                    "%s: the last shard could not be finished (%s)",
+                    self._writer.folder,
+                    failure,
+                    exc_info=is_ours,
+                )
             with self._changed:
                 self._error = error
                 self._queue.clear()
