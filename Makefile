@@ -60,7 +60,7 @@ test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml a
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
 
-faults: install  ## End runs at random moments and compare what they leave (about an hour)
+faults: install  ## Let runs meet faults and compare what they leave (an hour; goes on where it was)
 	$(BIN)/python experiments/faults.py
 
 docs: install  ## Build the documentation site in build/site
