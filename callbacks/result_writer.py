@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 from rich.console import Console
 
-from callbacks.grading_queue import GradingQueue
+from callbacks.grading_queue import GradedWriter, GradingQueue
 from callbacks.shard_writer import ShardWriter, grade_facts
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
@@ -35,7 +34,7 @@ from lit_dlm.trajectories.store.provenance import hardware_facts, software_facts
 logger = logging.getLogger(__name__)
 
 
-class ResultWriter(BasePredictionWriter):
+class ResultWriter(GradedWriter):
     """Writes one JSON line per sample, and at the end a summary, a table and a plot.
 
     With ``model.level`` and ``data.trajectories_dir`` set it also writes the trajectory of every
@@ -50,15 +49,13 @@ class ResultWriter(BasePredictionWriter):
     def __init__(
         self, run_dir: str, *, num_workers: int = 1, order: list[str] | None = None
     ) -> None:
-        super().__init__(write_interval="batch")
+        super().__init__()
         if num_workers < 1:
             raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
         self.run_dir = Path(run_dir)
         self.results = ResultFolder(self.run_dir / "results")
         self.num_workers = num_workers
         self.order = order
-        self._queue: GradingQueue | None = None
-        self._target: TrajectoryFolder | None = None
         self._rank = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -111,52 +108,22 @@ class ResultWriter(BasePredictionWriter):
         trainer.strategy.barrier("results_checked")
         return target
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
-        """Hands a batch to the graders and writes every batch whose grades are complete."""
-        assert self._queue is not None
-        self._queue.submit(prediction)
-        self._write_finished()
+    def write(self, decoded: DecodedBatch, verdicts: list[Verdict] | None) -> None:
+        """Appends the rows of a batch, then queues its trajectories."""
+        assert verdicts is not None
+        rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
+        if self._target is not None:
+            folder = os.path.relpath(self._target.folder, self.run_dir)
+            rows = [
+                replace(row, trajectory=_named(record, folder))
+                for row, record in zip(rows, decoded.trajectories, strict=True)
+            ]
+        self.results.append(rows, rank=self._rank)
+        if self._target is not None:
+            self._target.put(decoded, [grade_facts(verdict) for verdict in verdicts])
 
-    def _write_finished(self, *, wait: bool = False) -> None:
-        assert self._queue is not None
-        for decoded, verdicts in self._queue.finished(wait=wait):
-            rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
-            if self._target is not None:
-                folder = os.path.relpath(self._target.folder, self.run_dir)
-                rows = [
-                    replace(row, trajectory=_named(record, folder))
-                    for row, record in zip(rows, decoded.trajectories, strict=True)
-                ]
-            self.results.append(rows, rank=self._rank)
-            if self._target is not None:
-                self._target.put(decoded, [grade_facts(verdict) for verdict in verdicts])
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Waits for the last grades, then rank 0 writes the summary, the tables and the plot.
-
-        Not in ``on_predict_end``: Lightning skips that where a process has no work left, and all
-        processes must meet here.
-        """
-        if self._queue is None:
-            return
-        try:
-            self._write_finished(wait=True)
-        except BaseException as error:  # the threads must be joined whatever happens
-            self.on_exception(trainer, pl_module, error)
-            raise
-        self._close()
-        target, self._target = self._target, None
-        if target is not None:
-            target.close(trainer)
+    def finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rank 0 writes the summary, the tables and the plot."""
         trainer.strategy.barrier("results")
         if trainer.is_global_zero:
             assert isinstance(pl_module, DecodeModule)
@@ -166,31 +133,6 @@ class ResultWriter(BasePredictionWriter):
             self.results.write_facts(_facts(trainer, pl_module))
             write_report(summaries, self.run_dir, Console())
             _log(trainer, summaries, self.run_dir / "front.png")
-
-    def _close(self) -> None:
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Keeps what is already graded when the run breaks off."""
-        if self._queue is None:
-            return
-        try:
-            self._write_finished()
-        except BaseException as error:  # likely what broke the run; the threads must be joined
-            if error is not exception:
-                is_ours = not isinstance(error, OSError)
-                logger.error(
-                    "%s: graded rows are lost (%s)", self.results.folder, error, exc_info=is_ours
-                )
-        finally:
-            self._close()
-            target, self._target = self._target, None
-            if target is not None:
-                target.break_off(exception)
 
 
 def _named(record: Trajectory, folder: str) -> dict[str, str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
 
-from callbacks.grading_queue import GradingQueue
+from callbacks.grading_queue import GradedWriter, GradingQueue
 from callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
@@ -18,7 +16,7 @@ from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 logger = logging.getLogger(__name__)
 
 
-class ShardWriter(BasePredictionWriter):
+class ShardWriter(GradedWriter):
     """Puts the captured records of every batch into the shards of this process.
 
     A thread encodes and writes them beside the decode. What a killed run left in the folder is
@@ -56,7 +54,7 @@ class ShardWriter(BasePredictionWriter):
         max_gigabytes: float | None = None,
         max_queue_megabytes: int = 256,
     ) -> None:
-        super().__init__(write_interval="batch")
+        super().__init__()
         if max_gigabytes is not None and max_gigabytes <= 0:
             raise ValueError(f"max_gigabytes: expected a positive number, got {max_gigabytes}")
         if max_queue_megabytes < 1:
@@ -72,8 +70,6 @@ class ShardWriter(BasePredictionWriter):
         self.max_queue_megabytes = max_queue_megabytes
         self.grade = grade
         self.num_workers = num_workers
-        self._queue: GradingQueue | None = None
-        self._target: TrajectoryFolder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Recovers the folder on rank 0 and opens this process's writer."""
@@ -101,84 +97,16 @@ class ShardWriter(BasePredictionWriter):
             max_queue_bytes=self.max_queue_megabytes * 2**20,
         )
 
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write(self, decoded: DecodedBatch, verdicts: list[Verdict] | None) -> None:
         """Queues the records of one batch.
 
         Raises:
-            ValueError: If the prediction carries no trajectories.
             RuntimeError: If the folder has reached ``max_gigabytes``.
             BaseException: What broke the writer since the last batch.
         """
         assert self._target is not None
-        if not isinstance(prediction, DecodedBatch) or prediction.captured is None:
-            raise ValueError(
-                "ShardWriter: the prediction carries no trajectories; use a module that captures "
-                "them (model.level)"
-            )
-        if self._queue is None:
-            self._target.put(prediction)
-        else:
-            self._queue.submit(prediction)
-            self._put_graded()
-
-    def _put_graded(self, *, wait: bool = False) -> None:
-        assert self._queue is not None
-        assert self._target is not None
-        for decoded, verdicts in self._queue.finished(wait=wait):
-            self._target.put(decoded, [grade_facts(verdict) for verdict in verdicts])
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finishes the shards; when all processes have, rank 0 merges the manifest.
-
-        Not in ``on_predict_end``: Lightning skips that where a process has no work left, and all
-        processes must meet here.
-        """
-        if self._target is None:
-            return
-        try:
-            if self._queue is not None:
-                self._put_graded(wait=True)
-        except BaseException as error:  # the thread must be joined whatever happens
-            self.on_exception(trainer, pl_module, error)
-            raise
-        self._close_queue()
-        target, self._target = self._target, None
-        target.close(trainer)
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Finishes the shards when the run breaks off, and lets the exception go on."""
-        if self._target is None:
-            return
-        try:
-            if self._queue is not None:
-                self._queue.close()
-                self._put_graded()
-        except BaseException as error:  # likely what broke the run; the thread must be joined
-            if error is not exception:
-                is_ours = not isinstance(error, OSError)
-                logger.error(
-                    "%s: graded records are lost (%s)", self.folder, error, exc_info=is_ours
-                )
-        finally:
-            self._queue = None
-            target, self._target = self._target, None
-            target.break_off(exception)
-
-    def _close_queue(self) -> None:
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
+        facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
+        self._target.put(decoded, facts)
 
 
 def grade_facts(verdict: Verdict) -> dict[str, Any]:

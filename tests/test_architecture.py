@@ -74,8 +74,7 @@ PERMITTED = {
     "pickles run code when loaded": {"lit_dlm/modules/checkpoint_files.py"},
     # A thread hands whatever happened to its caller; a callback must join that thread.
     "hides faults": {
-        "callbacks/result_writer.py",
-        "callbacks/shard_writer.py",
+        "callbacks/grading_queue.py",
         "callbacks/trajectory_folder.py",
         "lit_dlm/trajectories/store/background.py",
     },
