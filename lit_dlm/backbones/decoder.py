@@ -62,8 +62,9 @@ class StoredDecoder(nn.Module):
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
         merge_adapter: whether to add the loaded adapter to the weights at once, which costs
             nothing per forward but can no longer be undone.
-        compile: whether to compile the decoder layers with ``torch.compile``; forwards with a cache
-            run uncompiled.
+        compile: ``true`` compiles the decoder layers with ``torch.compile``, for forwards without a
+            cache. ``cuda_graphs`` is for decoding with a cache on a GPU: forwards of up to 512
+            columns are recorded once and replayed (:mod:`~lit_dlm.backbones.graphs`).
         gradient_checkpointing: which activations training computes again in the backward instead
             of keeping them: ``true`` those of every layer but its input, a number ``n`` those of
             every ``n``-th layer, ``selective`` what is cheap, all but the outputs of matrix
@@ -92,7 +93,7 @@ class StoredDecoder(nn.Module):
         lora: LoRASettings | None = None,
         adapter: str | None = None,
         merge_adapter: bool = False,
-        compile: bool = False,
+        compile: bool | Literal["cuda_graphs"] = False,
         gradient_checkpointing: bool | int | Literal["selective"] = False,
         load_in_4bit: bool = False,
     ) -> None:
@@ -210,7 +211,8 @@ class StoredDecoder(nn.Module):
                 layer._gradient_checkpointing_func = adapters.recomputed(
                     layer, keep_products=is_selective
                 )
-        if compile:
+        self._replays_steps = compile == "cuda_graphs"
+        if compile is True:
             # Layer by layer: one graph serves all of them, and the hooks that read hidden states
             # stay outside. nn.Module.compile would put them inside, where later ones are not seen.
             for layer in self.model.model.layers:
@@ -621,7 +623,7 @@ def fuse_norms(model: PreTrainedModel) -> None:
                 setattr(module, name, fused)
 
 
-def _last_layer(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _last_layer(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a decoder's last layer, which ends with the rows that are read.
 
     Args:

@@ -177,6 +177,11 @@ class HFBackbone(StoredDecoder, Backbone):
             num_heads=self.architecture.kv_heads,
         )
 
+    @property
+    def replays_steps(self) -> bool:
+        """Whether forwards of a few columns are replayed as graphs (``compile: cuda_graphs``)."""
+        return self._replays_steps
+
     def _compute_dtype(self) -> torch.dtype:
         """Dtype of products: that of autocast where it is on."""
         kind = self.device.type

@@ -376,16 +376,16 @@ class CacheSession:
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
         is_alike = self._block_causal or len(entered) in (0, len(spans))
+        forced = self._first_cells(state, entered) if self._commits_first else None
         if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(entered)
-            self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
-        else:
-            others = [row for row in range(len(spans)) if row not in entered]
-            for rows in (entered, others):
-                self._canvas.forward(
-                    state.ids, [spans[row] for row in rows], rows=rows, columns=columns
-                )
-        forced = self._first_cells(state, entered) if self._commits_first else None
+            denoised = self._canvas.predict(state.ids, spans, columns, block_causal=several_blocks)
+            return denoised, forced
+        others = [row for row in range(len(spans)) if row not in entered]
+        for rows in (entered, others):
+            self._canvas.forward(
+                state.ids, [spans[row] for row in rows], rows=rows, columns=columns
+            )
         return self._canvas.read(columns), forced
 
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:

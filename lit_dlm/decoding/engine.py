@@ -198,7 +198,7 @@ def decode_queue(
                 kept = [row for row in range(len(frontier)) if row not in gone]
                 index = torch.tensor(kept).to(state.ids.device, non_blocking=True)
                 state = state.take(index)
-                tally.take(kept)
+                tally.take(kept, index)
                 if session is not None:
                     session.take(kept, index)
                 frontier = [frontier[row] for row in kept]
@@ -225,14 +225,14 @@ def decode_queue(
             observer.on_step(record)
         clock += time.perf_counter() - looked  # nor are observers
         masked = state.editable & (new_ids == state.mask_id)
-        tally.add(state, record.commit, decision.stalled)
+        tally.add(record.commit, decision.decided)
         state = replace(
             state,
             ids=new_ids,
             masked=masked,
             step=state.step + 1,
-            block_step=state.block_step + 1,
-            written=new_ids != state.ids,
+            block_step=state.block_step + 1 if quota.counts_blocks else state.block_step,
+            written=record.commit if decision.ended is None else new_ids != state.ids,
         )
         frontier = _frontier(masked, decision.ended, record.proposal.prob)
         if _BROKEN in frontier:
@@ -279,10 +279,10 @@ class Decision:
 
     record: StepRecord
     """The step as observers see it; its state has entered the window's block."""
-    stalled: Tensor
-    """``(b,)`` bool: the policy committed nothing, so the stall rule decided."""
-    ended: Tensor
-    """``(b,)`` bool: the end-of-text rule ends the row after this step."""
+    decided: Tensor
+    """``(b,)`` bool: the policy committed something; where not, the stall rule decided."""
+    ended: Tensor | None
+    """``(b,)`` bool: the end-of-text rule ends the row after this step; ``None`` without one."""
     policy_span: Span | None = None
     """Time that the policy took; ``None`` where no policy decided."""
 
@@ -321,7 +321,7 @@ def decide(
         The decision. The canvas itself is not changed.
     """
     view = window.view(state)
-    state = enter_block(state, view)
+    state = enter_block(state, view, counts=quota.counts_blocks)
     # The head runs at the window's columns alone, unless somebody reads the whole response.
     columns = view.columns
     if "region" in requires:
@@ -350,13 +350,13 @@ def decide(
         commit = top_quota(selection.scores, commit, settings.max_commits_per_step)
     if forced is not None:
         commit = commit | forced
-    stalled = ~commit.any(1)
+    decided = commit.any(1)
     # On the CPU the question costs less than the ranking that it mostly saves.
-    if settings.stall_rule == "top1" and (stalled.device.type != "cpu" or bool(stalled.any())):
+    if settings.stall_rule == "top1" and (decided.device.type != "cpu" or not bool(decided.all())):
         best = top_quota(selection.scores, candidates, 1)
-        commit = torch.where(stalled[:, None], best, commit)
+        commit = torch.where(decided[:, None], commit, best)
     new_ids = torch.where(commit, proposal.ids, state.ids)
-    ended = torch.zeros_like(stalled)
+    ended = None
     if settings.eos_rule != "none":
         new_ids, ended = _apply_eos_rule(state, new_ids, fill=settings.eos_rule == "fill")
     record = StepRecord(
@@ -368,7 +368,7 @@ def decide(
         new_ids=new_ids,
         denoised=denoised if "logits" in requires else None,
     )
-    return Decision(record, stalled, ended, policy_span)
+    return Decision(record, decided, ended, policy_span)
 
 
 def _denoise(
@@ -391,10 +391,10 @@ def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None =
     One transfer tells how many rows are left, which ones, how the others ended, in which block
     each of them is, and which have a probability that is not a number.
     """
-    column = first_column(masked)
+    has_masks, column = masked.view(torch.uint8).max(1)
     if ended is not None:
-        column = torch.where(ended, _ENDED, column)
-    column = torch.where(masked.any(1), column, _COMPLETE)
+        column = column.masked_fill(ended, _ENDED)
+    column = column.masked_fill(has_masks == 0, _COMPLETE)
     if prob is not None:
         column = column.masked_fill(prob.sum(1).isnan(), _BROKEN)
     return column.tolist()
@@ -466,8 +466,10 @@ def _hidden_layers(plugs: Iterable[object]) -> tuple[int, ...]:
     return asked.pop()
 
 
-def enter_block(state: DecodeState, view: WindowView) -> DecodeState:
-    """Starts the count of steps and masks in rows that came into a new block."""
+def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
+    """Starts the count of steps and masks in rows that came into a new block, if one is wanted."""
+    if not counts:
+        return replace(state, block=view.block, num_blocks=view.num_blocks)
     entered = view.block != state.block
     return replace(
         state,
@@ -514,13 +516,13 @@ class _Tally:
         self, state: DecodeState, settings: DecodeSettings, *, forwards_per_step: int
     ) -> None:
         zeros = torch.zeros_like(state.rows)
-        self._idle, self._stalled = zeros, zeros.clone()  # (B,), by place
+        self._written, self._decided = zeros, zeros.clone()  # (b,) steps
         self._settings, self._forwards_per_step = settings, forwards_per_step
         self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that were there all the time
         self._rows = self._entered(state, range(len(state.rows)))
         self._ended: list[_EndedRow] = []
-        self._left: list[DecodeState] = []
+        self._left: list[tuple[DecodeState, Tensor, Tensor]] = []
 
     def _entered(self, state: DecodeState, places: Iterable[int]) -> list[_Row]:
         length = state.ids.shape[1] - state.start
@@ -541,11 +543,11 @@ class _Tally:
         """Whether a row of the batch has had all its steps."""
         return self._num_steps - self._rows[row].first_step >= self._rows[row].budget
 
-    def add(self, state: DecodeState, commit: Tensor, stalled: Tensor) -> None:
+    def add(self, commit: Tensor, decided: Tensor) -> None:
         """Counts a step."""
         self._num_steps += 1
-        self._idle.index_add_(0, state.rows, (~commit.any(1)).long())
-        self._stalled.index_add_(0, state.rows, stalled.long())
+        self._written += commit.any(1)
+        self._decided += decided
 
     def add_seconds(self, seconds: float, policy_span: Span | None) -> None:
         """Shares the time of a step, for whose end the host has waited."""
@@ -561,7 +563,8 @@ class _Tally:
         session: CacheSession | None,
     ) -> None:
         """Keeps rows that have ended."""
-        self._left.append(state.take(torch.tensor(ended).to(state.ids.device, non_blocking=True)))
+        index = torch.tensor(ended).to(state.ids.device, non_blocking=True)
+        self._left.append((state.take(index), self._written[index], self._decided[index]))
         for row in ended:
             begun = self._rows[row]
             self._ended.append(
@@ -575,9 +578,10 @@ class _Tally:
                 )
             )
 
-    def take(self, kept: Sequence[int]) -> None:
+    def take(self, kept: Sequence[int], index: Tensor) -> None:
         """The other rows leave the batch."""
         self._rows = [self._rows[row] for row in kept]
+        self._written, self._decided = self._written[index], self._decided[index]
 
     def replace(self, replaced: Sequence[int], entering: DecodeState) -> int:
         """Rows enter.
@@ -590,12 +594,12 @@ class _Tally:
             By how many columns the batch should grow on the left to hold their prompts, or shrink
             where an eighth of it at least would be padding in every row.
         """
-        start, length = self._left[-1].start, self._left[-1].ids.shape[1]
+        start, length = self._left[-1][0].start, self._left[-1][0].ids.shape[1]
         places = [self._rows[row].place for row in replaced]
         for row, one in zip(replaced, self._entered(entering, places), strict=True):
             self._rows[row] = one
-        self._idle[places] = 0
-        self._stalled[places] = 0
+        self._written[replaced] = 0
+        self._decided[replaced] = 0
         self._left = []
         gone = {one.place for one in self._ended} - set(places)
         self._ended = []
@@ -605,16 +609,16 @@ class _Tally:
 
     def result(self, session: CacheSession | None) -> DecodeResult:
         """The result of the rows that have ended."""
-        last = self._left[-1]
+        last = self._left[-1][0]
         device = last.ids.device
         order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].place)
         ended = [self._ended[number] for number in order]
         index = torch.tensor(order).to(device, non_blocking=True)
 
         def joined(name: str) -> Tensor:
-            return torch.cat([getattr(one, name) for one in self._left])[index]
+            return torch.cat([getattr(one, name) for one, _, _ in self._left])[index]
 
-        places, given = joined("rows"), ~joined("editable")
+        given = ~joined("editable")
         num_steps = torch.tensor([one.num_steps for one in ended], device=device)
         count_stalls = self._settings.stall_rule == "top1"
         return DecodeResult(
@@ -623,8 +627,10 @@ class _Tally:
             start=last.start,
             seeds=joined("seeds"),
             num_steps=num_steps,
-            idle_steps=self._idle[places],
-            stalled_steps=self._stalled[places] if count_stalls else torch.zeros_like(num_steps),
+            idle_steps=num_steps - torch.cat([written for _, written, _ in self._left])[index],
+            stalled_steps=num_steps - torch.cat([decided for *_, decided in self._left])[index]
+            if count_stalls
+            else torch.zeros_like(num_steps),
             policy_forwards=num_steps * self._forwards_per_step,
             seconds=_float64([one.seconds for one in ended]),
             policy_seconds=_float64([one.policy_seconds for one in ended]),

@@ -15,6 +15,9 @@ from lit_dlm.plugs import Plug
 class Quota(Plug):
     """Decides how many cells a step commits."""
 
+    counts_blocks: bool = True
+    """Whether it reads the steps and masks of a row's block (``block_step``, ``block_masks``)."""
+
     @abstractmethod
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """``(b,)`` int64 commits per row, or ``None`` when the policy decides alone."""
@@ -23,6 +26,8 @@ class Quota(Plug):
 class NoQuota(Quota):
     """The policy decides how many."""
 
+    counts_blocks = False
+
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
         """Always ``None``."""
         return None
@@ -30,6 +35,8 @@ class NoQuota(Quota):
 
 class FixedQuota(Quota):
     """The same number of commits in every step."""
+
+    counts_blocks = False
 
     def __init__(self, tokens_per_step: int = 1) -> None:
         """Sets the number of cells per step."""
@@ -133,6 +140,8 @@ class BudgetQuota(Quota):
     thus take even shares; those that may commit more, such as thresholds, need fewer later. With
     blocks every one of them gets at least a step.
     """
+
+    counts_blocks = False
 
     def __init__(self, steps: int) -> None:
         """Sets the number of steps."""

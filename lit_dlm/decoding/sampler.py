@@ -117,7 +117,11 @@ class Sampler:
         for raw, keys in self._chunks(state, denoised.logits, columns, order):
             part = slice(first, first + len(raw))
             first = part.stop
-            for name, values in self._scores(raw, *keys, requires).items():
+            found = self._scores(raw, *keys, requires)
+            if len(raw) == columns.numel():
+                scores = found
+                break
+            for name, values in found.items():
                 # Filled rather than joined at the end: small tensors that outlive the large ones
                 # of a chunk would leave holes in the host's memory.
                 scores.setdefault(name, values.new_empty(columns.numel()))[part] = values
@@ -139,7 +143,9 @@ class Sampler:
         flat, dtype = logits.reshape(-1, V), getattr(torch, self.score_dtype)
         steps = state.step[:, None].expand_as(columns).flatten()
         seeds = state.seeds[:, None].expand_as(columns).flatten()
-        positions = state.positions.gather(1, columns).flatten()
+        positions = seeds
+        if self.temperature > 0.0:
+            positions = state.positions.gather(1, columns).flatten()
         picked = None
         if order is not None:
             picked = (order + K * torch.arange(b, device=order.device)[:, None]).flatten()

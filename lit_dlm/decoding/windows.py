@@ -66,7 +66,7 @@ def first_column(is_in: Tensor) -> Tensor:
     Returns:
         ``(b,)`` int64.
     """
-    return is_in.to(torch.uint8).argmax(1)
+    return is_in.view(torch.uint8).argmax(1)
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
@@ -131,16 +131,15 @@ class BlockWindow(Window):
         origin: int | Tensor = state.start
         if self.origin == "sequence":
             origin = L - 1 - state.positions[:, -1]  # the column of the first real token
-        begin = self._begin(first_column(state.masked), origin)
-        in_block = (columns >= begin[:, None]) & (columns < (begin + self.block_length)[:, None])
+        begin = self._begin(first_column(state.masked), origin)[:, None]
         longest = L - state.start if self.origin == "response" else L
-        offsets = torch.arange(min(self.block_length, longest), device=columns.device)
         return WindowView(
-            candidates=state.masked & in_block,
+            # Left of a row's leftmost block there are no masks.
+            candidates=state.masked & (columns < begin + self.block_length),
             # A last block that is cut short repeats its last column, which is harmless.
-            columns=(begin[:, None] + offsets).clamp_max(L - 1),
+            columns=(begin + columns[: min(self.block_length, longest)]).clamp_max(L - 1),
             # Rounded up: a first block that begins in the prompt is block 0.
-            block=(begin - state.start + self.block_length - 1) // self.block_length,
+            block=(begin[:, 0] + (self.block_length - 1 - state.start)) // self.block_length,
             num_blocks=-(-(L - state.start) // self.block_length),
         )
 
@@ -151,7 +150,7 @@ class BlockWindow(Window):
 
     def _begin(self, column: Any, origin: Any) -> Any:
         """First column of the block around a column, for integers and for tensors."""
-        return origin + (column - origin) // self.block_length * self.block_length
+        return column - (column - origin) % self.block_length
 
     def describe(self) -> dict[str, Any]:
         """Settings; the origin only where it is not the response, as in older records."""
@@ -218,12 +217,10 @@ class SlidingWindow(Window):
         """The masked cells in ``[a, a + width)``, with ``a`` the row's first masked column."""
         L = state.ids.shape[1]
         columns = torch.arange(L, device=state.ids.device)
-        begin = first_column(state.masked)
-        inside = columns < (begin + self.width)[:, None]
-        offsets = torch.arange(min(self.width, L - state.start), device=columns.device)
+        begin = first_column(state.masked)[:, None]
         return WindowView(
-            candidates=state.masked & inside,
-            columns=(begin[:, None] + offsets).clamp_max(L - 1),
+            candidates=state.masked & (columns < begin + self.width),
+            columns=(begin + columns[: min(self.width, L - state.start)]).clamp_max(L - 1),
             block=torch.zeros_like(state.rows),
             num_blocks=1,
         )

@@ -58,14 +58,9 @@ def rank_descending(scores: Tensor, candidates: Tensor) -> Tensor:
     Returns:
         ``(B, L)`` int64; candidates get 0, 1, 2, ..., all other columns come after them.
     """
-    order = scores.masked_fill(~candidates, -torch.inf)
-    # A candidate may itself score -inf; it still ranks before every column outside the set.
-    order = torch.argsort(order, dim=1, descending=True, stable=True)
-    outside = (~candidates).gather(1, order).to(torch.int8)
-    order = order.gather(1, torch.argsort(outside, dim=1, stable=True))
-    ranks = torch.empty_like(order)
+    order = _among(scores, candidates).argsort(dim=1, descending=True, stable=True)
     columns = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    return ranks.scatter_(1, order, columns)
+    return torch.empty_like(order).scatter_(1, order, columns)
 
 
 def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor:
@@ -79,5 +74,14 @@ def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor
     Returns:
         ``(B, L)`` bool, a subset of ``candidates``.
     """
+    if isinstance(quota, int) and quota == 1:
+        best = _among(scores, candidates).argmax(1, keepdim=True)
+        return torch.zeros_like(candidates).scatter_(1, best, True) & candidates
     limit = quota[:, None] if isinstance(quota, Tensor) else quota
     return candidates & (rank_descending(scores, candidates) < limit)
+
+
+def _among(scores: Tensor, candidates: Tensor) -> Tensor:
+    """Scores by which every candidate, be its own ``-inf``, comes before all other columns."""
+    least = torch.finfo(scores.dtype).min
+    return scores.clamp_min(least).masked_fill_(~candidates, -torch.inf)

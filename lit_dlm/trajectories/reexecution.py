@@ -214,7 +214,7 @@ def teacher_forced(
                 if on_step is not None:
                     on_step(len(state.rows))
             else:  # without a decision, but quotas count the steps of a block
-                state = enter_block(state, window.view(state))
+                state = enter_block(state, window.view(state), counts=True)
             # On with the recorded tokens: one difference must not cause others.
             state = _advanced(state, after)
     return [tally.verdict(tolerance, independent=True) for tally in tallies]
@@ -329,9 +329,9 @@ class _FirstDifference:
         self._step += 1
         self.requires = self._captured(self._step) | {"logits"}
         after = _recorded_after(self._records, state, step)
-        stalled = torch.zeros_like(state.rows, dtype=torch.bool)
+        decided = torch.ones_like(state.rows, dtype=torch.bool)
         stored = None if self._margins is None else self._margins[state.rows]
-        decision = Decision(record, stalled, stalled)
+        decision = Decision(record, decided, None)
         compared = compare_step(decision, after, self._decoder, stored)
         differs, margins = compared.differs.tolist(), compared.margin.tolist()
         for i, row in enumerate(state.rows.tolist()):
@@ -408,9 +408,10 @@ def tally_step(
     num_equal = (wrote & (step.new_ids == after)).sum(1).tolist()
     differing = step.new_ids != after
     is_open = (state.editable & (step.new_ids == state.mask_id)).any(1)
+    has_ended = torch.zeros_like(is_open) if decision.ended is None else decision.ended
     status = [
         "complete" if not left else "eos" if ended else _STATUS_OPEN
-        for left, ended in zip(is_open.tolist(), decision.ended.tolist(), strict=True)
+        for left, ended in zip(is_open.tolist(), has_ended.tolist(), strict=True)
     ]
     for i, row in enumerate(state.rows.tolist()):
         tally = tallies[row]

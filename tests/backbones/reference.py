@@ -249,7 +249,7 @@ def slow_varlen_attn(
     for number, count in enumerate(seqused_k.tolist()):
         begin, end = cu_seq_q[number : number + 2].tolist()
         keys = slice(int(cu_seq_k[number]), int(cu_seq_k[number]) + count)
-        assert 0 < end - begin <= max_q
+        assert 0 <= end - begin <= max_q
         assert 0 < count <= max_k
         for head in range(query.shape[1]):
             scores = query[begin:end, head] @ key[keys, head // groups].T * scale

@@ -63,3 +63,14 @@ def test_top_quota_takes_at_most_the_quota_and_only_candidates():
         [True, False, True, False],
         [True, True, True, False],
     ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_single_best_candidate_is_that_of_the_order(seed: int):
+    """Among ties and candidates of -inf too; none where there is no candidate."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 3, (6, 9), generator=generator).float().log()
+    candidates = torch.rand(6, 9, generator=generator) < torch.linspace(0.0, 0.8, 6)[:, None]
+    best = top_quota(scores, candidates, 1)
+    assert best.tolist() == (candidates & (rank_descending(scores, candidates) < 1)).tolist()
+    assert best.any(1).tolist() == candidates.any(1).tolist()
