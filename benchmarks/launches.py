@@ -1,8 +1,9 @@
 """What a step asks of a GPU, counted without one: launches, bytes, waits and mixed devices.
 
-The decode loop runs on meta tensors at the sizes of released models: every shape, branch and
-transfer is real and nothing is computed. ``meta`` stands for the GPU, so that a tensor of the CPU
-that meets one of meta is a mistake that a GPU would refuse or wait for.
+The decode loop and the training steps (``training_launches.py``) run on meta tensors at the sizes
+of released models: every shape, branch and transfer is real and nothing is computed. ``meta``
+stands for the GPU, so that a tensor of the CPU that meets one of meta is a mistake that a GPU would
+refuse or wait for.
 
 The roofline takes every launch as long as its bytes or its arithmetic need, whichever is longer,
 at 4.0 TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. SDPA under a mask
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_dlm.backbones import graphs
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.decoding import (
@@ -117,10 +119,12 @@ class LaunchCounter(TorchFunctionMode):
 
     Args:
         answer: what the host reads where it asks for the values of a tensor.
+        num_true: entries of a boolean tensor that are found where they are looked for.
     """
 
-    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+    def __init__(self, answer: Callable[[Tensor], Any], *, num_true: int = 0) -> None:
         super().__init__()
+        self.num_true = num_true
         self.counts = Counts()
         self._answer = answer
         self._operations = _Operations(self)
@@ -133,6 +137,24 @@ class LaunchCounter(TorchFunctionMode):
         super().__exit__(*exception)
         self._operations.__exit__(*exception)
 
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Tensor, graphs.Replay]:
+        """Stands for a CUDA graph: its replay is one launch with the bytes and the time of many.
+
+        Raises:
+            RuntimeError: the host waits in it, or it mixes devices, which no graph may.
+        """
+        outer, self.counts = self.counts, Counts()
+        output = work()
+        inner, self.counts = self.counts, outer
+        if inner.waits or inner.mixed or inner.by_name["upload"]:
+            raise RuntimeError(f"not for a graph: {inner.waits}, {inner.mixed}, {inner.by_name}")
+
+        def replay() -> None:
+            self.counts.add("graph", inner.bytes)
+            self.counts.seconds += inner.seconds - inner.bytes / BANDWIDTH
+
+        return output, replay
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -140,13 +162,27 @@ class LaunchCounter(TorchFunctionMode):
         if func in _TOLD and args[0].is_meta:
             self.counts.waits[func.__name__] += 1
             return self._answer(args[0])
+        if func in (Tensor.nonzero, torch.nonzero) and args[0].is_meta:
+            return self._found(args[0], **kwargs)
+        if func is Tensor.__getitem__ and args[0].is_meta:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            places = []
+            for one in index:
+                is_mask = isinstance(one, Tensor) and one.dtype == torch.bool
+                places += self._found(one, as_tuple=True) if is_mask else [one]
+            return func(args[0], tuple(places))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return self._attention(*args[:3], **kwargs)
         if func is F.rms_norm and args[0].is_meta:  # one kernel on a GPU
-            output = torch.empty_like(args[0])
-            self.counts.add("rms_norm", 2 * _size(output))
-            return output
+            return _Kernel.apply(self, "rms_norm", 2 * _size(args[0]), 0.0, *args[:1])
         return func(*args, **kwargs)
+
+    def _found(self, mask: Tensor, as_tuple: bool = False) -> Any:
+        """Places of the true entries, for whose number the host waits."""
+        self.counts.waits["nonzero"] += 1
+        self.counts.add("nonzero", _size(mask))
+        found = mask.new_empty(self.num_true, mask.ndim, dtype=torch.long)
+        return found.unbind(1) if as_tuple else found
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask")
@@ -160,8 +196,7 @@ class LaunchCounter(TorchFunctionMode):
             else:
                 size += _size(mask)
             flops *= MASKED_SLOWDOWN
-        self.counts.add("attention", size, flops, query.dtype)
-        return torch.empty_like(query)
+        return _Kernel.apply(self, "attention", size, flops, query, key, value)
 
     def see(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], kwargs: dict[str, Any]
@@ -197,7 +232,26 @@ class LaunchCounter(TorchFunctionMode):
         elif name in _PRODUCTS:
             left, right = inputs[-2:]
             flops = 2.0 * left.numel() * right.shape[-1]
+            outputs = [left]  # whose dtype says which cores multiply
         self.counts.add(name, size, flops, outputs[0].dtype if outputs else None)
+
+
+class _Kernel(torch.autograd.Function):
+    """A fused kernel, whose backward reads twice as much and multiplies two and a half times so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, counter: LaunchCounter, name: str, size: float, flops: float, *inputs: Tensor
+    ) -> Tensor:
+        ctx.counter, ctx.kernel = counter, (f"{name}_backward", 2 * size, 2.5 * flops)
+        ctx.inputs = inputs
+        counter.counts.add(name, size, flops, inputs[0].dtype)
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.counter.counts.add(*ctx.kernel, ctx.inputs[0].dtype)
+        return *[None] * 4, *[torch.empty_like(one) for one in ctx.inputs]
 
 
 def _size(tensor: Tensor) -> int:
@@ -240,13 +294,25 @@ class DecodeCase:
     is_padded: bool = False
     phases: int = 1
     """So many cells less one are the most that a row is ahead of another."""
+    skipped: int = 2
+    """Steps before the counted ones: the first fills the cache, and graphs are recorded when a form
+    of forward comes up the second time."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the backbone."""
 
+
+_GRAPHS = {"compile": "cuda_graphs", "attn_implementation": "varlen"}
 
 CASES = {
     "dream_b1_dual": DecodeCase(
         release=DREAM,
         plugs={"window": BlockWindow(32), "cache": DualCache()},
         rows=1, prompt=512, response=512, begin=260,
+    ),
+    "dream_b1_dual_graphs": DecodeCase(
+        release=DREAM,
+        plugs={"window": BlockWindow(32), "cache": DualCache()},
+        rows=1, prompt=512, response=512, begin=260, skipped=4, options=_GRAPHS,
     ),
     "dream_b16": DecodeCase(
         release=DREAM, plugs={"window": SlidingWindow(128)},
@@ -261,6 +327,11 @@ CASES = {
         plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=1, prompt=1024, response=1024, begin=376, steps=4,
     ),
+    "sdar_b1_graphs": DecodeCase(
+        release=SDAR,
+        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        rows=1, prompt=1024, response=1024, begin=376, steps=4, skipped=12, options=_GRAPHS,
+    ),
     "sdar_b64": DecodeCase(
         release=SDAR,
         plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
@@ -271,13 +342,9 @@ CASES = {
 
 
 class _Steps:
-    """Counts from the end of one step to the end of another, and answers what the host asks.
-
-    The first forward fills the cache and is not counted, nor is the step behind it.
-    """
+    """Counts from the end of one step to the end of another, and answers what the host asks."""
 
     requires: frozenset[str] = frozenset()
-    SKIPPED = 2
 
     def __init__(self, case: DecodeCase) -> None:
         self.case = case
@@ -294,7 +361,7 @@ class _Steps:
             return [[case.response, case.prompt]] * case.rows
         if self._asked < 0:
             return [0] * case.rows
-        at = case.prompt + case.begin - self.SKIPPED + self._asked
+        at = case.prompt + case.begin - case.skipped + self._asked
         self._asked += 1
         return [at + 7 * row % case.phases for row in range(case.rows)]
 
@@ -304,7 +371,7 @@ class _Steps:
 
     def on_step(self, record: StepRecord) -> None:
         """Begins to count, or ends it."""
-        first, last = self.SKIPPED - 1, self.SKIPPED - 1 + self.case.steps
+        first, last = self.case.skipped - 1, self.case.skipped - 1 + self.case.steps
         if self._asked - 1 in (first, last):  # a frontier is asked before every step
             self.counted, self.counter.counts = self.counter.counts, Counts()
 
@@ -319,7 +386,7 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         case: what is decoded.
         options: of the backbone.
     """
-    backbone = meta_backbone(case.release, **options)
+    backbone = meta_backbone(case.release, **{**case.options, **options})
     shape = case.rows, case.prompt + case.response
     canvas = Canvas(
         ids=torch.empty(shape, dtype=torch.long, device="meta"),
@@ -331,9 +398,10 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
     steps = _Steps(case)
     decoder = Decoder(
         policy=ConfidencePolicy(),
-        settings=DecodeSettings(max_steps=steps.SKIPPED + case.steps),
+        settings=DecodeSettings(max_steps=case.skipped + case.steps),
         **case.plugs,
     )
+    graphs.CAPTURES["meta"] = lambda: steps.counter.capture
     with steps.counter:
         decoder(backbone, canvas, observers=[steps])
     return steps.counted
@@ -369,19 +437,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), help="of decoding, and no others"
+    )
     parser.add_argument("--operations", action="store_true", help="what is launched most, by name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     if options.operations:
-        for name in options.cases:
+        for name in options.cases or CASES:
             counts, steps = decode_counts(CASES[name]), CASES[name].steps
             print(f"{name}: launches and GB a step; waits {dict(counts.waits)}")
             for operation, launches in counts.by_name.most_common(20):
                 size = counts.bytes_by_name[operation] / steps / 1e9
                 print(f"  {operation:<24}{launches / steps:>8.1f}{size:>10.3f}")
         return
-    told = report(options.cases)
+    told = report(options.cases or tuple(CASES))
+    if not options.cases:
+        import training_launches  # which builds on this file
+
+        told |= training_launches.report()
     if options.json:
         print(json.dumps(told))
         return

@@ -271,7 +271,9 @@ class FinetuneModule(TrainableModule):
             The total, and in ``parts`` and ``sums`` what is logged beside it.
         """
         del batch
-        loss = self.cross_entropy(states, stats)
+        weight = states.weight[states.supervised].to(stats.ce.dtype)
+        summed = (stats.ce * weight).sum()
+        loss = summed / self.divisor(states.num_units())
         hits, count = stats.is_top.sum(), states.supervised.sum()
         parts = {
             "loss_ce": loss.detach(),
@@ -279,7 +281,7 @@ class FinetuneModule(TrainableModule):
             "accuracy": hits.float() / count.clamp_min(1),
         }
         sums = {
-            "loss_ce": (_weighted_ce(states, stats).detach(), states.num_units()),
+            "loss_ce": (summed.detach(), states.num_units()),
             "accuracy": (hits, count),
         }
         return LossTerms(loss, parts, sums)
@@ -291,10 +293,6 @@ class FinetuneModule(TrainableModule):
             parts: scalars by name, such as means over a whole validation.
         """
         return parts["loss_ce"]
-
-    def cross_entropy(self, states: NoisyStates, stats: TokenStats) -> Tensor:
-        """Weighted cross-entropy of the targets, divided by the number of units."""
-        return _weighted_ce(states, stats) / self.divisor(states.num_units())
 
     def divisor(self, count: Tensor) -> Tensor:
         """What a sum over this process's batch is divided by.
@@ -422,10 +420,6 @@ def _add_sums(sums: dict[str, Tensor], terms: LossTerms) -> None:
         found = terms.sums.get(name, (value, torch.zeros_like(value)))
         pair = torch.stack([one.double() for one in found])
         sums[name] = sums.get(name, 0.0) + pair
-
-
-def _weighted_ce(states: NoisyStates, stats: TokenStats) -> Tensor:
-    return (stats.ce * states.weight[states.supervised].to(stats.ce.dtype)).sum()
 
 
 def _non_finite_samples(

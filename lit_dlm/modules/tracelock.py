@@ -311,7 +311,7 @@ class TraceLockModule(DecodeModule):
             generator=torch.Generator().manual_seed(seed),
         )
         first = B * self.trainer.global_rank
-        return draws[first : first + B].to(batch.ids.device)
+        return draws[first : first + B].to(batch.ids.device, non_blocking=True)
 
     def _cropped(self, seen: ObservedStates, shares: Tensor) -> Tensor:
         """``(B, R)`` bool visible positions behind a prefix crop."""

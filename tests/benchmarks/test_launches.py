@@ -51,8 +51,25 @@ def test_a_step_of_released_models_waits_once_and_stays_within_its_launches() ->
     assert told["mixed_devices"] == 0
     assert told["sdar_b64_launches"] <= 1300
     assert told["sdar_b64_roofline_ms"] <= 12.0
-    assert told["dream_b1_dual_launches"] <= 850
+    assert told["dream_b1_dual_launches"] <= 820
+    # One graph, and what chooses and writes the tokens.
+    assert told["dream_b1_dual_graphs_launches"] <= 61
+    assert told["sdar_b1_graphs_launches"] <= 61
     assert told["dream_b16_padded_bytes_ratio"] <= 1.1
+
+
+def test_what_a_graph_may_not_hold_is_refused() -> None:
+    from launches import LaunchCounter
+
+    values = torch.empty(4, device="meta")
+    with LaunchCounter(lambda _: True) as counter:
+        _, replay = counter.capture(lambda: (values + 1).exp())
+        assert counter.counts.launches == 0
+        replay()
+        assert dict(counter.counts.by_name) == {"graph": 1}
+        assert counter.counts.bytes == 4 * 4 * 4
+        with pytest.raises(RuntimeError, match="__bool__"):
+            counter.capture(lambda: values if values.any() else values + 1)
 
 
 def test_rows_out_of_phase_need_no_mask_on_a_gpu() -> None:
@@ -66,3 +83,19 @@ def test_rows_out_of_phase_need_no_mask_on_a_gpu() -> None:
     assert counts.launches / steps <= 1200
     assert counts.waits == {"tolist": steps}
     assert counts.mixed.total() == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "waits", "launches"),
+    [("sft", 3, 5300), ("tabom", 4, 5400), ("tracelock", 0, 360), ("tracerl", 4, 8900)],
+)
+def test_a_training_step_keeps_to_its_launches_and_waits(
+    case: str, waits: int, launches: int
+) -> None:
+    """Cells and rows that count are asked for, and whether the loss is finite; nothing else is."""
+    from training_launches import training_counts
+
+    counts = training_counts(case)
+    assert counts.waits.total() == waits
+    assert counts.mixed.total() == 0
+    assert counts.launches <= launches

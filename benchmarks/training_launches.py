@@ -1,0 +1,162 @@
+"""What a training step asks of a GPU: forward and backward at released sizes, on meta tensors.
+
+Part of ``launches.py``. What the host reads of a batch is answered by the case: how many cells are
+supervised, and how many a row has at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from launches import DREAM, Counts, LaunchCounter, meta_backbone
+from torch import Tensor
+
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.decoding import ConfidencePolicy, Decoder
+from lit_dlm.heads.acceptance import AcceptanceConfig
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.modules.finetune import FinetuneModule, SFTModule
+from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.modules.supervised_batch import SupervisedBatch
+from lit_dlm.modules.tabom import TABOMModule
+from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.ops import fused_head
+from lit_dlm.rl.items import RolloutBatch
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.settings import ValueObjective
+
+ROWS, PROMPT, RESPONSE = 8, 256, 256
+SUPERVISED = ROWS * RESPONSE // 2
+"""Cells."""
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _responses(*, with_steps: bool) -> SupervisedBatch:
+    return SupervisedBatch(
+        ids=_empty(ROWS, PROMPT + RESPONSE),
+        pad_mask=_empty(ROWS, PROMPT + RESPONSE, dtype=torch.bool),
+        start=PROMPT,
+        answer_length=_empty(ROWS),
+        steps=_empty(ROWS, RESPONSE) if with_steps else None,
+        decode_entropy=None,
+        uids=[str(row) for row in range(ROWS)],
+        epochs=[0] * ROWS,
+    )
+
+
+def _adapted() -> Any:
+    return meta_backbone(DREAM, lora=LoRASettings(rank=16, alpha=16.0, targets="all")).train()
+
+
+def _fine_tuning(kind: type[FinetuneModule]) -> Callable[[], Tensor]:
+    module: Any = kind(_adapted(), tokenizer="tiny")  # type: ignore[call-arg]
+    batch = _responses(with_steps=kind is TABOMModule)
+    return lambda: module.training_step(batch)
+
+
+def _tracerl() -> Callable[[], Tensor]:
+    module = TraceRLModule(
+        _adapted(),
+        tokenizer="tiny",
+        decoders={"rollout": Decoder(policy=ConfidencePolicy())},
+        value=ValueObjective(backbone="lora"),
+    ).to("meta")
+    cells = {"dtype": torch.float32}
+    batch = RolloutBatch(
+        responses=_responses(with_steps=True),
+        sample=_empty(ROWS),
+        item=_empty(ROWS),
+        hidden=_empty(ROWS, RESPONSE, dtype=torch.bool),
+        supervised=_empty(ROWS, RESPONSE, dtype=torch.bool),
+        weight=_empty(SUPERVISED, **cells),
+        kl_weight=_empty(SUPERVISED, **cells),
+        advantage=_empty(SUPERVISED, **cells),
+        num_slots=ROWS,
+        num_rows=float(ROWS),
+        old_log_prob=_empty(SUPERVISED, **cells),
+        returns=_empty(SUPERVISED, **cells),
+        old_value=_empty(SUPERVISED, **cells),
+    )
+    return lambda: module.training_step(batch)
+
+
+def _tracelock() -> Callable[[], Tensor]:
+    backbone = meta_backbone(DREAM)
+    config = ProjectorConfig(hidden_size=backbone.hidden_size)
+    module = TraceLockModule(
+        backbone, tokenizer="tiny", projector=Projector(config), head=AcceptanceConfig()
+    )
+    module.to("meta").train()
+    module._trainer = SimpleNamespace(  # type: ignore[assignment]
+        accumulate_grad_batches=1, world_size=1, global_rank=0, global_step=0
+    )
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    rows, length = 64, RESPONSE
+    batch = StateBatch(
+        ids=_empty(rows, PROMPT + length),
+        target=_empty(rows, PROMPT + length),
+        masked=_empty(rows, PROMPT + length, dtype=torch.bool),
+        pad_mask=_empty(rows, PROMPT + length, dtype=torch.bool),
+        is_real=_empty(rows, dtype=torch.bool),
+        start=PROMPT,
+        mask_id=backbone.spec.mask_id,
+        features=_empty(rows, length, module.scorer.head.num_features, dtype=torch.bfloat16),
+        proposals=_empty(rows, length),
+    )
+    return lambda: module.training_step(batch, 0)
+
+
+CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
+    "sft": lambda: _fine_tuning(SFTModule),
+    "tabom": lambda: _fine_tuning(TABOMModule),
+    "tracelock": _tracelock,
+    "tracerl": _tracerl,
+}
+"""Adapters of rank 16 on Dream-7B with 8 rows of 512, half of each response supervised; TraceLock's
+network on stored features of 64 states; TraceRL with values from an adapter of their own."""
+
+
+def training_counts(case: str) -> Counts:
+    """Counts of one step.
+
+    Args:
+        case: a key of :data:`CASES`.
+    """
+    step = CASES[case]()
+    counter = LaunchCounter(_answer, num_true=SUPERVISED)
+    # Meta stands for a GPU, which has tensor cores, and has no autocast.
+    with (
+        patch.object(fused_head, "_has_tensor_cores", return_value=True),
+        patch.object(torch, "autocast", return_value=nullcontext()),
+        counter,
+    ):
+        step().backward()
+    return counter.counts
+
+
+def _answer(tensor: Tensor) -> Any:
+    """Nothing is broken, and a row has so many cells; the last item is the last row."""
+    if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+        return False
+    return ROWS - 1 if tensor.ndim == 0 else [0] * len(tensor)
+
+
+def report() -> dict[str, float]:
+    """Launches, roofline, gigabytes and waits of every case."""
+    told: dict[str, float] = {}
+    for name in CASES:
+        counts = training_counts(name)
+        told[f"{name}_launches"] = counts.launches
+        told[f"{name}_roofline_ms"] = 1e3 * counts.seconds
+        told[f"{name}_gigabytes"] = counts.bytes / 1e9
+        told[f"{name}_host_waits"] = counts.waits.total()
+        told[f"{name}_mixed_devices"] = counts.mixed.total()
+    return told
