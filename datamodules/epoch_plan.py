@@ -37,8 +37,9 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
     """Endless shuffled passes over examples that lie in blocks of files.
 
     Each pass shuffles the blocks, cuts them into groups and shuffles the examples of each group, so
-    that a reader touches few blocks at a time. Every rank gets equally many batches; the few
-    examples left over at the end of a pass are others in the next one.
+    that a reader touches few blocks at a time. A pass is whole updates, so it is the same for any
+    number of ranks that share an update; the few examples left over at its end are others in the
+    next one, and examples of less than one update are repeated.
 
     With ``max_tokens`` batches hold as many examples as fit, sorted by length. Every pass has as
     many of them as the first: one more is left over, of one less the largest are cut in two.
@@ -52,6 +53,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        accumulate: int = 1,
         blocks_per_group: int = 64,
         numbers: Sequence[int] | NDArray[np.integer] | None = None,
         lengths: Sequence[int] | NDArray[np.integer] | None = None,
@@ -66,6 +68,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             seed: seed of the shuffles.
             rank: global rank.
             world_size: number of processes.
+            accumulate: batches of each rank that make an update.
             blocks_per_group: blocks whose examples are mixed.
             numbers: number of every example in its dataset; counted from 0 by default.
             lengths: length of every example, to put similar ones into one batch; batches are mixed
@@ -101,6 +104,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.accumulate = accumulate
         self.blocks_per_group = blocks_per_group
         self.batches_done = batches_done
         self._pass: tuple[int, _Batches] | None = None
@@ -110,7 +114,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
 
     def __len__(self) -> int:
         """Batches of one pass and rank."""
-        return max(1, self._count // self.world_size)
+        return max(1, self._count // (self.world_size * self.accumulate)) * self.accumulate
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
         """One pass worth of batches, from where training stands."""
@@ -129,7 +133,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
     def batches(self, epoch: int) -> _Batches:
         """Places in ``blocks`` of every batch of one pass, those of all ranks in turn.
 
-        Too few examples for a batch on each rank are repeated.
+        Too few examples for an update are repeated.
         """
         if self._pass is None or self._pass[0] != epoch:
             count = len(self) * self.world_size
@@ -191,7 +195,7 @@ class FixedPlan(DistributedSampler[list[ExampleRef]]):
 
     def __init__(
         self,
-        indices: Sequence[int] | NDArray[np.int64],
+        indices: Sequence[int] | NDArray[np.integer],
         *,
         batch_size: int,
         rank: int = 0,

@@ -1,7 +1,7 @@
 """Endless pre-training batches from task generators, drawn on the fly.
 
-Batch ``n`` is a function of seed, step and rank alone, so a resumed run continues with the batch it
-would have seen, and nothing has to be stored.
+Batch ``n`` is a function of the seed alone, and processes take batches in turn: a resumed run
+continues with what it would have seen on any number of them, and nothing has to be stored.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from datamodules.resuming import ElasticDataModule, set_accumulation
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.schedules import hidden_cells
 from lit_dlm.toy.generated import DrillSource, TrainingSource
 
 POOL_STEPS = 8
-"""Steps whose problems are drawn together and sorted by prompt length, to save padding."""
+"""Batches whose problems are drawn together and sorted by prompt length, to save padding."""
 
 RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
 """How often a drill hides a digit of a result, and any other token."""
 
 
 class PretrainBatches(IterableDataset[PretrainBatch]):
-    """Batches from a step onwards, without end."""
+    """Batches without end, dealt to the processes in turn."""
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         drill_every: int = 5,
         seed: int = 0,
         rank: int = 0,
+        world_size: int = 1,
+        accumulate: int = 1,
         first_step: Callable[[], int] = lambda: 0,
     ) -> None:
         """Sets up the stream.
@@ -57,11 +61,13 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
             response_length: cells of every response ``G``.
             suffix_share: share of rows that hide a suffix.
             drills: task that gives drills, if any.
-            dense_drill_steps: until this step every second batch has drills.
-            drill_every: every so many steps a batch has drills, throughout.
+            dense_drill_steps: until this step those of every second step have drills.
+            drill_every: those of every so many steps have drills, throughout.
             seed: seed of problems, styles and masks.
             rank: global rank.
-            first_step: asked at each start of iteration.
+            world_size: number of processes.
+            accumulate: batches of each rank in an optimiser step.
+            first_step: optimiser steps that are done, asked at each start of iteration.
         """
         super().__init__()
         self.sources = list(sources)
@@ -75,20 +81,21 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         self.drill_every = drill_every
         self.seed = seed
         self.rank = rank
+        self.world_size = world_size
+        self.accumulate = accumulate
         self.first_step = first_step
         self._pool: tuple[int, list[list[tuple[list[int], list[int]]]]] | None = None
 
     def __iter__(self) -> Iterator[PretrainBatch]:
-        step = self.first_step()
-        while True:
-            yield self.batch(step)
-            step += 1
+        first = self.first_step() * self.accumulate * self.world_size + self.rank
+        for number in count(first, self.world_size):
+            yield self.batch(number)
 
-    def batch(self, step: int) -> PretrainBatch:
-        """Draws the batch of one step.
+    def batch(self, number: int) -> PretrainBatch:
+        """Draws one batch.
 
         Args:
-            step: optimiser steps done before it.
+            number: of the batch, those of all processes counted.
 
         Returns:
             The batch, equal on every call.
@@ -96,29 +103,31 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         Raises:
             ValueError: a completion does not fit into the response.
         """
-        number = step // POOL_STEPS
-        if self._pool is None or self._pool[0] != number:
-            self._pool = (number, self._draw_pool(number))
-        rows = self._pool[1][step % POOL_STEPS]
-        generator = torch.Generator().manual_seed(self._mask_seed(step))
+        pool, place = divmod(number, POOL_STEPS)
+        if self._pool is None or self._pool[0] != pool:
+            self._pool = (pool, self._draw_pool(pool))
+        rows = self._pool[1][place]
+        generator = torch.Generator().manual_seed(self._mask_seed(number))
         ids, pad_mask, start = self._layout(rows)
         hidden = hidden_cells(
             len(rows), self.response_length, suffix_share=self.suffix_share, generator=generator
         )
+        # Processes that share weights must run equally many forwards.
+        step = number // (self.accumulate * self.world_size)
         has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (
             step % self.drill_every == 0
         )
-        drill = self._draw_drills(step, generator) if self.drills and has_drill else None
+        drill = self._draw_drills(number, generator) if self.drills and has_drill else None
         return PretrainBatch(ids=ids, pad_mask=pad_mask, start=start, hidden=hidden, drill=drill)
 
-    def _mask_seed(self, step: int) -> int:
-        """Seed of the masks of one step."""
-        text = f"masks/{self.seed}/{self.rank}/{step}"
+    def _mask_seed(self, number: int) -> int:
+        """Seed of the masks of one batch."""
+        text = f"masks/{self.seed}/0/{number}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def _draw_pool(self, number: int) -> list[list[tuple[list[int], list[int]]]]:
         """Token ids of prompts and completions of :data:`POOL_STEPS` batches."""
-        rng = random.Random(f"problems/{self.seed}/{self.rank}/{number}")
+        rng = random.Random(f"problems/{self.seed}/0/{number}")
         pairs = [
             rng.choices(self.sources, self.shares)[0].draw_pair(rng)
             for _ in range(self.batch_size * POOL_STEPS)
@@ -152,10 +161,10 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
             ids[row, first : start + len(completion)] = torch.tensor(prompt + completion)
         return ids, pad_mask, start
 
-    def _draw_drills(self, step: int, generator: torch.Generator) -> DrillBatch:
+    def _draw_drills(self, number: int, generator: torch.Generator) -> DrillBatch:
         """Lines of equations whose results are mostly hidden."""
         assert self.drills is not None
-        rng = random.Random(f"drills/{self.seed}/{self.rank}/{step}")
+        rng = random.Random(f"drills/{self.seed}/0/{number}")
         texts = [self.drills.draw_drill(rng) for _ in range(self.batch_size)]
         lines = self.tokenizer(texts)["input_ids"]
         width = max(len(line) for line in lines)
@@ -179,14 +188,16 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         return chances
 
 
-class PretrainDataModule(LightningDataModule):
+class PretrainDataModule(ElasticDataModule):
     """The stream of :class:`PretrainBatches` for ``fit``; it resumes at the trainer's step.
 
     Args:
         sources: tasks that give prompts and completions of their training split.
         tokenizer: folder, embedded name or hub id.
         shares: share of each source; equal by default.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch and process.
+        rows_per_update: rows of one update over all processes, from which the trainer's
+            ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         response_length: cells of every response.
         suffix_share: share of rows that hide a suffix instead of uniform cells.
         drills: task that gives drills, if any.
@@ -205,6 +216,7 @@ class PretrainDataModule(LightningDataModule):
         tokenizer: str,
         shares: list[float] | None = None,
         batch_size: int = 64,
+        rows_per_update: int | None = None,
         response_length: int = 32,
         suffix_share: float = 0.25,
         drills: DrillSource | None = None,
@@ -219,33 +231,40 @@ class PretrainDataModule(LightningDataModule):
             raise ValueError(f"shares: expected {len(sources)} positive numbers, got {shares}")
         if drill_every < 1:
             raise ValueError(f"drill_every: expected at least 1, got {drill_every}")
-        self.sources = sources
         self.tokenizer = tokenizer
-        self.shares = shares
         self.batch_size = batch_size
-        self.response_length = response_length
-        self.suffix_share = suffix_share
-        self.drills = drills
-        self.dense_drill_steps = dense_drill_steps
-        self.drill_every = drill_every
-        self.seed = seed
+        self.rows_per_update = rows_per_update
+        self._settings: dict[str, Any] = {
+            "sources": sources,
+            "shares": shares,
+            "batch_size": batch_size,
+            "response_length": response_length,
+            "suffix_share": suffix_share,
+            "drills": drills,
+            "dense_drill_steps": dense_drill_steps,
+            "drill_every": drill_every,
+            "seed": seed,
+        }
+
+    def setup(self, stage: str | None = None) -> None:
+        """Sets the batches of an update.
+
+        Raises:
+            ValueError: the rows of an update do not divide.
+        """
+        assert self.trainer is not None
+        set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
 
     def train_dataloader(self) -> DataLoader[PretrainBatch]:
         """The endless stream; ``trainer.max_steps`` ends it."""
         trainer = self.trainer
         assert trainer is not None
         batches = PretrainBatches(
-            self.sources,
-            load_tokenizer(self.tokenizer),
-            shares=self.shares,
-            batch_size=self.batch_size,
-            response_length=self.response_length,
-            suffix_share=self.suffix_share,
-            drills=self.drills,
-            dense_drill_steps=self.dense_drill_steps,
-            drill_every=self.drill_every,
-            seed=self.seed,
+            **self._settings,
+            tokenizer=load_tokenizer(self.tokenizer),
             rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            accumulate=trainer.accumulate_grad_batches,
             first_step=lambda: trainer.global_step,
         )
         return DataLoader(batches, batch_size=None)

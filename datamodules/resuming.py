@@ -1,20 +1,30 @@
-"""What loaders need to go on exactly where a run stopped, whatever its number of processes."""
+"""What data needs to go on exactly where a run stopped, whatever its number of processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from numpy.typing import NDArray
+from torch.nn import Dropout
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
 
+logger = logging.getLogger(__name__)
+
 
 class ResumableLoader(DataLoader[Any]):
     """A loader that a checkpoint need not describe: the optimiser step says where it stands."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Asks for the first batch late, as a trainer that resumes knows its step late."""
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, int]:
         """Nothing to keep; having the method tells Lightning that resuming is exact."""
@@ -76,9 +86,124 @@ def computed_loader(
     return planned_loader(_Computed(make), plan)
 
 
-def place(trainer: Trainer | None) -> tuple[int, int]:
-    """Rank and number of processes; one process without a trainer."""
-    return (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+class ElasticDataModule(LightningDataModule):
+    """Data that a run can go on with on another number of processes, with the same updates.
+
+    An update is made of the same batches, however many processes share them: ``batch_size`` stays,
+    and so does the number of batches of all processes. Where the module normalises the batches of
+    all processes at a time as one (its ``has_joint_batches``), the rows of these stay, and their
+    number in an update. A checkpoint keeps what its updates were made of.
+    """
+
+    batch_size: int
+    max_tokens_per_batch: int | None = None
+    group_by_length = False
+    seed: int
+    num_workers: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an update is made of."""
+        trainer = self.trainer
+        if trainer is None:
+            return {}
+        return {
+            "processes": trainer.world_size,
+            "batches": trainer.accumulate_grad_batches,
+            "batch_size": self.max_tokens_per_batch or self.batch_size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses to go on with updates that are those of another run.
+
+        Args:
+            state_dict: of the checkpoint.
+
+        Raises:
+            ValueError: the updates differ.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        module = trainer.lightning_module
+        is_joint = getattr(module, "has_joint_batches", False)
+
+        def kept(processes: int, batches: int, batch_size: int) -> tuple[int, ...]:
+            if not is_joint:
+                return processes * batches, batch_size
+            if self.max_tokens_per_batch or self.group_by_length:
+                return processes, batches, batch_size
+            return processes * batch_size, batches
+
+        now = self.state_dict()
+        if kept(**state_dict) != kept(**now):
+            then, here = (" x ".join(map(str, one.values())) for one in (state_dict, now))
+            wanted = "processes x batch_size" if is_joint else "processes x batches"
+            raise ValueError(
+                f"ckpt_path: its updates have processes x batches x batch_size = {then}; expected "
+                f"the same {wanted} here (docs/multi_node.md), got {here}"
+            )
+        has_dropout = any(isinstance(one, Dropout) and one.p for one in module.modules())
+        if is_joint and has_dropout and state_dict["processes"] != now["processes"]:
+            logger.warning(
+                "dropout: drawn by each process, so the run is not what it would have been on %d",
+                state_dict["processes"],
+            )
+
+    def planned_training(
+        self,
+        dataset: Dataset[Any],
+        blocks: NDArray[np.integer],
+        numbers: NDArray[np.integer],
+        *,
+        lengths: NDArray[np.integer] | None = None,
+        blocks_per_group: int = 64,
+    ) -> ResumableLoader:
+        """Shuffled examples, from where training stands.
+
+        Args:
+            dataset: gives a collated batch for a list of example references.
+            blocks: block of each example.
+            numbers: number of each example in ``dataset``.
+            lengths: see :class:`~datamodules.epoch_plan.EpochPlan`.
+            blocks_per_group: blocks whose examples are mixed.
+        """
+        trainer = self.trainer
+        rank, world_size = self._place
+        accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
+        plan = EpochPlan(
+            blocks,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            accumulate=accumulate,
+            blocks_per_group=blocks_per_group,
+            numbers=numbers,
+            lengths=lengths,
+            max_tokens=self.max_tokens_per_batch,
+            batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
+        )
+        return planned_loader(dataset, plan, num_workers=self.num_workers)
+
+    def planned_validation(
+        self, dataset: Dataset[Any], numbers: NDArray[np.integer], *, batch_size: int
+    ) -> ResumableLoader:
+        """Examples in order, each once.
+
+        Args:
+            dataset: gives a collated batch for a list of example references.
+            numbers: number of each example in ``dataset``.
+            batch_size: examples per batch and process.
+        """
+        rank, world_size = self._place
+        plan = FixedPlan(numbers, batch_size=batch_size, rank=rank, world_size=world_size)
+        return planned_loader(dataset, plan, num_workers=self.num_workers)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Rank and number of processes; one process without a trainer."""
+        trainer = self.trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 
 
 def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
@@ -99,21 +224,45 @@ def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
         )
 
 
-def batches_done(trainer: Trainer | None, batches_per_pass: int) -> int:
-    """Training batches that each process has consumed, from the optimiser steps taken.
-
-    An incomplete accumulation at the end of a pass also ends in a step.
+def set_accumulation(
+    trainer: Trainer, rows_per_update: int | None, *, batch_size: int, packing: int = 1
+) -> None:
+    """Sets ``accumulate_grad_batches`` so that an update has a given number of rows, and says so.
 
     Args:
-        trainer: the trainer; 0 without one.
-        batches_per_pass: length of a pass.
+        trainer: knows the number of processes.
+        rows_per_update: rows of one optimiser step over all processes; ``None`` leaves the
+            trainer's own setting.
+        batch_size: items of a batch of one process.
+        packing: rows in each item.
+
+    Raises:
+        ValueError: the rows cannot be dealt in whole batches, or the trainer has a setting of its
+            own that says otherwise.
     """
-    if trainer is None:
-        return 0
-    accumulate = trainer.accumulate_grad_batches
-    steps_per_pass = -(-batches_per_pass // accumulate)
-    passes, steps = divmod(trainer.global_step, steps_per_pass)
-    return passes * batches_per_pass + min(steps * accumulate, batches_per_pass)
+    together = batch_size * packing * trainer.world_size
+    if rows_per_update is not None:
+        if rows_per_update < 1 or rows_per_update % together:
+            raise ValueError(
+                f"rows_per_update: expected a multiple of batch_size x packing x processes = "
+                f"{batch_size} x {packing} x {trainer.world_size}, got {rows_per_update}"
+            )
+        wanted = rows_per_update // together
+        if trainer.accumulate_grad_batches not in (1, wanted):
+            raise ValueError(
+                f"trainer.accumulate_grad_batches: expected none beside rows_per_update "
+                f"{rows_per_update}, which makes it {wanted}, got {trainer.accumulate_grad_batches}"
+            )
+        trainer.accumulate_grad_batches = wanted
+    if trainer.is_global_zero:
+        logger.info(
+            "one update: %d rows (%d processes x %d batches x %d items x %d rows)",
+            together * trainer.accumulate_grad_batches,
+            trainer.world_size,
+            trainer.accumulate_grad_batches,
+            batch_size,
+            packing,
+        )
 
 
 def _as_is(batch: Any) -> Any:

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from datamodules.epoch_plan import ExampleRef
-from datamodules.resuming import computed_loader
-from datamodules.updates import set_accumulation
+from datamodules.resuming import computed_loader, set_accumulation
 from lit_dlm.rewards import RewardModel
 from lit_dlm.rl.advantages import as_advantage
 from lit_dlm.rl.items import RolloutBatch
@@ -127,11 +127,18 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         if self.trainer is not None:  # else prepared but not begun, or begun but not ended
             ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             is_between = self._is_used and bool(ended)
-        return {**asdict(self._now if is_between else self._before), "is_between": is_between}
+        progress = asdict(self._now if is_between else self._before)
+        return {**progress, "is_between": is_between, "rows_per_update": self._rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the RL step that a checkpoint names."""
         progress = dict(state_dict)
+        rows = progress.pop("rows_per_update", self._rows)
+        if rows != self._rows and self._module.trainer.state.fn == TrainerFn.FITTING:
+            raise ValueError(
+                f"ckpt_path: its updates have {rows} rows, those of this run {self._rows}; "
+                "expected the same (data.rows_per_update keeps them on any number of processes)"
+            )
         if not progress.pop("is_between"):
             logger.warning(
                 "the checkpoint was taken within RL step %d: its rollouts are drawn anew by the "
@@ -139,6 +146,14 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
                 progress["step"],
             )
         self._now = self._before = RLProgress(**progress)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of a full update."""
+        if self.trainer is None:
+            return self.rows_per_update or self.batch_size
+        batches = self._accumulate * self.trainer.world_size
+        return self.batch_size * self._module.rows.copies * batches
 
     def teardown(self, stage: str) -> None:
         """Ends the grading threads."""

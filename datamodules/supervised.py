@@ -11,16 +11,14 @@ from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from datamodules.decode_checks import check_decodes
-from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
-from datamodules.resuming import batches_done, place, planned_loader, refuse_overfit_batches
+from datamodules.epoch_plan import ExampleRef
+from datamodules.resuming import ElasticDataModule, refuse_overfit_batches, set_accumulation
 from datamodules.supervised_sources import ModelFacts, SupervisedSource
 from datamodules.trajectories import is_validation
-from datamodules.updates import set_accumulation
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
@@ -83,7 +81,7 @@ class SupervisedDataset(Dataset[SupervisedBatch]):
         return row_tokens(len(example.prompt_ids), cells, self.spec)
 
 
-class SupervisedDataModule(LightningDataModule):
+class SupervisedDataModule(ElasticDataModule):
     """Training and validation batches from any sources, held in memory as token ids.
 
     The order is a function of the seed and of the optimiser step, and noise one of the seed, the
@@ -154,10 +152,6 @@ class SupervisedDataModule(LightningDataModule):
                 "rows_per_update: expected null with max_tokens_per_batch, whose batches have any "
                 f"number of rows, got {rows_per_update}; set trainer.accumulate_grad_batches"
             )
-        if overlong not in ("cut", "drop"):
-            raise ValueError(f"overlong: expected 'cut' or 'drop', got {overlong!r}")
-        if missing_order not in ("none", "ltr"):
-            raise ValueError(f"missing_order: expected 'none' or 'ltr', got {missing_order!r}")
         if not 0.0 <= val_fraction < 1.0:
             raise ValueError(f"val_fraction: expected a number in [0, 1), got {val_fraction}")
         self.sources = [completed(one, SupervisedSource, option="sources") for one in sources]
@@ -286,32 +280,23 @@ class SupervisedDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled examples; starts where training stands."""
         assert self._dataset is not None
-        rank, world_size = place(self.trainer)
         by_tokens = self.max_tokens_per_batch is not None
-        if not by_tokens and len(self.train_numbers) < self.batch_size * world_size:
+        trainer, count = self.trainer, len(self.train_numbers)
+        batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
+        if not by_tokens and count < self.batch_size * batches:
             logger.warning(
-                "batch_size: %d on %d processes is more than the %d training examples, so a batch "
-                "repeats some of them",
+                "batch_size: %d in %d batches of an update is more than the %d training examples, "
+                "so it repeats some of them",
                 self.batch_size,
-                world_size,
-                len(self.train_numbers),
+                batches,
+                count,
             )
         lengths = None
         if by_tokens or self.group_by_length:
             rows = [self._dataset.row_tokens(number) for number in self.train_numbers.tolist()]
             lengths = np.array(rows) if by_tokens else np.sum(rows, axis=1)
-        plan = EpochPlan(
-            np.zeros(len(self.train_numbers), dtype=np.int64),  # all in memory: one block
-            batch_size=self.batch_size,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            numbers=self.train_numbers,
-            lengths=lengths,
-            max_tokens=self.max_tokens_per_batch,
-            batches_done=lambda: batches_done(self.trainer, len(plan)),
-        )
-        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
+        blocks = np.zeros(count, dtype=np.int64)  # all in memory: one
+        return self.planned_training(self._dataset, blocks, self.train_numbers, lengths=lengths)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """The validation side, in order; none without one.
@@ -331,11 +316,9 @@ class SupervisedDataModule(LightningDataModule):
                 "ignore", message=r"Total length of `list` across ranks is zero"
             )
             return []
-        rank, world_size = place(self.trainer)
-        plan = FixedPlan(
-            self.val_numbers, batch_size=self.val_batch_size, rank=rank, world_size=world_size
+        return self.planned_validation(
+            self._dataset, self.val_numbers, batch_size=self.val_batch_size
         )
-        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
     def probe_prompts(self, count: int) -> list[list[int]]:
         """Prompts on which scores of decoding are taken, the same ones at every call.

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
-from datamodules.resuming import batches_done, place, planned_loader, refuse_overfit_batches
+from datamodules.epoch_plan import ExampleRef
+from datamodules.resuming import ElasticDataModule, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import (
     StateBatch,
@@ -208,7 +207,7 @@ def _with_features(example: StateExample, kept: int) -> StateExample:
     return replace(example, features=one.dequantized()[0], proposals=features.proposals[kept])
 
 
-class TrajectoryDataModule(LightningDataModule):
+class TrajectoryDataModule(ElasticDataModule):
     """Training and validation states from trajectory shards.
 
     The split is by a hash of the prompt's uid, so that several decodes of one prompt are on the
@@ -261,8 +260,6 @@ class TrajectoryDataModule(LightningDataModule):
             num_workers: loader processes.
         """
         super().__init__()
-        if source not in ("features", "tokens"):
-            raise ValueError(f"source: expected 'features' or 'tokens', got {source!r}")
         if not 0.0 < val_fraction < 1.0:
             raise ValueError(f"val_fraction: expected a number between 0 and 1, got {val_fraction}")
         if not 0.0 <= step_ratio <= 1.0:
@@ -449,30 +446,21 @@ class TrajectoryDataModule(LightningDataModule):
         """Shuffled states; starts where training stands."""
         assert self._dataset is not None
         index = self._dataset.index
-        rank, world_size = place(self.trainer)
         records = index.records_of(self.train_indices)
-        plan = EpochPlan(
+        return self.planned_training(
+            self._dataset,
             index.blocks[records],
-            batch_size=self.batch_size,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            blocks_per_group=self.blocks_per_group,
-            numbers=self.train_indices,
+            self.train_indices,
             lengths=None if self.max_tokens_per_batch is None else index.lengths[records],
-            max_tokens=self.max_tokens_per_batch,
-            batches_done=lambda: batches_done(self.trainer, len(plan)),
+            blocks_per_group=self.blocks_per_group,
         )
-        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
     def val_dataloader(self) -> DataLoader[StateBatch]:
         """The fixed validation subset."""
         assert self._dataset is not None
-        rank, world_size = place(self.trainer)
-        plan = FixedPlan(
-            self.val_indices, batch_size=self.val_batch_size, rank=rank, world_size=world_size
+        return self.planned_validation(
+            self._dataset, self.val_indices, batch_size=self.val_batch_size
         )
-        return planned_loader(self._dataset, plan, num_workers=self.num_workers)
 
 
 def _blocks(has_features: NDArray[np.bool_]) -> NDArray[np.int64]:

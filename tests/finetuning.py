@@ -22,7 +22,7 @@ VOCAB, G = 24, 8
 MASK, PAD, EOS = 2, 0, 1
 
 
-def small(*, lora: bool = True, **changes: object) -> HFBackbone:
+def small(*, lora: bool = True, dropout: float = 0.0, **changes: object) -> HFBackbone:
     """Two layers; the adapter is not the identity, so that nothing hides behind zeros."""
     torch.manual_seed(0)
     values: dict[str, object] = {
@@ -39,7 +39,7 @@ def small(*, lora: bool = True, **changes: object) -> HFBackbone:
     model = HFBackbone(
         architecture=Architecture(**{**values, **changes}),  # type: ignore[arg-type]
         trainable=not lora,
-        lora=LoRASettings(rank=2, alpha=4.0, targets="all") if lora else None,
+        lora=LoRASettings(rank=2, alpha=4.0, dropout=dropout, targets="all") if lora else None,
     )
     for name, value in model.named_parameters():
         if "lora_B" in name:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
+from lit_dlm.modules.elastic import count_anew, place_in_update, seed_batch
 from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.projector import state_snapshots
@@ -110,18 +111,23 @@ class AutoencoderModule(LightningModule):
 
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         """One step on random positions of the batch's states."""
-        return self._loss(batch, "train", self.global_step)
+        place = place_in_update(self.trainer, batch_idx)
+        return self._loss(batch, "train", self.global_step, place)
 
     def validation_step(self, batch: StateBatch, batch_idx: int) -> None:
         """The same error on the validation states, at positions that never change."""
-        self._loss(batch, "val", batch_idx)
+        self._loss(batch, "val", batch_idx, self.global_rank)
 
-    def _loss(self, batch: StateBatch, stage: str, number: int) -> Tensor:
+    def on_train_batch_start(self, batch: StateBatch, batch_idx: int) -> None:
+        """Seeds dropout, so that a resumed run repeats it."""
+        seed_batch(self, self.seed, batch_idx)
+
+    def _loss(self, batch: StateBatch, stage: str, number: int, place: int) -> Tensor:
         rows = state_snapshots(
             self.backbone, batch, hidden_layers=self.hidden_layers, with_prompt=self.with_prompt
         )
         count = min(len(rows), self.positions_per_state * len(batch.ids))
-        seed = (self.seed * 1_000_003 + number) * 1_000_003 + self.global_rank
+        seed = (self.seed * 1_000_003 + number) * 1_000_003 + place
         generator = torch.Generator().manual_seed(seed % 2**63)
         chosen = torch.randperm(len(rows), generator=generator)[:count].to(rows.device)
         errors = self.autoencoder(rows[chosen])
@@ -146,6 +152,10 @@ class AutoencoderModule(LightningModule):
             return optimizer
         schedule: dict[str, Any] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Finds the batch to go on with."""
+        count_anew(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Drops the frozen backbone from the file."""

@@ -41,6 +41,7 @@ from lit_dlm.decoding.queue import (
 )
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
+from lit_dlm.modules.elastic import count_anew, seed_batch
 from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
@@ -235,6 +236,7 @@ class DecodeModule(LightningModule):
                 no place for, or comes from an adapter of other settings.
         """
         require_own_checkpoint(self, checkpoint)
+        count_anew(self, checkpoint)
 
     def setup(self, stage: str) -> None:
         """Refuses precisions that would round more than the decoder."""
@@ -253,6 +255,10 @@ class DecodeModule(LightningModule):
         for part in self.modules():
             if isinstance(part, HFBackbone):
                 part.convert()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Seeds dropout, so that a resumed run repeats it."""
+        seed_batch(self, self.seed, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Looks at the gradients, whatever is trained.

@@ -37,6 +37,7 @@ from lit_dlm.losses.acceptance import (
 from lit_dlm.metrics.replay import f_beta
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.elastic import mixed_seed
 from lit_dlm.modules.selection import (
     AcceptanceScores,
     ReferencePrompts,
@@ -91,6 +92,8 @@ class TraceLockModule(DecodeModule):
     """Trains the acceptance network and exports it as a folder that decoding loads."""
 
     tail_ids: Tensor
+    has_joint_batches = True
+    """The batches of all processes at a time are normalised as one."""
 
     def __init__(
         self,
@@ -256,13 +259,6 @@ class TraceLockModule(DecodeModule):
         if isinstance(self.backbone, torch.nn.Module):
             self.backbone.eval()
 
-    def on_train_batch_start(self, batch: StateBatch, batch_idx: int) -> None:
-        """Seeds crops and dropout from the step alone, so that a resumed run repeats them."""
-        accumulated = batch_idx % self.trainer.accumulate_grad_batches
-        torch.manual_seed(
-            _mixed_seed(self.seed, self.global_step, accumulated, self.trainer.global_rank)
-        )
-
     def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:
         """One weighted cross-entropy step on cropped states."""
         seen = self.observe(batch)
@@ -304,7 +300,7 @@ class TraceLockModule(DecodeModule):
         """
         B = len(batch.ids)
         accumulated = batch_idx % self.trainer.accumulate_grad_batches
-        seed = _mixed_seed(self.seed, self.global_step, accumulated)
+        seed = mixed_seed(self.seed, self.global_step, accumulated)
         draws = torch.rand(
             B * self.trainer.world_size,
             dtype=torch.float32,
@@ -489,14 +485,3 @@ def _best_checkpoints(callbacks: Sequence[Any]) -> dict[str, ModelCheckpoint]:
         and callback.monitor in MONITORS
         and callback.best_model_path
     }
-
-
-def _mixed_seed(*parts: int) -> int:
-    """One 63-bit seed from several integers (splitmix64 rounds)."""
-    value = 0
-    for part in parts:
-        value = (value ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        value ^= value >> 31
-    return value >> 1

@@ -1,4 +1,5 @@
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,35 @@ def test_two_ranks_see_together_what_one_rank_with_twice_the_batch_sees() -> Non
     alone = indices(plan(batch_size=8))
     parts = [indices(plan(rank=rank, world_size=2)) for rank in range(2)]
     assert [a + b for a, b in zip(*parts, strict=True)] == alone
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "tokens", "few"])
+def test_updates_are_the_same_for_any_number_of_processes(kind: str) -> None:
+    """Six batches an update, 16 updates a pass; where there are fewer, examples are repeated."""
+
+    def made(world_size: int) -> list[list[list[int]]]:
+        options: dict[str, Any] = {"world_size": world_size, "accumulate": 6 // world_size}
+        if kind == "few":
+            ranks = [plan(11, rank=rank, **options) for rank in range(world_size)]
+        elif kind == "tokens":
+            ranks = [by_tokens(rank=rank, **options) for rank in range(world_size)]
+        else:
+            lengths = LENGTHS[:, 0] if kind == "grouped" else None
+            ranks = [
+                plan(len(LENGTHS), lengths=lengths, rank=r, **options) for r in range(world_size)
+            ]
+        count = 2 * len(ranks[0]) * world_size
+        stream = [
+            [ref.number for ref in ranks[number % world_size].batch(number // world_size)]
+            for number in range(count)
+        ]
+        return [stream[first : first + 6] for first in range(0, count, 6)]
+
+    alone = made(1)
+    assert len(alone) > 20 or (kind == "few" and len(alone) == 2)
+    assert made(2) == made(3) == alone
+    seen = sorted(chain.from_iterable(chain.from_iterable(alone[: len(alone) // 2])))
+    assert set(seen) == set(range(11)) if kind == "few" else len(set(seen)) == len(seen) > 370
 
 
 def test_few_blocks_are_open_at_a_time() -> None:

@@ -1,5 +1,6 @@
 """Pre-training batches: layout, hidden cells, drills, and determinism by step."""
 
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,32 @@ def test_hidden_counts_are_spread_over_the_batch() -> None:
     assert all(4 * n < count <= 4 * n + 4 for n, count in enumerate(counts))
 
 
-def test_a_batch_is_a_function_of_seed_step_and_rank() -> None:
+def test_a_batch_is_a_function_of_its_number_and_the_seed() -> None:
     first = stream()
     in_order = [first.batch(step) for step in range(POOL_STEPS + 3)]
     assert equal(in_order[POOL_STEPS + 2], stream().batch(POOL_STEPS + 2))
     assert equal(in_order[3], stream().batch(3))
     assert not equal(in_order[3], stream(seed=1).batch(3))
-    assert not equal(in_order[3], stream(rank=1).batch(3))
     assert not torch.equal(in_order[0].hidden, in_order[1].hidden)
 
 
-def test_iteration_starts_at_the_asked_step() -> None:
-    batches = iter(stream(first_step=lambda: 9))
-    assert equal(next(batches), stream().batch(9))
-    assert equal(next(batches), stream().batch(10))
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (1, 6), (2, 3), (3, 2)])
+def test_an_update_has_the_same_batches_for_any_number_of_processes(
+    world_size: int, accumulate: int
+) -> None:
+    """From step 9 on; all batches of a step have drills, or none."""
+    size = world_size * accumulate
+    found = []
+    for rank in range(world_size):
+        options = {"rank": rank, "world_size": world_size, "accumulate": accumulate}
+        found.append(islice(iter(stream(first_step=lambda: 9, **options)), 2 * accumulate))
+    in_turn = list(chain.from_iterable(zip(*found, strict=True)))
+    alone = stream(accumulate=size)
+    assert len(in_turn) == 2 * size
+    assert all(
+        equal(batch, alone.batch(number)) for number, batch in enumerate(in_turn, start=9 * size)
+    )
+    assert [batch.drill is None for batch in in_turn] == [True] * size + [False] * size
 
 
 def test_a_pool_shares_its_problems_and_sorts_them_by_prompt_length() -> None:

@@ -471,8 +471,6 @@ def test_no_example_is_an_error() -> None:
     ("options", "message"),
     [
         ({"response_length": 0}, "response_length"),
-        ({"overlong": "split"}, "overlong"),
-        ({"missing_order": "rtl"}, "missing_order"),
         ({"val_fraction": 1.0}, "val_fraction"),
         ({"limit": 0}, "limit"),
     ],

@@ -118,15 +118,6 @@ def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_pat
     assert _traces(tmp_path) == _traces(whole)
 
 
-@pytest.mark.ddp
-def test_two_processes_generate_the_same_trajectories(whole: Path, tmp_path: Path):
-    flags = [f"--run_dir={tmp_path}", "--trainer.devices=2", "--trainer.strategy=ddp"]
-    finished(start(*GENERATE, *flags))
-    assert _traces(tmp_path) == _traces(whole)
-    names = {path.name for path in (tmp_path / "traces").glob("*.tar")}
-    assert {name.split("-")[2] for name in names} == {"r00000", "r00001"}
-
-
 def test_killed_training_resumes_to_the_same_weights(whole: Path, tmp_path: Path):
     (tmp_path / "traces").symlink_to(whole / "traces")
     (tmp_path / "projector").symlink_to(whole / "projector")

@@ -42,8 +42,13 @@ def micro(trainable: bool = True) -> HFBackbone:
 
 
 def data() -> PretrainDataModule:
+    """Two batches an update."""
     return PretrainDataModule(
-        [WordProblems("train")], tokenizer=TINY, batch_size=8, drills=WordProblems("train")
+        [WordProblems("train")],
+        tokenizer=TINY,
+        batch_size=4,
+        rows_per_update=8,
+        drills=WordProblems("train"),
     )
 
 
