@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast test-eval test-lowest check docs faults format tiny-model clean
+.PHONY: help install quickstart test test-fast test-eval test-lowest check docs faults fuzz format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ hashes:  ## Write constraints-hashed.txt anew: constraints.txt with the hash of 
 
 audit:  ## Look the pinned versions up among known vulnerabilities (needs uv and the network)
 	uvx pip-audit --no-deps --disable-pip --requirement constraints.txt
+
+fuzz: install  ## Look for inputs that break readers and graders, other ones each time (half an hour)
+	$(BIN)/python -m pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/test_fuzz.py tests/grading/test_fuzz.py
 
 format: install  ## Format the code
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

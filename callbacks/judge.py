@@ -153,7 +153,7 @@ def parse_verdict(text: str) -> bool | None:
     """Reads ``{"verdict": "correct"}`` or ``"incorrect"``; anything else is ``None``."""
     try:
         reply = json.loads(text.strip())
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     verdict = reply.get("verdict") if isinstance(reply, dict) else None
     return {"correct": True, "incorrect": False}.get(verdict) if isinstance(verdict, str) else None

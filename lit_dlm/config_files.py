@@ -31,6 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """The configurations of this package, in a checkout as in an installation."""
 
+_UNREADABLE = (UnicodeDecodeError, RecursionError)
+
 
 def find(name: str, beside: Path | None = None) -> Path:
     """Finds a configuration file.
@@ -87,7 +89,7 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: names itself, by way of {within[-1]}")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, *_UNREADABLE) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
@@ -107,8 +109,11 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     if "defaults" not in value:
         return own
     bases = value["defaults"]
+    bases = bases if isinstance(bases, list) else [bases]
+    if not all(isinstance(name, str) for name in bases):
+        raise ValueError(f"{within[-1]}: defaults: expected names of files, got {bases}")
     merged: Any = {}
-    for name in [bases] if isinstance(bases, str) else bases:
+    for name in bases:
         merged = merge(merged, _read(find(name, folder), within))
     return merge(merged, own)
 
@@ -135,7 +140,10 @@ def merge(old: Any, new: Any) -> Any:
         if value is None and isinstance(merged.get(key), dict):
             del merged[key]
         elif key.endswith("+"):
-            merged[key[:-1]] = [*(merged.get(key[:-1]) or []), *value]
+            before = merged.get(key[:-1]) or []
+            if not isinstance(before, list) or not isinstance(value, list):
+                raise ValueError(f"configuration: {key} appends {value!r} to {before!r}: no lists")
+            merged[key[:-1]] = [*before, *value]
         else:
             merged[key] = merge(merged.get(key), value)
     return merged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # A busy machine fails no test, and the examples are the same in every run and process.
 settings.register_profile(
@@ -14,6 +14,16 @@ settings.register_profile(
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
+)
+# `make fuzz`: other examples in every run.
+settings.register_profile(
+    "fuzz",
+    max_examples=5000,
+    phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("suite")
 

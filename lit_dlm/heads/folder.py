@@ -77,7 +77,7 @@ def read_folder(
         record = json.loads(text)
         if not isinstance(record, dict):
             raise ValueError(f"expected a JSON object, got {text[:40]!r}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / config}: not the settings of an export ({error})") from None
     try:
         with safe_open(folder / weights, framework="pt") as file:

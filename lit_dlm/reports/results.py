@@ -275,7 +275,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         text += b"}"
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text[:40].decode(errors='replace')!r}")
@@ -283,10 +283,27 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _row(line: dict[str, Any], folder: Path) -> ResultRow:
-    try:
-        return ResultRow(**line)
-    except TypeError as error:
-        raise ValueError(f"{folder}: sample {line['uid']}: {error}") from None
+    with _located(f"{folder}: sample {line['uid']}"):
+        try:
+            row = ResultRow(**line)
+        except TypeError as error:
+            raise ValueError(error) from None
+        for name, kind in ResultRow.__annotations__.items():
+            value = getattr(row, name)
+            if not isinstance(value, _KINDS[kind]) or (isinstance(value, int) and abs(value) >> 64):
+                raise ValueError(f"{name}: expected {kind}, got {value!r:.40}")
+    return row
+
+
+_KINDS: dict[Any, Any] = {
+    "bool": bool,
+    "str": str,
+    "int": int,
+    "float": int | float,
+    "str | None": str | None,
+    "float | None": int | float | None,
+    **dict.fromkeys(["dict[str, str] | None", "dict[str, list[float]] | None"], dict | None),
+}
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             point = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
         if not isinstance(point, dict) or "step" not in point:
             raise ValueError(f"{path}: line {number} has no 'step'")

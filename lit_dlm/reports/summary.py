@@ -123,8 +123,8 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
         stderr=stderr,
         interval=interval,
         nfe=forwards / n,
-        tokens_per_step=sum(row.response_length for row in rows) / forwards,
-        useful_tokens_per_step=sum(row.num_tokens for row in rows) / forwards,
+        tokens_per_step=sum(row.response_length for row in rows) / max(forwards, 1),
+        useful_tokens_per_step=sum(row.num_tokens for row in rows) / max(forwards, 1),
         seconds=sum(row.seconds for row in rows) / n,
         policy_forwards=sum(row.policy_forwards for row in rows) / n,
         policy_share=sum(row.policy_seconds for row in rows)

@@ -88,7 +88,7 @@ class ChatEndpoint:
         reply = self._post(json.dumps(body).encode())
         try:
             return str(json.loads(reply)["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"judge: {self.url} did not reply as chat completions do") from error
 
     def _post(self, body: bytes) -> bytes:

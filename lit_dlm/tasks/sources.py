@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import random
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.trajectories.exchange import numbered_lines
+from lit_dlm.trajectories.exchange import numbered_lines, parsed_json
 
 logger = logging.getLogger(__name__)
 
@@ -141,24 +140,14 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def _parse_object(line: bytes, origin: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except UnicodeDecodeError:
-        raise ValueError(f"{origin}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{origin}: not valid JSON ({error.msg}, column {error.colno})") from None
+    value = parsed_json(origin, line)
     if not isinstance(value, dict):
         raise ValueError(f"{origin}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    try:
-        values = json.loads(path.read_bytes())
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    values = parsed_json(str(path), path.read_bytes())
     if not isinstance(values, list):
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(values).__name__}")
     for index, value in enumerate(values):

@@ -34,6 +34,8 @@ from lit_dlm.trajectories.record import (
 )
 
 _ROWS_PER_GROUP = 1024
+_OF_NULLS = (TypeError, AttributeError, RecursionError)
+"""What a null gives where there must be none, and JSON that is nested too deeply."""
 _RELEASE_METHODS = {"confidence": "default"}
 """What TABOM's release calls our decoders, where it differs; its filters know no other names."""
 
@@ -397,7 +399,7 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     Yields:
         One record per entry, in order.
     """
-    rows = _parsed(str(path), path.read_bytes())
+    rows = parsed_json(str(path), path.read_bytes())
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list, got {type(rows).__name__}")
     for number, row in enumerate(rows):
@@ -439,7 +441,7 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
 
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
     found = file.schema_arrow
     for column in _schema():
@@ -452,17 +454,19 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
     run_text = (found.metadata or {}).get(b"lit_dlm_run")
 
     def rows() -> Iterator[Trajectory]:
+        number = 0
         try:
             for batch in file.iter_batches(batch_size=_ROWS_PER_GROUP):
                 for row in batch.to_pylist():
-                    yield _from_parquet(path, row)
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path}: damaged: {error}") from error
+                    number += 1
+                    yield _from_parquet(row)
+        except (pa.ArrowException, OSError, ValueError, *_OF_NULLS) as error:
+            raise ValueError(f"{path}: damaged at row {number}: {error}") from error
 
     return rows(), None if run_text is None else run_text.decode(errors="replace")
 
 
-def _from_parquet(path: Path, row: Mapping[str, Any]) -> Trajectory:
+def _from_parquet(row: Mapping[str, Any]) -> Trajectory:
     writes = row["superseded"]
     record = Trajectory(
         uid=row["uid"],
@@ -490,7 +494,7 @@ def _from_parquet(path: Path, row: Mapping[str, Any]) -> Trajectory:
     record.validate()
     if record.digest() != row["digest"]:
         raise ValueError(
-            f"{path}: trajectory {record.uid!r}: content digest {row['digest'].hex()} recorded, "
+            f"trajectory {record.uid!r}: content digest {row['digest'].hex()} recorded, "
             f"{record.digest().hex()} now"
         )
     return record
@@ -551,17 +555,26 @@ def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
-    row = _parsed(where, line)
+    row = parsed_json(where, line)
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     return row
 
 
-def _parsed(where: str, text: bytes) -> Any:
+def parsed_json(where: str, text: bytes) -> Any:
+    """What JSON of others says.
+
+    Args:
+        where: it stands, for the error.
+        text: UTF-8.
+
+    Raises:
+        ValueError: It is no JSON, or is nested too deeply.
+    """
     try:
         return json.loads(text)
-    except ValueError as error:  # also where the bytes are no text
-        raise ValueError(f"{where}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # also where the bytes are no text
+        raise ValueError(f"{where}: not valid JSON ({error})") from None
 
 
 def _integers(where: str, name: str, values: Any) -> Any:

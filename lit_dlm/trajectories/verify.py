@@ -430,7 +430,7 @@ def _check_manifest(folder: Path, shards: Sequence[Path]) -> list[str]:
         root = merkle_root([bytes.fromhex(e["merkle_root"]) for e in manifest["shards"]])
         if root != manifest["merkle_root"]:
             return [f"{path}: Merkle root {manifest['merkle_root']}, its shards give {root}"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return [f"{path}: not a manifest: {error!r}"]
     problems = []
     for shard in (shard for shard in shards if shard.parent == folder):

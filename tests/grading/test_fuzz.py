@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_dlm.grading.answers import extract_math, extract_number, last_boxed, parse_number
@@ -40,7 +40,6 @@ _replies = st.binary(max_size=40) | _tagged.map(lambda value: json.dumps(value).
 
 
 @given(_tagged)
-@settings(max_examples=300, deadline=None)
 def test_decoding_gives_builtin_values_or_a_wire_error(structure: Any) -> None:
     try:
         value = wire.decode(structure)
@@ -52,7 +51,6 @@ def test_decoding_gives_builtin_values_or_a_wire_error(structure: Any) -> None:
 @given(st.binary(max_size=60))
 @example(b"\xff\xff\xff\xff")
 @example(b"\x00\x00\x00\x02[]\x00")
-@settings(max_examples=300, deadline=None)
 def test_streams_give_messages_or_a_wire_error(stream: bytes) -> None:
     told = ""
     try:
@@ -103,7 +101,6 @@ _bodies = st.one_of(
 
 
 @given(_bodies, st.booleans(), st.sampled_from(["load", "program", "call", "get", "set", "raw"]))
-@settings(max_examples=500, deadline=None)
 def test_whatever_a_worker_replies_is_a_value_or_its_failure(
     reply: bytes, as_asked: bool, request: str
 ) -> None:
@@ -115,7 +112,7 @@ def test_whatever_a_worker_replies_is_a_value_or_its_failure(
         if request == "load":
             assert all(type(name) is str for name in remote.load("x = 1"))
         elif request == "program":
-            assert type(remote.run_program("x = 1", "")) is str
+            assert type(remote.run_program("x = 1", "", most=99)) is str
         elif request == "call":
             remote.call("f", (1,), {})
         elif request == "get":
@@ -131,7 +128,6 @@ def test_whatever_a_worker_replies_is_a_value_or_its_failure(
 
 
 @given(st.sampled_from(sorted(RULES)), _bodies)
-@settings(max_examples=300, deadline=None)
 def test_judging_never_fails_itself(rule: str, reply: bytes) -> None:
     case = Case(inputs=["t", ["l", 2, -3, 1]], alternative=8, atol=1e-4)
     failure = judge(RULES[rule], reply, b'"value":["l",3]}', case)
@@ -150,7 +146,6 @@ _code = st.lists(
 
 
 @given(_code, _code)
-@settings(max_examples=150, deadline=None)
 def test_code_that_is_found_without_a_problem_compiles(completion: str, stub: str) -> None:
     for found in (
         extraction.extract_program(completion),
@@ -176,7 +171,6 @@ _text = st.lists(
 
 @given(_text)
 @example("\\frac{" + "7" * 5000 + "}{3}")
-@settings(max_examples=400, deadline=None)
 def test_any_text_has_an_answer_or_none(text: str) -> None:
     assert last_boxed(text) == _last_boxed_slowly(text)
     extract_math(text)

@@ -202,7 +202,7 @@ def test_what_the_rows_do_not_say_must_be_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt_ids; give --tokenizer"):
         list(read_step_map(path, ImportSettings(mask_id=9, vocab_size=50)))
     path.write_text("{")
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="not valid JSON"):
         list(read_step_map(path, ImportSettings()))
 
 

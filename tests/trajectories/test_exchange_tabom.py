@@ -179,5 +179,5 @@ def test_packed_files_are_read_and_files_that_are_no_text_are_named(tmp_path: Pa
     binary = tmp_path / "bin.jsonl"
     binary.write_bytes(b'{"prompt": "\xff"}\n')
     for reader in (read_tabom, read_step_map):
-        with pytest.raises(ValueError, match=r"bin\.jsonl.*not JSON"):
+        with pytest.raises(ValueError, match=r"bin\.jsonl.*not valid JSON"):
             list(reader(binary, settings))

@@ -197,8 +197,9 @@ class SideFile:
             for entry in self.blocks
         ):
             raise ValueError(f"a block ends behind the {self.bytes} bytes of the shard")
-        if not all(type(uid) is str for uid in self.uids):
-            raise ValueError("expected uids that are texts")
+        texts = [self.shard, self.sha256, self.run_digest, self.merkle_root, *self.uids]
+        if not all(type(text) is str for text in (*texts, *(entry.key for entry in self.blocks))):
+            raise ValueError("expected names and digests that are texts")
 
 
 def side_path(shard: Path) -> Path:

@@ -278,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _checked(data: bytes, path: str) -> dict[str, Any]:
     try:
         stored = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TrajectoryFormatError(f"{path}: not JSON: {error}") from error
     missing = [
         name
