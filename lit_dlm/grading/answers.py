@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import deque
+from collections.abc import Iterator
 from fractions import Fraction
 
 from lit_dlm.grading.bounded import shared_processes
@@ -74,8 +76,7 @@ def parse_number(text: str) -> Fraction | None:
         return -value if sign == "-" and value is not None else value
     if (ratio := _SLASH.fullmatch(plain.strip().rstrip("."))) and int(ratio[2]):
         return Fraction(int(ratio[1]), int(ratio[2]))
-    numbers = _find_numbers(_EXPONENT.sub("", plain))
-    return numbers[-1] if numbers else None
+    return _last_number(_EXPONENT.sub("", plain))
 
 
 def _without_currency(text: str) -> str:
@@ -83,9 +84,9 @@ def _without_currency(text: str) -> str:
     return re.sub(r"[$€£]|\\\$", "", text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
 
 
-def _find_numbers(text: str) -> list[Fraction]:
+def _find_numbers(text: str) -> Iterator[str]:
+    # As texts: a completion may hold a million, and a fraction of each would take 10 s.
     # A minus directly after a digit or a letter is a subtraction or a hyphen, not a sign.
-    found = []
     for match in _NUMBER.finditer(text):
         digits = match.group().replace(",", "")
         if len(digits) > _MAX_DIGITS:
@@ -93,8 +94,12 @@ def _find_numbers(text: str) -> list[Fraction]:
         before = text[match.start() - 1] if match.start() else " "
         if digits[0] in "+-" and (before.isalnum() or before in ")]}"):
             digits = digits[1:]
-        found.append(Fraction(digits))
-    return found
+        yield digits
+
+
+def _last_number(text: str) -> Fraction | None:
+    last = deque(_find_numbers(text), maxlen=1)
+    return Fraction(last[0]) if last else None
 
 
 def extract_number(completion: str) -> str | None:
@@ -111,14 +116,13 @@ def extract_number(completion: str) -> str | None:
     """
     marked = text_after_marker(completion)
     if marked is not None:
-        numbers = _find_numbers(_without_currency(marked))
-        if numbers:
-            return format_number(numbers[0])
+        first = next(_find_numbers(_without_currency(marked)), None)
+        if first is not None:
+            return format_number(Fraction(first))
     boxed = last_boxed(completion)
     value = parse_number(boxed) if boxed is not None else None
     if value is None:
-        numbers = _find_numbers(_without_currency(completion))
-        value = numbers[-1] if numbers else None
+        value = _last_number(_without_currency(completion))
     return None if value is None else format_number(value)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any, Literal
 
-from lit_dlm.grading.launch import BOOT, CHILD_FOLDER, SandboxError
+from lit_dlm.grading.launch import BOOT, CHILD_FOLDER, SandboxError, bare_environment
 
 Kind = Literal["extraction", "math"]
 
@@ -32,6 +32,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=bare_environment(),
             start_new_session=True,
         )
         if self._read_line(_START_SECONDS) != b'"ready"\n':

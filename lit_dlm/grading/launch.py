@@ -201,8 +201,7 @@ def _run_driver(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Only what the dynamic loader may need to start this interpreter; the worker drops it.
-            env={k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"},
+            env=bare_environment(),
             cwd="/",
             start_new_session=True,
             user=user if early else None,
@@ -224,6 +223,11 @@ def _run_driver(
     if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise _KilledError("was killed")
     return _read_result(output, nonce, driver.returncode, errors)
+
+
+def bare_environment() -> dict[str, str]:
+    """Only what the dynamic loader may need to start this interpreter; the worker drops it."""
+    return {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
 
 
 def _read_result(

@@ -250,10 +250,10 @@ class Countdown(PuzzleTask):
         for part in reversed(parts):
             runs = [run for run in map(_trimmed, _RUN.findall(part)) if re.search(r"[-+*/]", run)]
             if runs:
-                kept.insert(0, re.sub(r"\s", "", runs[-1]))
+                kept.append(re.sub(r"\s", "", runs[-1]))
             elif kept:
                 break
-        return ",".join(kept) or None
+        return ",".join(reversed(kept)) or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Checks every step (or the expression), that each number is used once, and the target."""

@@ -1,4 +1,7 @@
-"""Programs that attack their grader; run as a script, it grades them all at one level.
+"""Programs that attack their grader; run as a script, it grades them all at every level.
+
+``python -m tests.grading.hostile`` prints the table of SECURITY.md, ``... hostile landlock`` all
+verdicts of one level, for the user that it is run by.
 
 They aim only at what the script makes: a process that sleeps, a file in a temporary folder, and the
 sandbox's own processes. Whatever an attack wins, it shows by answering right.
@@ -6,20 +9,26 @@ sandbox's own processes. Whatever an attack wins, it shows by answering right.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib.util
 import json
 import os
 import resource
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict, launch
+from lit_dlm.grading.answers import MATH_SECONDS, grade_math, grade_numeric
 from lit_dlm.grading.code import grade_by_tests
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.programs import grade_by_outputs
@@ -137,12 +146,57 @@ LOADED = {
     ),
     "half a character": "def f(x):\n    raise ValueError('\\ud800 ' * 9)",
     "another name": "def g(x):\n    return x * x",
+    "a tracer": (
+        "import sys, threading\ndef look(frame, event, value):\n"
+        "    if event == 'return': frame.f_locals.update(value=True, passed=9)\n    return look\n"
+        "sys.settrace(look)\nsys.setprofile(look)\nthreading.settrace(look)\n"
+        "def f(x):\n    return 0"
+    ),
+    "a repr without end": (
+        "class E(Exception):\n    def __repr__(self): return repr(self)\n    __str__ = __repr__\n"
+        "    def __hash__(self): return hash(self)\n    def __reduce__(self): return f, (2,)\n"
+        "def f(x):\n    raise E"
+    ),
+    "a thread that answers later": (
+        "import os, struct, threading, time\ndef late():\n    time.sleep(0.1)\n"
+        '    for i in range(1, 9):\n        body = b\'{"id":%d,"value":4}\' % i\n'
+        "        for fd in range(3, 9):\n"
+        "            try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
+        "            except OSError: pass\n"
+        "threading.Thread(target=late).start()\ndef f(x):\n    time.sleep(0.2)\n    return 0"
+    ),
+    "the harness by its name": (
+        "import gc, sandbox_child.driver as driver, sandbox_child.remote as remote\n"
+        "remote.Remote._request = lambda *a: 4\ndriver._attempt = lambda *a: None\n"
+        "driver.main = remote.WorkerLostError\ndef f(x):\n"
+        "    found = [o for o in gc.get_objects() if isinstance(o, remote.Remote)]\n"
+        "    return x * x if found else 0"
+    ),
+    "no descriptors left": (
+        "import os\nkept = []\ndef f(x):\n"
+        "    while True: kept.append(os.open('/dev/null', os.O_RDONLY))"
+    ),
+    "limits of zero": (
+        "import resource\ndef f(x):\n    for kind in range(16):\n"
+        "        try: resource.setrlimit(kind, (0, 0))\n"
+        "        except (OSError, ValueError): pass\n"
+        "    return bytearray(10**6)"
+    ),
+    "the tests in its memory": (
+        "import ctypes, os\ndef f(x):\n    for path in ('/proc/self/mem', '/proc/self/maps'):\n"
+        "        try: open(path, 'rb')\n        except OSError: continue\n        return x * x\n"
+        "    return 0"
+    ),
     "no function": "f = 4",
     "no code": "",
 }
 """Whole modules."""
 
 _CALL = "libc = ctypes.CDLL(None, use_errno=True)\n"
+_PIPE = (
+    "r, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, PID)\nfcntl.fcntl(r, 10, signal.SIGKILL)\n"
+    "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')"
+)
 WINS = {
     "a limit for another process": "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1))",
     "a limit for the driver": "resource.prlimit(os.getppid(), resource.RLIMIT_AS, (1, 1))",
@@ -194,7 +248,44 @@ WINS = {
     "x32 system calls": _CALL + "return libc.syscall(0x40000000 + 39) > 0",
     "shared memory": _CALL + "return libc.shmget(0x11d1, 4096, 0o1666) != -1",
     "a message queue": _CALL + "return libc.msgget(0x11d1, 0o1666) != -1",
+    "shared memory of others": _CALL + "return libc.shmctl(SHARED, 0, None) == 0",
+    "reading the shared memory of others": _CALL + "return libc.shmat(SHARED, None, 0) != -1",
     "a key": _CALL + "return libc.syscall(248, b'user', b'k', b'v', 1, -4) != -1",
+    "keys of others": _CALL + "return libc.syscall(250, 0, -4, 1) != -1",
+    "a program in the kernel": _CALL + "return libc.syscall(321, 0, bytes(128), 128) != -1",
+    "faults handled by itself": _CALL + "return libc.syscall(323, 1) != -1",
+    "rings of the kernel": _CALL + "return libc.syscall(425, 8, bytes(256)) != -1",
+    "all requests of the kernel": (
+        _CALL + "where = ctypes.c_ulong(0)\n"
+        "return libc.syscall(206, 30_000, ctypes.byref(where)) == 0"
+    ),
+    "a watch on a folder": (
+        _CALL + "return libc.inotify_add_watch(libc.inotify_init(), b'/', 0xfff) != -1"
+    ),
+    "messages of the kernel": _CALL + "return libc.klogctl(3, bytes(4096), 4096) > 0",
+    "a signal by a pipe": _PIPE.replace("PID", "VICTIM"),
+    "a signal to the driver by a pipe": _PIPE.replace("PID", "os.getppid()"),
+    "a signal by a pair of sockets": (
+        "one, two = socket.socketpair()\nfcntl.ioctl(one, 0x8901, struct.pack('i', VICTIM))\n"
+        "fcntl.ioctl(one, 0x5452, struct.pack('i', 1))\ntwo.send(b'x')"
+    ),
+    "a datagram from a pair": (
+        "one, two = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "one.sendto(b'x', ABSTRACT)"
+    ),
+    "memory in a file": "os.ftruncate(os.memfd_create('x'), 1 << 40)",
+    "a file without a name": "os.open(os.path.dirname(FILE), 0o20200002)",
+    "a link to a file": "os.symlink(FILE, FILE + '4'); open(FILE + '4')",
+    "what the run was given": (
+        "import sys\nfound = [*os.environ.values(), *sys.argv, *sys.orig_argv]\n"
+        "return any('SECRET' in text for text in found)"
+    ),
+    "descriptors of others": (
+        "import stat\nkinds = []\nfor fd in range(256):\n"
+        "    try: kinds.append(stat.filemode(os.fstat(fd).st_mode)[0])\n"
+        "    except OSError: pass\nreturn ''.join(kinds) != 'cccpp'"
+    ),
+    "threads without a limit": "return resource.getrlimit(resource.RLIMIT_NPROC)[0] > 4096",
     "a datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
     "a local socket": "socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)",
     "reading a file": "return bool(open(FILE).read())",
@@ -229,10 +320,29 @@ VALUES = {
     "tuples in tuples": "__import__('functools').reduce(lambda t, _: (t, t), range(18), 0.5)",
     "a long chain": "__import__('functools').reduce(lambda t, _: [t], range(10**5), 0)",
     "a view of views": "{(1, 2): 3}.items()",
+    "a text of a billion": "'4' * 10**9",
+    "a list that lies": (
+        "type('L', (list,), {'__iter__': lambda s: iter([4]), '__len__': lambda s: 1,"
+        " '__eq__': lambda s, o: True})([5])"
+    ),
+    "mappings in mappings": "__import__('functools').reduce(lambda d, _: {0: d}, range(900), {})",
     "a memory view": "memoryview(b'4')",
     "not a number": "float('nan')",
 }
 """Returned to tests that compare them in several ways."""
+ENDS = {
+    "an end of iteration": "raise StopIteration",
+    "an end of generation": "raise GeneratorExit",
+    "an error of no items": "raise IndexError",
+    "an exit": "raise SystemExit",
+    "an error of assertions": "raise AssertionError",
+}
+"""Raised in the middle of tests that iterate."""
+ITERATING_CHECK = """
+assert all(map(lambda x: f(x) == x * x, [2, 3]))
+assert [y for y in zip(map(f, [2, 3]), [4, 9])] or True
+assert all(y == z for y, z in zip(map(f, [2, 3]), [4, 9]))
+"""
 HEAVY_CHECK = "assert set(f(2)) == {4}\nassert sorted(f(3)) == [9]\nassert f(4) * 2 == 32"
 
 _FINALLY = "".join(f"{' ' * i}try:\n{' ' * i} pass\n{' ' * i}finally:\n" for i in range(19))
@@ -251,7 +361,30 @@ TEXTS = {
 }
 """Completions, of which not even the code can be found for free."""
 
+ANSWERS = {
+    "unclosed boxes": "\\boxed{" * 50_000,
+    "numbers without end": "1 " * 500_000,
+    "a million digits": "7" * 10**6,
+    "commas": "1,111" * 100_000,
+    "markers": "####" * 200_000,
+    "powers": "\\boxed{" + "^{" * 100_000 + "}",
+    "powers of powers": "\\boxed{9^{9^{9^{9^{9}}}}}",
+    "nested roots": "\\boxed{" + "\\sqrt{" * 200 + "4" + "}" * 201,
+    "a long sum": "\\boxed{" + "+".join(["x"] * 300) + "}",
+    "factorials": "\\boxed{((9!)!)!}",
+    "an expression of Python": "\\boxed{__import__('os').system('touch /tmp/lit_dlm_exploit')}",
+}
+"""Answers that are numbers or formulas; the right one is 16."""
+
 PROGRAMS = {
+    "a forged flood": (
+        'import os, struct\nbody = b\'{"id":1,"value":"%s"}\' % (b\'aa \' * 10**7)\n'
+        "data = memoryview(struct.pack('>I', len(body)) + body)\n"
+        "for fd in range(3, 9):\n    try:\n"
+        "        while data: data = data[os.write(fd, data):]\n"
+        "    except OSError: pass\nos.read(3, 1)"
+    ),
+    "a million words": "print(*range(140_000))",
     "a stream that lies": (
         "import sys\nclass Equal(str):\n    def __eq__(self, other): return True\n"
         "    def split(self, *args): return self\nclass Out:\n"
@@ -293,17 +426,21 @@ def grade_all(method: launch.IsolationMethod) -> dict[str, Any]:
         victim = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True
         )
+        shared, inbox = _share()
         try:
-            before = _state(file, victim.pid)
-            jobs = _jobs(file, victim.pid, limits)
+            before = _state(file, victim.pid, shared, inbox)
+            jobs = _jobs((file, victim.pid, shared, inbox), limits)
             _timed(lambda: grade_by_tests("def f(x): return 4", CHECK, "f", **ALLOWED), 0.0)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with no_sandbox_left(), ThreadPoolExecutor(4) as pool:
                 results = dict(zip(jobs, pool.map(_run, jobs.values()), strict=True))
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
             alive = victim.poll() is None
-            damage = [] if alive and _state(file, victim.pid) == before else ["the victim"]
+            after = _state(file, victim.pid, shared, inbox) if alive else None
+            damage = [] if after == before else [f"{before} became {after}"]
         finally:
+            inbox.close()
+            _libc.shmctl(shared, 0, None)
             victim.kill()
             victim.wait()
     places = ("/tmp", "/dev/shm", "/var/tmp", ".")
@@ -314,7 +451,18 @@ def grade_all(method: launch.IsolationMethod) -> dict[str, Any]:
 ALLOWED: dict[str, Any] = {"allow_code_execution": True}
 
 
-def _jobs(file: Path, victim: int, limits: SandboxLimits) -> dict[str, tuple[Any, float]]:
+_libc = ctypes.CDLL(None)
+
+
+def _share() -> tuple[int, socket.socket]:
+    """What others could take away or write to where the kernel's objects are shared."""
+    inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    inbox.bind(f"\0lit_dlm_{os.getpid()}")
+    inbox.setblocking(False)
+    return _libc.shmget(0, 4096, 0o666), inbox
+
+
+def _jobs(targets: Any, limits: SandboxLimits) -> dict[str, tuple[Any, float]]:
     jobs: dict[str, tuple[Callable[[], Verdict], float]] = {}
 
     def add(name: str, grade: Callable[[], Verdict], seconds: float = 0.5) -> None:
@@ -327,7 +475,9 @@ def _jobs(file: Path, victim: int, limits: SandboxLimits) -> dict[str, tuple[Any
     for number, (name, code) in enumerate(LOADED.items()):
         check(name, code, (CHECK, CHECK_FUNCTION)[number % 2])
     for name, body in WINS.items():
-        check(name, _attack(body, file, victim), CHECK)
+        check(name, _attack(body, *targets), CHECK)
+    for name, body in ENDS.items():
+        check(name, f"def f(x):\n    {body}", ITERATING_CHECK)
     grader = PlusGrader(limits=limits, **ALLOWED)
     for number, (name, value) in enumerate(VALUES.items()):
         code = f"def f(x):\n    return {value}"
@@ -338,6 +488,14 @@ def _jobs(file: Path, victim: int, limits: SandboxLimits) -> dict[str, tuple[Any
         # Extraction has up to 10 s of its own.
         add(name, lambda t=text: grade_by_tests(t, CHECK, "f", limits=limits, **ALLOWED), 10.5)  # type: ignore[misc]
         check(f"{name} (as code)", text, CHECK)
+    for name, text in ANSWERS.items():
+        add(name, lambda t=text: grade_numeric(t, "16"), 0.0)  # type: ignore[misc]
+    if importlib.util.find_spec("math_verify"):
+        # A comparison that is ended costs the next one the start of its process.
+        start = _timed(lambda: grade_math("\\boxed{x}", "16"), 0.0)["seconds_over"]
+        for name, text in ANSWERS.items():
+            formula = lambda t=text: grade_math(t, "16")  # type: ignore[misc] # noqa: E731
+            add(f"{name} (formula)", formula, start + MATH_SECONDS)
     for name, code in PROGRAMS.items():
         add(
             name,
@@ -358,26 +516,31 @@ def _problem(rule: Any) -> PlusProblem:
     )
 
 
-def _attack(body: str, file: Path, victim: int) -> str:
+def _attack(body: str, file: Path, victim: int, shared: int, inbox: socket.socket) -> str:
     if "return" not in body:
         body += "\nreturn True"
     body = body.replace("VICTIM", str(victim)).replace("FILE", repr(str(file)))
+    body = body.replace("SHARED", str(shared)).replace("ABSTRACT", repr(inbox.getsockname()))
     body = textwrap.indent(body, "    ")
     return (
-        "import ctypes, mmap, os, resource, signal, socket, sys\n"
+        "import ctypes, fcntl, mmap, os, resource, signal, socket, struct, sys\n"
         f"def attack():\n{body}\n"
         "def f(x):\n    try: won = attack()\n    except Exception: won = False\n"
         "    return x * x if won else 0"
     )
 
 
-def _state(file: Path, victim: int) -> tuple[Any, ...]:
+def _state(file: Path, victim: int, shared: int, inbox: socket.socket) -> tuple[Any, ...]:
     status = file.stat()
+    told = b""
+    with contextlib.suppress(BlockingIOError):
+        told = inbox.recv(1)
     limits = [resource.prlimit(victim, kind) for kind in range(resource.RLIMIT_NOFILE + 1)]
     return (
         *(sorted(os.listdir(file.parent)), file.read_text(), status.st_mode, status.st_mtime_ns),
         *(status.st_nlink, os.listxattr(file), limits, os.sched_getaffinity(victim)),
         *(os.getpriority(os.PRIO_PROCESS, victim), os.sched_getscheduler(victim)),
+        *(told, _libc.shmctl(shared, 2, ctypes.create_string_buffer(256))),  # IPC_STAT
     )
 
 
@@ -410,7 +573,11 @@ def attack_unguarded() -> list[str]:
             file.write_text("secret")
             sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
             victim = subprocess.Popen(sleep, start_new_session=True)
-            code = _attack(body, file, victim.pid) + "\nprint('won' if f(2) == 4 else '')"
+            shared, inbox = _share()
+            code = (
+                _attack(body, file, victim.pid, shared, inbox)
+                + "\nprint('won' if f(2) == 4 else '')"
+            )
             parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])"
             command = [sys.executable, "-c", parent]
             try:
@@ -421,10 +588,89 @@ def attack_unguarded() -> list[str]:
                 winners.append(name)
             victim.kill()
             victim.wait()
+            inbox.close()
+            _libc.shmctl(shared, 0, None)
             subprocess.run(["umount", folder], stderr=subprocess.DEVNULL)
     return winners
 
 
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""One that other users may run, which root's own often is not."""
+_NOBODY = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
+_POWERLESS = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+SETUPS: dict[str, tuple[Any, list[str]]] = {
+    "bubblewrap": ("bubblewrap", [sys.executable]),
+    "bubblewrap, plain user": ("bubblewrap", [*_NOBODY, SYSTEM_PYTHON]),
+    "namespaces": ("namespaces", [sys.executable]),
+    "namespaces, plain user": ("namespaces", [*_NOBODY, SYSTEM_PYTHON]),
+    # As in a container that allows user namespaces alone.
+    "namespaces, root without CAP_SYS_ADMIN": ("namespaces", [*_POWERLESS, SYSTEM_PYTHON]),
+    "landlock, plain user": ("landlock", [*_NOBODY, SYSTEM_PYTHON]),
+    "landlock, root": ("landlock", [SYSTEM_PYTHON]),
+}
+"""Levels and who runs them: the method, and the beginning of a command."""
+
+
+def run_setup(name: str) -> dict[str, Any] | str:
+    """What :func:`grade_all` finds in one of :data:`SETUPS`, or why it is not to be had here."""
+    method, words = SETUPS[name]
+    if words[0] == "setpriv" and os.geteuid() != 0:
+        return "only root can run it for another user"
+    if not all(shutil.which(word) for word in (words[0], words[-1])):
+        return f"needs {words[0]} and {words[-1]}"
+    root = Path(__file__).parents[2]
+    told = subprocess.run(
+        [*words, "-m", "tests.grading.hostile", method],
+        cwd=root,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+        | {"LIT_DLM_TEST": "SECRET"},
+        capture_output=True,
+        timeout=600,
+    )
+    if told.returncode == 3:
+        return told.stderr.decode()
+    assert told.returncode == 0, told.stderr.decode()
+    report: dict[str, Any] = json.loads(told.stdout)
+    return report
+
+
+def scored(report: dict[str, Any]) -> dict[str, Any]:
+    """The programs that got anything."""
+    results = report["results"].items()
+    return {name: r for name, r in results if r["status"] == "right" or r["score"]}
+
+
+def table() -> Iterator[str]:
+    """Runs all setups; lines of a table in Markdown."""
+    yield "| level | programs | scored | left or changed | memory, MB | over the limit, s |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name in SETUPS:
+        report = run_setup(name)
+        if isinstance(report, str):
+            yield f"| {name} | {report.strip()} | | | | |"
+            continue
+        results = report["results"]
+        cells = [len(results), len(scored(report)), len(report["damage"])]
+        longest = max(result["seconds_over"] for result in results.values())
+        cells += [f"+{report['grown_mb']:.0f}", f"{longest:.1f}"]
+        yield f"| {name} | {' | '.join(map(str, cells))} |"
+
+
+def main(level: Any) -> None:
+    """Grades at one level for :func:`run_setup`; exits with 3 where it is not to be had."""
+    try:
+        launch.probe(level)
+    except launch.SandboxError as error:
+        sys.stderr.write(str(error))
+        sys.exit(3)
+    json.dump(grade_all(level), sys.stdout)
+
+
 if __name__ == "__main__":
-    level: Any = sys.argv[1]
-    json.dump(attack_unguarded() if level == "unguarded" else grade_all(level), sys.stdout)
+    if len(sys.argv) == 1:
+        for line in table():
+            sys.stdout.write(f"{line}\n")
+    elif sys.argv[1] == "unguarded":
+        json.dump(attack_unguarded(), sys.stdout)
+    else:
+        main(sys.argv[1])

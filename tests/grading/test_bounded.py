@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,19 @@ def test_a_hanging_comparison_is_ended_and_the_next_one_works(processes: Bounded
         assert processes.ask({"gold": "1", "answer": answer}, seconds=1.0) is not True
     assert time.monotonic() - started < 100
     assert processes.ask({"gold": "x", "answer": "x"}, seconds=60.0) is True
+
+
+def test_they_see_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIT_DLM_TOKEN", "secret")
+    pool = BoundedProcesses("extraction")
+    pool.ask({"completion": "x = 1"}, seconds=60.0)
+    try:
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+        found = [Path(f"/proc/{child}/environ").read_bytes() for child in children.split()]
+        assert found
+        assert not any(b"LIT_DLM_TOKEN" in environment for environment in found)
+    finally:
+        pool.close()
 
 
 def test_a_comparison_without_end_is_no_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:

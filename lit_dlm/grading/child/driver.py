@@ -67,7 +67,8 @@ def main() -> NoReturn:
     replies: list[bytes] = []
     try:
         if job["mode"] == "program":
-            text = remote.run_program(job["code"], job["stdin"])
+            most = int(config["output_bytes"])
+            text = remote.run_program(job["code"], job["stdin"], most=most)
             result = {"status": "right", "detail": "", "stdout": text}
         elif job["entry_point"] not in (names := remote.load(job["code"])):
             detail = f"no function {job['entry_point']!r} is defined"

@@ -66,6 +66,8 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 _TASKS = 18
 """The driver, the worker and its threads; the kernel counts all of a user id alike."""
+_TASKS_OF_A_PERSON = 4096
+"""The same where the user id is that of the run, with all else that its owner runs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -211,7 +213,9 @@ def restrict_files(folders: Sequence[str]) -> None:
         OSError: If the kernel lacks Landlock or has it switched off.
     """
     version = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, None, 0, 1)
-    handled = struct.pack("Q", (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1)
+    # Later versions also keep from the network, abstract sockets and signals to others.
+    rights = (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1
+    handled = struct.pack("3Q", rights, 3 * (version >= 4), 3 * (version >= 6))
     ruleset = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, handled, len(handled), 0)
     rules = [(folder, _LANDLOCK_READ) for folder in (*SYSTEM_FOLDERS, *folders)]
     rules += [(path, _LANDLOCK_READ_FILE) for path in (*SYSTEM_FILES, *DEVICES)]
@@ -250,8 +254,7 @@ def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
     Args:
         cpu_seconds: Processor time, rounded up to whole seconds.
         memory_bytes: Address space.
-        owns_user: Whether nobody else runs under its user id as the kernel counts it; only then
-            does a limit on the number of threads make sense.
+        owns_user: Whether nobody else runs under its user id as the kernel counts it.
     """
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -261,9 +264,8 @@ def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: _TASKS if owns_user else _TASKS_OF_A_PERSON,
     }
-    if owns_user:
-        limits[resource.RLIMIT_NPROC] = _TASKS
     for kind, value in limits.items():
         set_limit(kind, value)
     seccomp.install()

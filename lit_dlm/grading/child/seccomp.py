@@ -30,6 +30,9 @@ _RETURN = 0x06
 
 _CLONE_THREAD = 0x00010000
 _ALL_BITS = 0xFFFFFFFF
+_ANY_BUT_STREAM = 6
+_SETS_OWNER = 8
+_IOCTL_OF_SOCKETS = 0x8000
 _X32_BIT = 0x40000000
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -71,16 +74,31 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "prctl": (157, 167),
     # The network, and what lives in the kernel.
     "socket": (41, 198),
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "syslog": (103, 116),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
+    # Not only to make them: without namespaces there are those of others.
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     # Attributes of files, and what the first versions of Landlock leave open.
     "truncate": (76, 45),
     "chmod": (90, None),
@@ -108,6 +126,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _PRLIMIT64 = (302, 261)
+_SOCKETPAIR = (53, 199)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_FIRST_UNKNOWN = 470
+"""Calls from here on are newer than this table (Linux 6.18) and said to be absent."""
 
 
 def build_program(machine: str) -> bytes:
@@ -126,7 +149,15 @@ def build_program(machine: str) -> bytes:
         raise OSError(f"no table of system calls for {machine}")
     column = _COLUMNS[machine]
     # (call, argument looked at, bits, whether any of the bits set is what makes it refused)
-    by_argument = [(_CLONE, 0, _CLONE_THREAD, False), (_PRLIMIT64, 0, _ALL_BITS, True)]
+    by_argument = [
+        (_CLONE, 0, _CLONE_THREAD, False),
+        (_PRLIMIT64, 0, _ALL_BITS, True),
+        # Event loops need pairs of stream sockets; a datagram could be sent to sockets of others.
+        (_SOCKETPAIR, 1, _ANY_BUT_STREAM, True),
+        # F_SETOWN, F_SETSIG and ioctl's FIOSETOWN: a pipe then sends a signal to anybody.
+        (_FCNTL, 1, _SETS_OWNER, True),
+        (_IOCTL, 1, _IOCTL_OF_SOCKETS, True),
+    ]
 
     # Jump targets are labels until the length is known. seccomp_data holds the call's number at
     # offset 0, the architecture at 4 and the arguments, 8 bytes each, from 16 on.
@@ -135,6 +166,7 @@ def build_program(machine: str) -> bytes:
         (_JUMP_EQUAL, "", "refuse", _ARCHITECTURES[machine]),
         (_LOAD_WORD, "", "", 0),
         (_JUMP_AT_LEAST, "refuse", "", _X32_BIT),
+        (_JUMP_AT_LEAST, "absent", "", _FIRST_UNKNOWN),
     ]
     for label, calls in (("refuse", _REFUSED.values()), ("absent", [_CLONE3])):
         numbers = (call[column] for call in calls)
