@@ -84,7 +84,7 @@ _WEIRD: st.SearchStrategy[Any] = st.one_of(
     st.lists(st.integers(-3, 60), max_size=20),
     st.builds(lambda n: [1] * n, st.sampled_from([1, 11, 12, 13, 70_000])),
     st.dictionaries(st.text(max_size=3), st.integers() | st.none(), max_size=3),
-)
+).map(copy.deepcopy)
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

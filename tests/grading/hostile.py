@@ -363,7 +363,7 @@ TEXTS = {
 
 ANSWERS = {
     "unclosed boxes": "\\boxed{" * 50_000,
-    "numbers without end": "1 " * 500_000,
+    "numbers without end": "1 " * 100_000,
     "a million digits": "7" * 10**6,
     "commas": "1,111" * 100_000,
     "markers": "####" * 200_000,
@@ -651,8 +651,8 @@ def table() -> Iterator[str]:
             continue
         results = report["results"]
         cells = [len(results), len(scored(report)), len(report["damage"])]
-        longest = max(result["seconds_over"] for result in results.values())
-        cells += [f"+{report['grown_mb']:.0f}", f"{longest:.1f}"]
+        late = max(results, key=lambda name: results[name]["seconds_over"])
+        cells += [f"+{report['grown_mb']:.0f}", f"{results[late]['seconds_over']:.1f} ({late})"]
         yield f"| {name} | {' | '.join(map(str, cells))} |"
 
 

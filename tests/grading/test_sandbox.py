@@ -145,6 +145,20 @@ def test_exceptions_the_tests_expect_arrive_as_builtin_classes():
     assert not _check("def f(x):\n    raise KeyError('negative')", check).is_correct
 
 
+def test_an_end_of_iteration_ends_no_loop_of_the_tests():
+    """In one process, ``all`` would take it for the end of ``map`` and be content."""
+    verdict = _check("def f(x):\n    raise StopIteration", "assert all(map(f, [2, 3]))")
+    assert (verdict.status, verdict.detail) == ("runtime_error", "StopIteration: ")
+
+
+def test_event_loops_run(level):
+    code = (
+        "import asyncio\nasync def wait(x):\n    await asyncio.sleep(0)\n    return x * x\n"
+        "def f(x):\n    return asyncio.run(wait(x))"
+    )
+    assert _check(code).status == "right"
+
+
 def test_arguments_are_not_shared_with_the_candidate():
     """Emptying the argument does not make the test's own copy easier."""
     code = "def f(xs):\n    xs.clear()\n    return []"

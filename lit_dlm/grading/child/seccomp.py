@@ -33,7 +33,6 @@ _ALL_BITS = 0xFFFFFFFF
 _ANY_BUT_STREAM = 6
 _SETS_OWNER = 8
 _IOCTL_OF_SOCKETS = 0x8000
-_X32_BIT = 0x40000000
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMNS = {"x86_64": 0, "aarch64": 1}
@@ -130,7 +129,7 @@ _SOCKETPAIR = (53, 199)
 _FCNTL = (72, 25)
 _IOCTL = (16, 29)
 _FIRST_UNKNOWN = 470
-"""Calls from here on are newer than this table (Linux 6.18) and said to be absent."""
+"""Calls from here on are newer than this table (Linux 6.18), or x32's, and said to be absent."""
 
 
 def build_program(machine: str) -> bytes:
@@ -165,7 +164,6 @@ def build_program(machine: str) -> bytes:
         (_LOAD_WORD, "", "", 4),
         (_JUMP_EQUAL, "", "refuse", _ARCHITECTURES[machine]),
         (_LOAD_WORD, "", "", 0),
-        (_JUMP_AT_LEAST, "refuse", "", _X32_BIT),
         (_JUMP_AT_LEAST, "absent", "", _FIRST_UNKNOWN),
     ]
     for label, calls in (("refuse", _REFUSED.values()), ("absent", [_CLONE3])):
