@@ -363,9 +363,9 @@ TEXTS = {
 
 ANSWERS = {
     "unclosed boxes": "\\boxed{" * 50_000,
-    "numbers without end": "1 " * 100_000,
+    "numbers without end": "1 " * 50_000,
     "a million digits": "7" * 10**6,
-    "commas": "1,111" * 100_000,
+    "commas": "1,111" * 20_000,
     "markers": "####" * 200_000,
     "powers": "\\boxed{" + "^{" * 100_000 + "}",
     "powers of powers": "\\boxed{9^{9^{9^{9^{9}}}}}",

@@ -54,7 +54,7 @@ def test_they_see_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_comparison_without_end_is_no_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MATH_SECONDS", 0.0)
-    verdict = grade_math(r"\boxed{2}", "3")
+    verdict = grade_math(r"\boxed{9^{9^{9^{9}}} + 1}", "3")
     assert (verdict.status, verdict.detail) == ("timeout", "the comparison did not end")
 
 
