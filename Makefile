@@ -10,7 +10,8 @@ export OMP_NUM_THREADS ?= 1
 # Compiled tests are kept: without them every test process prepares all of them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install quickstart test test-fast test-eval test-lowest check docs faults fuzz format tiny-model clean
+.PHONY: help install quickstart test test-fast test-eval test-lowest check docs docs-check faults fuzz
+.PHONY: format tiny-model clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +39,7 @@ tiny-model: install  ## Train the embedded models again (about an hour on two co
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
 
 test: install  ## Run all tests
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not gpu and not docs" -n 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
@@ -59,6 +60,9 @@ test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml a
 
 check: install  ## Lint, types, layers and tests, as CI runs them
 	.ci/run
+
+docs-check: install  ## Run the long commands of the documents and compare their numbers (half an hour)
+	$(BIN)/python -m pytest -m docs tests/test_docs_check.py
 
 faults: install  ## Let runs meet faults and compare what they leave (an hour; goes on where it was)
 	$(BIN)/python experiments/faults.py

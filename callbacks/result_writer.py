@@ -156,7 +156,8 @@ def _facts(trainer: Trainer, module: DecodeModule) -> dict[str, Any]:
     model: dict[str, Any] = describe()
     software = software_facts()
     return {
-        "model": model.get("path") or model.get("family") or type(module.backbone).__name__,
+        "model": module.tokenizer_path,
+        "family": model.get("family"),
         "parameters": model.get("num_parameters"),
         "dtype": model.get("dtype"),
         "seed": module.seed,

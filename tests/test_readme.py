@@ -1,44 +1,96 @@
-"""What the README shows works."""
+"""What the README and the pages of the documentation show works."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import cli
+from tests.quickstart import table
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow  # every case builds the whole command line
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+TRAINER = ("fit", "validate", "test", "predict")
+STUBS = """
+lit-dlm() { printf '%s\\0' lit-dlm "$@"; printf '\\n\\0'; }
+srun() { shift; "$@"; }
+torchrun() { while [ "$1" != lit-dlm ]; do shift; done; "$@"; }
+SLURM_NTASKS=32 HEAD=node1
+for name in make python chromium tensorboard pip docker; do eval "$name() { :; }"; done
+"""
+"""The shell gives the arguments of every command, with its own rules for quotes and variables."""
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """Language and text of every block of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Every lit-dlm command of a page, as its arguments; where output is shown, of its prompts."""
+    found: list[list[str]] = []
+    for kind, text in blocks(path):
+        if kind not in ("", "sh", "bash") or "lit-dlm" not in text:
+            continue
+        script = text.replace(".venv/bin/", "")
+        if "$ " in text and re.search(r"^\$ ", text, re.MULTILINE):
+            script = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", script, re.MULTILINE))
+        done = subprocess.run(
+            ["bash", "-c", STUBS + script], capture_output=True, text=True, cwd=ROOT
+        )
+        assert not done.stderr, f"{path}: {done.stderr}"
+        found += [words.split("\0")[1:-1] for words in done.stdout.split("\n\0")[:-1]]
+    return found
 
 
 def _commands() -> list[str]:
-    """Every lit-dlm command, with continued lines joined and comments dropped."""
-    text = "\n".join(body for kind, body in BLOCKS if kind != "python").replace("\\\n", " ")
-    lines = [re.sub(r"\s+#.*", "", line).removeprefix("$ ") for line in text.splitlines()]
-    return [
-        line[line.index("lit-dlm ") :] for line in lines if re.search(r"(^|[ /])lit-dlm ", line)
-    ]
+    """Those of the README, as lines."""
+    return [shlex.join(["lit-dlm", *words]) for words in commands(ROOT / "README.md")]
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in _commands() if c.split()[1] in ("fit", "validate", "test", "predict")]
-)
-def test_command_parses(command: str, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, *arguments = shlex.split(command)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TRAINED = {
+    " ".join(words): words
+    for path in PAGES
+    for words in commands(path)
+    if words[:1] and words[0] in TRAINER
+}
+
+
+@pytest.mark.parametrize("words", TRAINED.values(), ids=range(len(TRAINED)))
+def test_command_parses(words: list[str], capsys, monkeypatch, tmp_path: Path):
+    """Of all pages; files that a reader makes are made here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "mine.yaml").write_text("{policy: ConfidencePolicy}")
+    if "my_advantage.BestOnly" in words:
+        words = [word.replace("my_advantage.BestOnly", "GroupZScore") for word in words]
     with pytest.raises(SystemExit) as done:
-        cli.main([*arguments, "--print_config"])
+        cli.main([*words, "--print_config"])
     error = capsys.readouterr().err
-    shown = re.search(r"lit-dlm: error: .*", README)
     if done.value.code:
         # The one wrong command is shown together with its error.
+        shown = re.search(r"lit-dlm: error: .*", README)
         assert shown is not None
         assert error.strip().splitlines()[-1] == shown[0]
+
+
+def test_other_commands_exist():
+    for path in PAGES:
+        unknown = [words for words in commands(path) if words and words[0] not in cli.COMMANDS]
+        assert not unknown, path
+
+
+def test_the_table_is_that_of_the_kept_run():
+    (shown,) = re.findall(
+        r"<!-- quickstart-output -->\n\n(.*?)\n\n<!-- /quickstart-output -->", README, re.DOTALL
+    )
+    assert shown == table()
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +144,20 @@ def test_report_command_runs(command: str, trajectories: Path, capsys):
         assert "word_problems/test/00000" in (run_dir / written).read_text()
 
 
+def test_the_command_of_gsm8k_runs_after_the_quickstart(trajectories: Path, monkeypatch):
+    """Beside the quickstart's folder, with other prompts and longer responses."""
+    (command,) = [words for words in commands(ROOT / "README.md") if "data/gsm8k" in words]
+    problem = '{"question": "2+2?", "answer": "4\\n#### 4"}\n'
+    source = trajectories.parent / "test.jsonl"
+    source.write_text(2 * problem)
+    monkeypatch.chdir(trajectories.parent)
+    monkeypatch.setenv("GSM8K_PATH", str(source))
+    cli.main([*command, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"])
+    found = (trajectories.parent / "runs" / "gsm8k" / "summary.md").read_text()
+    assert "### gsm8k" in found
+    assert "| threshold_09 |" in found
+
+
 @pytest.mark.parametrize("command", [c for c in _commands() if c.split()[1] == "generate"])
 def test_generate_command_runs(command: str, capsys):
     _, *arguments = shlex.split(command)
@@ -100,7 +166,7 @@ def test_generate_command_runs(command: str, capsys):
 
 
 def test_python_examples_run(capsys):
-    for code in (body for kind, body in BLOCKS if kind == "python"):
+    for code in (body for kind, body in blocks(ROOT / "README.md") if kind == "python"):
         exec(compile(code, "README.md", "exec"), {})
     output = capsys.readouterr().out
     assert "#### 36" in output
@@ -112,5 +178,5 @@ def test_make_targets_and_files_exist():
     known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert targets <= known
     for path in re.findall(r"\]\((docs/[^)]+)\)|`(configs/[\w/.]+|lit_dlm/[\w/-]+)`", README):
-        name = next(part for part in path if part)
+        name = next(part for part in path if part).partition("#")[0]
         assert (ROOT / name).exists(), name

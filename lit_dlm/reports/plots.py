@@ -55,7 +55,13 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
                     (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
                 )
                 if points:
-                    _draw_curve(axis, points, name, colours.series[number % len(colours.series)])
+                    _draw_curve(
+                        axis,
+                        points,
+                        name,
+                        color=colours.series[number % len(colours.series)],
+                        marker="os^Dv"[number % 5],
+                    )
             axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -103,15 +109,15 @@ def interval_bars(values: Sequence[tuple[float, tuple[float, float]]]) -> list[l
     ]
 
 
-def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, colour: str) -> None:
+def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, **style: str) -> None:
     axis.errorbar(
         [point.nfe for point in points],
         [100 * (point.accuracy or 0.0) for point in points],
         yerr=interval_bars([(p.accuracy or 0.0, p.interval or (0.0, 0.0)) for p in points]),
-        fmt="o-" if len(points) > 1 else "o",
-        color=colour,
+        linestyle="-" if len(points) > 1 else "none",
         label=name,
         capsize=2,
         markersize=5,
         linewidth=1.3,
+        **style,
     )

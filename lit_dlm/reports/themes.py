@@ -45,7 +45,16 @@ THEMES: dict[str, Theme] = {
         mask="#dfe1e7",
         accent="#0a5bb5",
         accent_text="#ffffff",
-        series=("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777"),
+        series=(
+            "#0072B2",
+            "#D55E00",
+            "#009E73",
+            "#CC79A7",
+            "#56B4E9",
+            "#E69F00",
+            "#777777",
+            "#8B1A4A",
+        ),
     ),
     "dark": Theme(
         background="#121316",
@@ -56,7 +65,16 @@ THEMES: dict[str, Theme] = {
         mask="#33373f",
         accent="#74b5ff",
         accent_text="#0c1420",
-        series=("#56B4E9", "#F0883E", "#3FC79A", "#E29BC4", "#8CC8F0", "#F2C14E", "#B0B4BD"),
+        series=(
+            "#56B4E9",
+            "#F0883E",
+            "#3FC79A",
+            "#E29BC4",
+            "#8CC8F0",
+            "#F2C14E",
+            "#B0B4BD",
+            "#D9667F",
+        ),
     ),
 }
 
