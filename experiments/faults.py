@@ -646,13 +646,15 @@ def table(cases: list[dict[str, Any]]) -> str:
             if hits:
                 counts = [len(hits), *(sum(c.get(key, 0) for c in hits) for key in sums)]
                 lines.append(f"| {name} | {job} | {' | '.join(map(str, counts))} |")
+    each = Counter(case["job"] for case in cases if case["hit"])
+    total = f"Run so far: {each.total()} ({', '.join(f'{job} {each[job]}' for job in JOBS)})."
     left_out = [
         f"- {name}: not in {', '.join(job for job in JOBS if job not in fault.jobs)}: "
         f"{fault.elsewhere}."
         for name, fault in FAULTS.items()
         if fault.elsewhere
     ]
-    return "\n".join([*lines, "", *left_out]) + "\n"
+    return "\n".join([*lines, "", total, "", *left_out]) + "\n"
 
 
 def main() -> None:
