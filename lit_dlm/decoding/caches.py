@@ -21,7 +21,11 @@ forward of its own on it, with the same result.
 Rows of a batch may be in different blocks, and one may refresh while another does not. Under the
 block scheme both share one forward, whose queries are as wide as a refresh: two blocks at most,
 once the prompt has run. A refresh of the other schemes is as wide as the canvas; a step then runs
-two forwards, each over its own rows. What a row gets does not depend on the others.
+two forwards, each over its own rows, unless the attention takes rows of any lengths. What a row
+gets does not depend on the others.
+
+Under the block scheme responses to one prompt share its forward: what it leaves depends on nothing
+behind it, so it is copied from any row that has it, also from one that is long under way.
 """
 
 from __future__ import annotations

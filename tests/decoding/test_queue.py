@@ -114,6 +114,27 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
         assert _decoded(backbone, decoder, num_places) == alone
 
 
+@pytest.mark.parametrize("case", ["prefix", "dual"])
+def test_rows_that_refresh_share_a_forward_with_others_where_attention_takes_sequences(
+    case, monkeypatch
+):
+    changes, plugs = CASES[case]
+    backbone, decoder = _backbone(**changes), Decoder(**plugs)
+    expected = _decoded(backbone, decoder, 8)
+    monkeypatch.setattr(attention, "_MANY_KEYS", 1)
+    calls = []
+    encode = backbone.encode_window
+
+    def counted(*args, **options):
+        calls.append(1)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(backbone, "encode_window", counted)
+    occupancy = _Rows()
+    assert _decoded(backbone, decoder, 4, [occupancy]) == expected
+    assert len(calls) == len(occupancy.counts)
+
+
 @pytest.mark.parametrize("many_keys", [1, 999])
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatch):
