@@ -135,6 +135,26 @@ def write_data(folder: Path) -> None:
             }
         ],
     )
+    write(
+        "google-research-datasets/mbpp/test.jsonl",
+        [
+            {
+                "task_id": 11,
+                "text": "Write a function that gives 3.",
+                "code": "def three():\n    return 3",
+                "test_list": ["assert three() == 3"] * 3,
+            }
+        ],
+    )
+    for name in ("HuggingFaceH4/aime_2024/train.jsonl", "math-ai/aime25/test.jsonl"):
+        write(name, math[:1])
+    choices = {"question": math[0]["problem"], "options": ["2", "3"], "answer": "B"}
+    write("TIGER-Lab/MMLU-Pro/test.jsonl", [choices])
+    write("Idavidrein/gpqa/train.jsonl", [choices])
+    tests = json.dumps([{"input": "", "output": "3"}])
+    contest = {"question_content": "Print 3.", "contest_date": "2024-09-01"}
+    contest |= {"public_test_cases": tests, "private_test_cases": tests}
+    write("livecodebench.jsonl", [contest])
     prompts = [{"id": n, "prompt": question.format(n)} for n in numbers]
     write("ling_coder_prompts.jsonl", prompts)
     write(
@@ -266,6 +286,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         patch.setenv("LIT_DLM_TRACEBACK", "1")
         patch.setenv("JUDGE_URL", judge.url)
         patch.setenv("MATH_TRAIN_PATH", "math_train12k.jsonl")
+        patch.setenv("LIVECODEBENCH_PATH", "livecodebench.jsonl")
         yield Workplace(folder)
     shutil.rmtree(folder)
 
@@ -273,3 +294,31 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_experiment_runs(path: Path, workplace: Workplace):
     workplace.run(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *("tabom_math", "tabom_humaneval", "tabom_mbpp"),
+        *("tabom_math_llada", "tabom_humaneval_llada", "tabom_mbpp_llada"),
+        *("aime", "multiple_choice", "livecodebench"),
+    ],
+)
+def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
+    """One batch of every task, on the experiment's twin; all are graded."""
+    family = "llada" if data.endswith("llada") else "dream"
+    path = EXPERIMENTS / f"benchmark_tabom_{family}.yaml"
+    workplace.run(path)
+    cli.main(
+        [
+            *("predict", "--config", str(path), "--config", f"data/{data}"),
+            *(f"--run_dir=runs/{data}", "--data.response_length=16", "--data.batch_size=4"),
+            *("--data.methods=[threshold_08]", "--trainer.accelerator=cpu"),
+            *("--trainer.devices=1", "--trainer.strategy=auto"),
+            "--trainer.enable_progress_bar=false",
+        ]
+    )
+    summaries = json.loads((workplace.folder / "runs" / data / "summary.json").read_text())
+    num_tasks = len(config_files.load(f"data/{data}")["data"]["init_args"]["tasks"])
+    assert len(summaries) == num_tasks
+    assert all(summary["accuracy"] is not None for summary in summaries)
