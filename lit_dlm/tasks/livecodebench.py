@@ -31,6 +31,7 @@ class LiveCodeBench(CodeTests):
 
     Args:
         path: a local ``.jsonl``, such as ``test6.jsonl`` of a release, or a folder with them.
+        name: name of the task in results and uids.
         since: problems of contests before this day are left out, such as ``2024-08-01``.
     """
 
@@ -43,9 +44,11 @@ class LiveCodeBench(CodeTests):
         "Answer with the whole program in one fenced python block.{% endif %}"
     )
 
-    def __init__(self, path: str, *, since: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, path: str, *, name: str = "livecodebench", since: str | None = None, **options: Any
+    ) -> None:
         self._since = since
-        super().__init__(path, **{"name": self.name, **options})
+        super().__init__(path, name=name, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         if self._since is None:
