@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lit_dlm.backbones.decoder import DType, ExportLayout
 from lit_dlm.backbones.hf import HFBackbone, load_backbone
-from lit_dlm.backbones.location import is_local, read_json_object
+from lit_dlm.backbones.location import is_local, locate, read_json_object
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
@@ -128,7 +128,11 @@ def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
         help="original: names and configuration of the family's own code, the default where there "
         "is one; hf: a plain decoder of transformers",
     )
-    parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16", help="of weights")
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(DType),
+        help="of the weights; that of the model's files by default",
+    )
     parser.add_argument(
         "--results", type=Path, help="run folder of a benchmark of this model, for the card"
     )
@@ -137,7 +141,9 @@ def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
 
 
 def _export(options: argparse.Namespace) -> int:
-    backbone = load_backbone(options.model, dtype=options.dtype, adapter=options.adapter)
+    stored = read_json_object(locate(options.model, weights=False) / "config.json")
+    dtype = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    backbone = load_backbone(options.model, dtype=dtype, adapter=options.adapter)
     folder: Path = options.folder
     layout = options.layout or backbone.own_layout
     summaries = _measured(options.results, backbone) if options.results else []

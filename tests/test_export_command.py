@@ -94,6 +94,7 @@ def test_an_export_without_options_has_the_layout_that_came(twin: Any, tmp_path:
         json.loads((Path(f) / "config.json").read_text()) for f in (model, tmp_path / "again")
     )
     assert after["model_type"] == before["model_type"] == "Dream"
+    assert after["dtype"] == before["torch_dtype"] == "bfloat16"
     assert torch.equal(load_backbone(model)(IDS), load_backbone(tmp_path / "again")(IDS))
 
 
