@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
@@ -36,14 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     # Read when ``datasets`` is imported: model-written code runs in our sandbox only.
     os.environ.pop("HF_ALLOW_CODE_EVAL", None)
     import lm_eval
-    from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
     from lit_dlm.evaluation import DiffusionLM
 
-    manager = TaskManager(include_path=config.include_path, include_defaults=False)
-    if not set(config.tasks) <= set(manager.all_tasks):  # its own thousands take seconds to list
-        manager = TaskManager(include_path=config.include_path)
+    manager = _known_tasks(config.include_path, with_own=False)
+    if not set(config.tasks) <= set(manager.all_tasks):
+        manager = _known_tasks(config.include_path, with_own=True)
     if unknown := [name for name in config.tasks if name not in manager.all_tasks]:
         raise ValueError(
             f"tasks: lm-eval knows no {', '.join(map(repr, unknown))}; a folder with tasks of your "
@@ -103,6 +104,14 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"{len(steps)} texts, {summary['num_steps']['mean']:.2f} forwards each\n")
     sys.stdout.write(f"Results and samples: {folder}\n")
     return 0
+
+
+@cache
+def _known_tasks(folder: str | None, *, with_own: bool) -> Any:
+    """lm-eval's list of tasks: those of a folder, and its own thousands, which take seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=folder, include_defaults=with_own)
 
 
 def _parser() -> Parser:
