@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.modules.generate import TraceModule
+from lit_dlm.pictures import PICTURES, PictureFolder
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
@@ -88,6 +89,7 @@ class TrajectoryFolder:
             budget = int((max_gigabytes * 1e9 - size) / trainer.world_size)
         # No process may start a shard while another still counts what the folder holds.
         trainer.strategy.barrier("shards_counted")
+        self._pictures = PictureFolder(self.folder / PICTURES)
         self._writer = BackgroundWriter(
             TrajectoryShardWriter(
                 self.folder,
@@ -122,6 +124,9 @@ class TrajectoryFolder:
         left = self._not_held(uids)
         if not left:
             return
+        for row in left:
+            for picture in decoded.examples[row].images:
+                self._pictures.put(picture)
 
         def make() -> list[Trajectory]:
             records = [decoded.trajectories[row] for row in left]
@@ -246,6 +251,7 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
         tokenizer={
             "path": module.tokenizer_path,
             "digest": tokenizer_digest(module.tokenizer),
+            **({"chat_template": module.chat_template} if module.chat_template else {}),
             "mask_id": spec.mask_id,
             "pad_id": spec.pad_id,
             "eos_ids": list(spec.eos_ids),

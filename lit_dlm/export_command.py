@@ -142,7 +142,7 @@ def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> int:
     stored = read_json_object(locate(options.model, weights=False) / "config.json")
-    dtype = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
     backbone = load_backbone(options.model, dtype=dtype, adapter=options.adapter)
     folder: Path = options.folder
     layout = options.layout or backbone.own_layout

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from lit_dlm.backbones.decoder import DType, torch_dtype
-from lit_dlm.backbones.families import PLAIN_DECODERS
+from lit_dlm.backbones.families import PLAIN_DECODERS, vision_key
+from lit_dlm.backbones.magvit import Magvit, MagvitSizes
 from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.weights import save_checkpoint
+from lit_dlm.backbones.vision import TowerSizes, TowerVision, VisionSettings
+from lit_dlm.backbones.weights import save_checkpoint, save_weights
 
 _QWEN_TOKENS = [
     "<|endoftext|>",
@@ -112,8 +114,6 @@ class Release:
     config: Mapping[str, Any]
     """Contents of its ``config.json``."""
     vocabulary: Vocabulary
-    other_keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Weights of parts that this project leaves in the files: key to a small shape."""
 
 
 _END = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
@@ -274,6 +274,10 @@ _LLADA_V: dict[str, Any] = {
     "initializer_range": 0.02,
     "intermediate_size": 12288,
     "max_position_embeddings": 8192,
+    "image_aspect_ratio": "anyres_max_4",
+    "image_grid_pinpoints": "(1x1),...,(6x6)",
+    "mm_hidden_size": 1152,
+    "mm_patch_merge_type": "spatial_unpad",
     "mm_projector_type": "mlp2x_gelu",
     "mm_vision_tower": "google/siglip2-so400m-patch14-384",
     "num_attention_heads": 32,
@@ -284,6 +288,15 @@ _LLADA_V: dict[str, Any] = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "vocab_size": 126464,
+}
+
+_SMALL_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 RELEASES: dict[str, Release] = {
@@ -298,7 +311,6 @@ RELEASES: dict[str, Release] = {
     "GSAI-ML/LLaDA-V": Release(
         config=_LLADA_V,
         vocabulary=_LLADA_TOKENS,
-        other_keys={"model.mm_projector.0.weight": (8, 8), "model.image_newline": (8,)},
     ),
     "JetLM/SDAR-4B-Chat": Release(config=_SDAR_4B, vocabulary=_SDAR_TOKENS),
     "JetLM/SDAR-8B-Chat": Release(config=_SDAR_8B, vocabulary=_SDAR_TOKENS),
@@ -375,7 +387,8 @@ def write_twin(
     # An autoregressive checkpoint has no mask token; its shapes do not depend on one.
     plain = {"mask_id": 0} if config["model_type"] in PLAIN_DECODERS else None
     shapes = resolve(config, spec_overrides=plain, source=f"{release}: ").parameter_shapes()
-    shapes |= known.other_keys
+    if "mm_vision_tower" in config:
+        shapes |= _tower_shapes(config)
     stored = torch_dtype(dtype)
     generator = torch.Generator().manual_seed(seed)
 
@@ -386,6 +399,35 @@ def write_twin(
 
     sizes = {key: math.prod(shape) * stored.itemsize for key, shape in shapes.items()}
     save_checkpoint(sizes, read, folder, max_shard_bytes=min(sum(sizes.values()) // 2, 10**9))
+    return folder
+
+
+def _tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        tower = TowerVision(
+            VisionSettings(),
+            TowerSizes.of(config),
+            width=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+        )
+    return {vision_key(name): tuple(p.shape) for name, p in tower.named_parameters()}
+
+
+def write_magvit_twin(folder: str | Path, *, seed: int = 0) -> Path:
+    """Writes a small MAGVIT-v2 with the release's number of tokens and random weights.
+
+    Args:
+        folder: created when absent.
+        seed: of the weights.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    small = MagvitSizes(width=32, encoder=((1, 1), (1, 1)), decoder=((1, 1), (1, 1)))
+    save_weights(dict(Magvit(sizes=small).named_parameters()), folder / "model.safetensors")
     return folder
 
 
@@ -404,6 +446,8 @@ def _sized(config: Mapping[str, Any], width: int | None, num_layers: int | None)
         sized |= {"mlp_hidden_size" if own else "intermediate_size": 2 * width}
         if "head_dim" in config:
             sized["head_dim"] = width // 2  # not the width over the heads
+        if "mm_vision_tower" in config:
+            sized["vision_config"] = _SMALL_TOWER
         num_layers = num_layers or 2
     if num_layers is not None:
         sized["n_layers" if own else "num_hidden_layers"] = num_layers

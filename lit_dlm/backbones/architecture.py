@@ -94,6 +94,7 @@ class Architecture:
     block_origin: Literal["sequence", "response"] = "sequence"
     logit_scale: float = 1.0
     forbidden_ids: tuple[int, ...] = ()
+    text_vocab_size: int | None = None
     positions: Literal["cumsum", "arange"] = "cumsum"
 
     def __post_init__(self) -> None:
@@ -219,7 +220,10 @@ class Architecture:
 
     def spec_fields(self) -> dict[str, Any]:
         """The :class:`BackboneSpec` as plain JSON values."""
-        return asdict(self.spec())
+        fields = asdict(self.spec())
+        if self.text_vocab_size is None:  # a model without pictures keeps its digest
+            del fields["text_vocab_size"]
+        return fields
 
     def digest(self) -> str:
         """SHA-256 of the configuration and the specification in canonical JSON."""

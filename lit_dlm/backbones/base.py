@@ -55,6 +55,8 @@ class BackboneSpec:
     """Factor on the logits (LLaDA's ``scale_logits``)."""
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never proposed; the mask id is always among them."""
+    text_vocab_size: int | None = None
+    """Ids from here on are tokens of pictures; ``None`` where there are none."""
     positions: Literal["cumsum", "arange"] = "cumsum"
     """Position ids under left padding: counted from the first real token, or column numbers."""
 

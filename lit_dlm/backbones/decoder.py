@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -23,10 +24,17 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones import lora as adapters
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.attention import ROUTES, AttentionRoute
-from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyMap, original_config
+from lit_dlm.backbones.families import (
+    FAMILIES,
+    HEAD_KEY,
+    KeyMap,
+    original_config,
+    vision_key,
+)
 from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora import LoRASettings
 from lit_dlm.backbones.resolution import EXPORT_KEY, FromAR, Resolved, resolve
+from lit_dlm.backbones.vision import TokenVision, TowerSizes, TowerVision, Vision, VisionSettings
 from lit_dlm.backbones.weights import (
     files_digest,
     load_weights,
@@ -62,6 +70,8 @@ class StoredDecoder(nn.Module):
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
         merge_adapter: whether to add the loaded adapter to the weights at once, which costs
             nothing per forward but can no longer be undone.
+        vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
+            nothing of it is loaded by default.
         compile: ``true`` compiles the decoder layers with ``torch.compile``, for forwards without a
             cache. ``cuda_graphs`` is for decoding with a cache on a GPU: forwards of up to 512
             columns are recorded once and replayed (:mod:`~lit_dlm.backbones.graphs`).
@@ -93,6 +103,7 @@ class StoredDecoder(nn.Module):
         lora: LoRASettings | None = None,
         adapter: str | None = None,
         merge_adapter: bool = False,
+        vision: VisionSettings | None = None,
         compile: bool | Literal["cuda_graphs"] = False,
         gradient_checkpointing: bool | int | Literal["selective"] = False,
         load_in_4bit: bool = False,
@@ -179,6 +190,9 @@ class StoredDecoder(nn.Module):
         self.num_layers = self.architecture.num_layers
         self.max_positions = self.architecture.max_positions
         self.vocab_size = self.architecture.vocab_size
+        self.vision: Vision | None = None
+        if vision is not None:
+            self.vision = self._seeing(vision).to(self.dtype)
         self.register_buffer(
             "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False
         )
@@ -217,6 +231,24 @@ class StoredDecoder(nn.Module):
             # stay outside. nn.Module.compile would put them inside, where later ones are not seen.
             for layer in self.model.model.layers:
                 layer.forward = _compiled(layer.forward)
+
+    def _seeing(self, settings: VisionSettings) -> Vision:
+        family = self.architecture.family
+        if self.spec.text_vocab_size is not None:
+            return TokenVision(settings, first_id=self.spec.text_vocab_size)
+        if family != "llada_v" or self._source_config is None:
+            raise ValueError(
+                f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got {family}"
+            )
+        vision = TowerVision(
+            settings,
+            TowerSizes.of(self._source_config),
+            width=self.hidden_size,
+            vocab_size=self.vocab_size,
+        )
+        names = {vision_key(name): name for name, _ in vision.named_parameters()}
+        load_weights(self._weight_files, dict(vision.named_parameters()), rename=names.get)
+        return vision
 
     @property
     def dtype(self) -> torch.dtype:
@@ -447,6 +479,7 @@ class StoredDecoder(nn.Module):
             "weights_sha256": self._digests.get("weights"),
             "adapter_sha256": self._digests.get("adapter"),
             **({"load_in_4bit": True} if self._is_4bit else {}),
+            **({"vision": asdict(self.vision.settings)} if self.vision is not None else {}),
         }
 
     def _keep_rotary_in_float32(self) -> None:

@@ -54,6 +54,8 @@ class Family:
     decoder: DecoderType
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
+    text_vocab_size: int | None = None
+    """Ids from here on are tokens of pictures."""
     ignored_keys: tuple[str, ...] = ()
     """Prefixes of weights that belong to other parts of the model and are left in the files."""
     peft_task: PEFTTask = "CAUSAL_LM"
@@ -84,12 +86,21 @@ _SDAR_IDS = SpecialIds(
     eos=(151643, 151645),
     pad=151643,
 )
-_VISION_KEYS = (
-    "model.vision_tower.",
-    "model.vision_resampler.",
-    "model.mm_projector.",
-    "model.image_newline",
-)
+VISION_NAMES = {
+    "tower.": "model.vision_tower.vision_tower.vision_model.",
+    "projector.": "model.mm_projector.",
+    "newline": "model.image_newline",
+}
+"""Parts of :class:`~lit_dlm.backbones.vision.TowerVision` to their names in LLaDA-V's files."""
+
+
+def vision_key(name: str) -> str:
+    """LLaDA-V's key of a weight of :class:`~lit_dlm.backbones.vision.TowerVision`."""
+    ours, theirs = next(pair for pair in VISION_NAMES.items() if name.startswith(pair[0]))
+    return theirs + name.removeprefix(ours)
+
+
+_VISION_KEYS = ("model.vision_tower.", "model.mm_projector.", "model.image_newline")
 
 _DREAM = Family(
     model_types=("Dream",),
@@ -105,7 +116,11 @@ FAMILIES: dict[str, Family] = {
     "diffucoder": _DREAM,
     "llada": Family(model_types=("llada",), layout="llada", decoder="llama", ids=_LLADA_IDS),
     "mmada": Family(
-        model_types=("mmada", "llada"), layout="llada", decoder="llama", ids=_LLADA_IDS
+        model_types=("mmada", "llada"),
+        layout="llada",
+        decoder="llama",
+        ids=_LLADA_IDS,
+        text_vocab_size=126464,
     ),
     "llada_v": Family(
         model_types=("llava_llada", "llada"),

@@ -26,6 +26,7 @@ from lit_dlm.backbones.visibility import (
     key_visibility,
     position_ids_for,
 )
+from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
@@ -179,8 +180,11 @@ class HFBackbone(StoredDecoder, Backbone):
 
     @property
     def replays_steps(self) -> bool:
-        """Whether forwards of a few columns are replayed as graphs (``compile: cuda_graphs``)."""
-        return self._replays_steps
+        """Whether forwards of a few columns are replayed as graphs (``compile: cuda_graphs``).
+
+        Not with pictures: the table of their rows moves.
+        """
+        return self._replays_steps and self.vision is None
 
     def _compute_dtype(self) -> torch.dtype:
         """Dtype of products: that of autocast where it is on."""
@@ -381,16 +385,23 @@ class HFBackbone(StoredDecoder, Backbone):
 
             return hook
 
+        inputs = {"input_ids": ids}
+        hooked = set(layers) - {self.num_layers}
+        if self.vision is not None:
+            words = decoder.embed_tokens(ids.clamp_max(self.vocab_size - 1))
+            snapshots[0] = self.vision.embedded(ids, words)
+            inputs = {"inputs_embeds": snapshots[0]}
+            hooked -= {0}
         # Hooks rather than transformers' own capture: only the asked layers stay in memory.
         handles = [
             (
                 decoder.embed_tokens if index == 0 else decoder.layers[index - 1]
             ).register_forward_hook(keep(index))
-            for index in set(layers) - {self.num_layers}
+            for index in hooked
         ]
         try:
             last = decoder(
-                input_ids=ids,
+                **inputs,
                 attention_mask=self._mask(visible, is_window=cache is not None),
                 position_ids=position_ids,
                 past_key_values=cache,
@@ -457,6 +468,7 @@ def load_backbone(
     device: str | torch.device = "cpu",
     attn_implementation: AttentionRoute = "auto",
     adapter: str | Path | None = None,
+    vision: VisionSettings | None = None,
 ) -> HFBackbone:
     """Loads a frozen backbone for decoding.
 
@@ -469,6 +481,7 @@ def load_backbone(
         device: where the weights go; they are read straight to it.
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         adapter: folder or hub id of a low-rank adapter in PEFT layout.
+        vision: lets prompts have pictures.
 
     Returns:
         The backbone in evaluation mode, without gradients.
@@ -482,6 +495,7 @@ def load_backbone(
             dtype=_name(dtype),
             attn_implementation=attn_implementation,
             adapter=None if adapter is None else str(adapter),
+            vision=vision,
         )
     return backbone.to(device).eval()
 

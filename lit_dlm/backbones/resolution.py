@@ -151,6 +151,8 @@ def resolve(
     else:
         facts = {"decoder": family.decoder, **_hf_sizes(config, source, decoder=family.decoder)}
     facts |= {"family": name, "shift": family.shift, "attention": family.attention}
+    if family.text_vocab_size is not None and facts["vocab_size"] > family.text_vocab_size:
+        facts["text_vocab_size"] = family.text_vocab_size
     if family.attention == "block":
         facts["block_size"] = config.get("block_size", 4)
     facts |= ids_of_family(

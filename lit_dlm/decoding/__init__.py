@@ -3,11 +3,13 @@
 from lit_dlm.decoding.caches import BlockCache, CacheScheme, DualCache, NoCache, PrefixCache
 from lit_dlm.decoding.decoder import Decoder, decode_prompts
 from lit_dlm.decoding.engine import DecodeSettings, NotANumberError, decode
+from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import (
     FixedLayout,
     FractionLayout,
     Layout,
     MarkerLayout,
+    PictureLayout,
     TemplateLayout,
 )
 from lit_dlm.decoding.observers import Observer
@@ -22,12 +24,14 @@ from lit_dlm.decoding.policies import (
     JacobiPolicy,
     LaggedPolicy,
     MarginPolicy,
+    NoisyConfidencePolicy,
     RandomPolicy,
     SequentialPolicy,
     ThresholdPolicy,
 )
 from lit_dlm.decoding.quotas import (
     BudgetQuota,
+    CosineQuota,
     EvenQuota,
     FixedQuota,
     NoQuota,
@@ -59,6 +63,7 @@ __all__ = [
     "Canvas",
     "CommitPolicy",
     "ConfidencePolicy",
+    "CosineQuota",
     "DecodeResult",
     "DecodeSettings",
     "DecodeState",
@@ -74,6 +79,7 @@ __all__ = [
     "FractionLayout",
     "FullWindow",
     "GaussSeidelPolicy",
+    "Guidance",
     "JacobiPolicy",
     "LaggedPolicy",
     "Layout",
@@ -81,8 +87,10 @@ __all__ = [
     "MarkerLayout",
     "NoCache",
     "NoQuota",
+    "NoisyConfidencePolicy",
     "NotANumberError",
     "Observer",
+    "PictureLayout",
     "PrefixCache",
     "Proposal",
     "Quota",

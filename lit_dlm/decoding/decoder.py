@@ -12,6 +12,7 @@ from typing import Any
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
 from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
+from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
@@ -36,6 +37,7 @@ class Decoder:
         cache: CacheScheme | None = None,
         settings: DecodeSettings | None = None,
         layout: Layout | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         """Puts the plugs together.
 
@@ -49,10 +51,11 @@ class Decoder:
             settings: rules of the loop.
             layout: named regions of the response and the template that it starts from; lockstep
                 policies need one, any other policy may have one.
+            guidance: away from what the model would write without the prompt; not with a cache.
 
         Raises:
-            ValueError: a plug lacks a method, the policy needs a layout, or the end-of-text rule
-                would fill the regions behind a marker.
+            ValueError: a plug lacks a method, the policy needs a layout, the end-of-text rule would
+                fill the regions behind a marker, or there are both guidance and a cache.
         """
         self.policy = completed(policy, CommitPolicy, option="policy")
         self.window = window and completed(window, Window, option="window")
@@ -61,6 +64,11 @@ class Decoder:
         self.cache = completed(cache or NoCache(), CacheScheme, option="cache")
         self.settings = settings or DecodeSettings()
         self.layout = layout and completed(layout, Layout, option="layout")
+        self.guidance = guidance
+        if guidance is not None and not isinstance(self.cache, NoCache):
+            raise ValueError(
+                f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
+            )
         if layout is None and getattr(policy, "needs_layout", False):
             raise ValueError(f"layout: {type(policy).__name__} {LAYOUT_WANTED}")
         if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
@@ -85,7 +93,10 @@ class Decoder:
         """
         self.check(backbone)
         return decode(
-            backbone, self.prepared(canvas, backbone), **self._plugs(backbone), observers=observers
+            self.guided(backbone),
+            self.prepared(canvas, backbone),
+            **self._plugs(backbone),
+            observers=observers,
         )
 
     def queue(
@@ -117,12 +128,16 @@ class Decoder:
             return None if canvas is None else self.prepared(canvas, backbone)
 
         return decode_queue(
-            backbone,
+            self.guided(backbone),
             prepared,
             num_places=num_places,
             **self._plugs(backbone),
             observers=observers,
         )
+
+    def guided(self, backbone: Backbone) -> Backbone:
+        """The backbone that decides: with guidance where there is some."""
+        return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
     def _plugs(self, backbone: Backbone) -> dict[str, Any]:
         return {
@@ -187,8 +202,9 @@ class Decoder:
 
         Those of a plug are what its method ``describe`` says, or else its public attributes.
 
-        Cache and layout are listed only where there is one, so that older records stay valid. A
-        decoder without a window describes itself as on a model with full attention; see :meth:`on`.
+        Cache, layout and guidance are listed only where there is one, so that older records stay
+        valid. A decoder without a window describes itself as on a model with full attention; see
+        :meth:`on`.
 
         Raises:
             ValueError: an attribute of a plug is of no JSON type.
@@ -202,6 +218,7 @@ class Decoder:
         plugs["window"] = self.window or FullWindow()
         return {
             **{name: _describe(plug) for name, plug in plugs.items()},
+            **({} if self.guidance is None else {"guidance": self.guidance.describe()}),
             "settings": asdict(self.settings),
         }
 
@@ -251,7 +268,11 @@ def decode_prompts(
         seeds=seeds,
         device=getattr(backbone, "device", "cpu"),
     )
-    return decoder(backbone, canvas, observers)
+    result = decoder(backbone, canvas, observers)
+    if (vision := getattr(backbone, "vision", None)) is not None:
+        for prompt in prompts:
+            vision.release(prompt)
+    return result
 
 
 def _describe(plug: object) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from lit_dlm.backbones.location import ASSETS
 from lit_dlm.decoding.caches import BlockCache, DualCache, NoCache, PrefixCache
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
+from lit_dlm.decoding.guidance import Guidance
 from lit_dlm.decoding.layout import (
     FixedLayout,
     FractionLayout,
     Layout,
     MarkerLayout,
+    PictureLayout,
     TemplateLayout,
 )
 from lit_dlm.decoding.policies.entropy_bound import EntropyBoundedPolicy
@@ -37,11 +39,19 @@ from lit_dlm.decoding.policies.topk import (
     ConfidencePolicy,
     EntropyPolicy,
     MarginPolicy,
+    NoisyConfidencePolicy,
     RandomPolicy,
     SequentialPolicy,
 )
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.quotas import BudgetQuota, EvenQuota, FixedQuota, NoQuota, ScheduleQuota
+from lit_dlm.decoding.quotas import (
+    BudgetQuota,
+    CosineQuota,
+    EvenQuota,
+    FixedQuota,
+    NoQuota,
+    ScheduleQuota,
+)
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.stepped_window import SteppedBlockWindow
 from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow
@@ -58,19 +68,20 @@ PLUGS: dict[str, tuple[type, ...]] = {
         JacobiPolicy,
         LaggedPolicy,
         MarginPolicy,
+        NoisyConfidencePolicy,
         RandomPolicy,
         SequentialPolicy,
         ThresholdPolicy,
         TraceLockPolicy,
     ),
     "window": (FullWindow, BlockWindow, SlidingWindow, SteppedBlockWindow),
-    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota, BudgetQuota),
+    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota, BudgetQuota, CosineQuota),
     "sampler": (Sampler,),
     "cache": (NoCache, PrefixCache, DualCache, BlockCache),
-    "layout": (FixedLayout, FractionLayout, TemplateLayout, MarkerLayout),
+    "layout": (FixedLayout, FractionLayout, TemplateLayout, MarkerLayout, PictureLayout),
 }
 """The classes that a description may name, by plug."""
-_OPTIONAL = {"cache", "layout"}
+_OPTIONAL = {"cache", "layout", "guidance"}
 
 
 def decoder_from_description(
@@ -95,7 +106,7 @@ def decoder_from_description(
         ValueError: a part is missing, a name is unknown or its module was not named, a setting is
             not one of the class, or no policy folder has the recorded weights.
     """
-    parts = {*PLUGS, "settings"}
+    parts = {*PLUGS, "guidance", "settings"}
     if not parts - _OPTIONAL <= set(description) <= parts:
         raise ValueError(
             f"decoder description: expected the parts {sorted(parts - _OPTIONAL)}, and perhaps "
@@ -109,6 +120,10 @@ def decoder_from_description(
     settings = description["settings"]
     known = {field.name for field in fields(DecodeSettings)}
     _check_names("settings", settings, known)
+    guidance = description.get("guidance")
+    if guidance is not None:
+        _check_names("guidance", guidance, {"scale", "prompt_ids"})
+        plugs["guidance"] = Guidance(**guidance)
     decoder = Decoder(**plugs, settings=DecodeSettings(**settings))
     rebuilt = decoder.describe()
     for part, entry in description.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
 from lit_dlm.decoding.caches import CacheScheme, CacheSession
+from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.quotas import Quota
@@ -334,6 +335,7 @@ def decide(
         denoised = _denoise(backbone, state, columns, hidden_layers)
     else:
         denoised, forced = session.denoise(state, columns)
+    sampler.restrict(denoised, backbone.spec)
     proposal = sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
@@ -375,8 +377,9 @@ def _denoise(
     backbone: Backbone, state: DecodeState, columns: Tensor, hidden_layers: tuple[int, ...]
 ) -> Denoised:
     """One forward over the whole canvas."""
-    # Only block models ask where the response begins.
-    origin = {"response_start": state.start} if backbone.spec.attention == "block" else {}
+    # Only block models and guidance ask where the response begins.
+    asks = backbone.spec.attention == "block" or isinstance(backbone, GuidedBackbone)
+    origin = {"response_start": state.start} if asks else {}
     return backbone.denoise(
         state.ids, pad_mask=state.pad_mask, columns=columns, hidden_layers=hidden_layers, **origin
     )

@@ -259,6 +259,37 @@ class TemplateLayout(_PlacedLayout):
         return replace(canvas, ids=ids, editable=editable)
 
 
+class PictureLayout(_PlacedLayout):
+    """The tokens of a picture, with the mark of its end behind them.
+
+    Other tokens than those of pictures are never proposed there.
+    """
+
+    def __init__(self, end_id: int) -> None:
+        """Sets the mark.
+
+        Args:
+            end_id: stands in the last cell of the response (MMaDA: 126085, ``<|eoi|>``).
+        """
+        super().__init__([Region(name="picture")])
+        self.end_id = end_id
+
+    def describe(self) -> dict[str, Any]:
+        """The setting."""
+        return {"end_id": self.end_id}
+
+    def place(self, length: int) -> BlockLayout:
+        """All cells but the last one."""
+        return _layout(self.regions, [(0, length - 1)], length)
+
+    def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
+        """Writes the mark."""
+        canvas = super().on(canvas, mask_id=mask_id)
+        ids, editable = canvas.ids.clone(), canvas.editable.clone()
+        ids[:, -1], editable[:, -1] = self.end_id, False
+        return replace(canvas, ids=ids, editable=editable)
+
+
 class MarkerLayout(_RegionLayout):
     """Regions that begin behind markers which stand on the canvas already, row by row.
 

@@ -122,6 +122,8 @@ def decode_queued_prompts(
     """
     number_at: dict[int, int] = {}
     waiting: list[int] = []
+    begun: dict[int, Sequence[int]] = {}
+    vision = getattr(backbone, "vision", None)
 
     def source(places: int) -> Canvas | None:
         taken = queue.take(places)
@@ -132,6 +134,8 @@ def decode_queued_prompts(
         else:
             number_at.update(enumerate(taken))
         chosen = [prompt(number) for number in taken]
+        if vision is not None:
+            begun.update(zip(taken, [ids for ids, _ in chosen], strict=True))
         return prompt_canvas(
             [ids for ids, _ in chosen],
             response_length=response_length,
@@ -148,6 +152,9 @@ def decode_queued_prompts(
             numbers = [number_at[place] for place in result.rows]
             number_at.update(zip(result.rows, waiting, strict=False))
             waiting.clear()
+            if vision is not None:
+                for number in numbers:
+                    vision.release(begun.pop(number))
             yield numbers, result
     except NotANumberError as error:
         error.rows = [number_at[place] for place in error.rows]

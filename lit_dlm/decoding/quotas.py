@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
@@ -165,6 +166,35 @@ class BudgetQuota(Quota):
         share = (masks + left - 1) // left
         must_end = left <= state.num_blocks - state.block
         return torch.where(must_end, masks, share)
+
+
+class CosineQuota(Quota):
+    """MaskGIT's cosine schedule (arXiv 2202.04200), as the release of MMaDA rounds it.
+
+    After step ``s`` of ``S`` a response of ``N`` cells keeps ``floor(N cos(pi/2 (s + 1) / S))``
+    masks, fewer than before and at least one, and none after the last step.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """Sets the number of steps."""
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}")
+        self.steps = steps
+        # float32, as in the release: rounding down makes the counts depend on it.
+        ratios = [torch.tensor((step + 1) / steps, dtype=torch.float32) for step in range(steps)]
+        self._kept = torch.stack([torch.cos(ratio * math.pi * 0.5) for ratio in ratios])
+
+    def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
+        """What the schedule leaves no longer masked; all of them at the last step."""
+        masks = candidates.sum(1)
+        step = state.block_step.clamp_max(self.steps - 1)
+        kept = self._kept.to(masks.device, non_blocking=True)[step]
+        kept = (state.block_masks * kept).floor().long().minimum(masks - 1).clamp_min(1)
+        return torch.where(step == self.steps - 1, masks, masks - kept)
+
+    def describe(self) -> dict[str, Any]:
+        """The setting."""
+        return {"steps": self.steps}
 
 
 def _one_of(owner: str, **options: int | None) -> int:

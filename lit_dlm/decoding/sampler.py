@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Denoised
+from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
 from lit_dlm.decoding.windows import masks_first
 from lit_dlm.ops.greedy import arg_max
@@ -46,6 +46,7 @@ class Sampler:
         top_p: float | None = None,
         score_on: Literal["raw", "filtered"] = "raw",
         score_dtype: Literal["float32", "float64"] = "float32",
+        allowed_ids: tuple[int, int] | None = None,
     ) -> None:
         """Sets how tokens are proposed.
 
@@ -55,6 +56,8 @@ class Sampler:
             top_p: keep the nucleus of this probability.
             score_on: distribution that confidence, entropy and margin are read from.
             score_dtype: precision of these; LLaDA's release uses float64.
+            allowed_ids: first id that may be proposed, and the first one behind them, such as those
+                of picture tokens; by default the words of the model.
         """
         if temperature < 0.0:
             raise ValueError(f"temperature: expected 0 or more, got {temperature}")
@@ -67,6 +70,29 @@ class Sampler:
         self.top_p = top_p
         self.score_on = score_on
         self.score_dtype = score_dtype
+        self.allowed_ids = None if allowed_ids is None else tuple(allowed_ids)
+        if self.allowed_ids is not None and not 0 <= self.allowed_ids[0] < self.allowed_ids[1]:
+            raise ValueError(f"allowed_ids: expected two rising ids, got {allowed_ids}")
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as JSON types; the ids only where some are given."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+            if name != "allowed_ids" or value is not None
+        }
+
+    def restrict(self, denoised: Denoised, spec: BackboneSpec) -> None:
+        """Takes all probability from ids that may not be proposed, in place.
+
+        Args:
+            denoised: of a step.
+            spec: of the model.
+        """
+        first, end = self.allowed_ids or (0, spec.text_vocab_size)
+        denoised.logits[..., :first] = -torch.inf
+        if end is not None:
+            denoised.logits[..., end:] = -torch.inf
 
     def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
         """The values whose largest entry is the proposal: filtered logits, plus noise if drawn.

@@ -138,12 +138,20 @@ class DecodedBatch:
             return []
         return self.captured.trajectories(
             [self.uid(row) for row in range(len(self.examples))],
-            [{"task": example.task, "method": self.method} for example in self.examples],
+            [
+                {"task": example.task, "method": self.method, **image_facts(example)}
+                for example in self.examples
+            ],
         )
 
     def uid(self, row: int) -> str:
         """Key of one decode: the example and the method."""
         return decode_uid(self.examples[row], self.method)
+
+
+def image_facts(example: PromptExample) -> dict[str, Any]:
+    """What a record says about the pictures of its prompt: their digests, where there are some."""
+    return {"images": [one.digest for one in example.images]} if example.images else {}
 
 
 def decode_uid(example: PromptExample, method: str) -> str:
@@ -396,14 +404,43 @@ class DecodeModule(LightningModule):
         Args:
             example: the problem.
         """
-        ids = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": example.text}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        tokenizer = self.tokenizer
+        ids: Any
+        if example.images:
+            ids = self._encode_pictures(example)
+        else:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": example.text}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
         if example.answer_start:
-            ids = [*ids, *self.tokenizer.encode(example.answer_start, add_special_tokens=False)]
+            ids = [*ids, *tokenizer.encode(example.answer_start, add_special_tokens=False)]
         return list(ids)
+
+    def _encode_pictures(self, example: PromptExample) -> list[int]:
+        vision = getattr(self.backbone, "vision", None)
+        if vision is None:
+            raise ValueError(
+                f"{example.uid}: the prompt has pictures; expected a model that sees them "
+                "(model.backbone.vision)"
+            )
+
+        def render(content: str) -> str:
+            turns = [{"role": "user", "content": content}]
+            return str(
+                self.tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=True, tokenize=False
+                )
+            )
+
+        def tokenize(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        try:
+            return vision.encode(example.text, example.images, render=render, tokenize=tokenize)
+        except ValueError as error:
+            raise ValueError(f"{example.uid}: {error}") from error
 
     def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
         """Texts of a decode's responses as graders take them.

@@ -109,7 +109,7 @@ def interval_bars(values: Sequence[tuple[float, tuple[float, float]]]) -> list[l
     ]
 
 
-def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, **style: str) -> None:
+def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, **style: Any) -> None:
     axis.errorbar(
         [point.nfe for point in points],
         [100 * (point.accuracy or 0.0) for point in points],

@@ -12,7 +12,7 @@ from lit_dlm.tasks.kodcode import KodCode
 from lit_dlm.tasks.livecodebench import LiveCodeBench
 from lit_dlm.tasks.math import MATH
 from lit_dlm.tasks.mbpp import MBPP, MBPPPlus
-from lit_dlm.tasks.multiple_choice import GPQA, MMLUPro, MultipleChoice
+from lit_dlm.tasks.multiple_choice import GPQA, MMMU, MMLUPro, MultipleChoice, SEEDBench
 from lit_dlm.tasks.prompts_file import PromptsFile
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "GSM8K",
     "MATH",
     "MBPP",
+    "MMMU",
     "Alpaca",
     "CodeTests",
     "HumanEval",
@@ -31,6 +32,7 @@ __all__ = [
     "MultipleChoice",
     "PromptExample",
     "PromptsFile",
+    "SEEDBench",
     "Task",
     "require_code_execution",
     "tasks_by_name",

@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, completed
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
@@ -31,6 +32,8 @@ class PromptExample:
     is no part of the completion, but graders of code read it in front."""
     reference: dict[str, Any] = field(default_factory=dict)
     """What grading needs (JSON types only)."""
+    images: tuple[Picture, ...] = ()
+    """Pictures that the text asks about, in the order of their places in it."""
     response: int = 0
     """Number of the response, of several to one prompt."""
 
@@ -121,6 +124,8 @@ class DatasetTask(Task):
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
+        given = Path(source).expanduser()
+        self._folder = given if given.is_dir() else given.parent
         rows = read_rows(source, config=self.hub_config, split=split, required=self.required_fields)
         chosen = pick_rows(self._usable(rows), seed=seed, limit=limit)
         self._examples = [self._example(row) for row in chosen]
@@ -161,6 +166,7 @@ class DatasetTask(Task):
             uid=f"{self.name}/{self.split}/{key}",
             task=self.name,
             reference=reference,
+            images=row.pictures(self._folder),
             **self._template.render({**row.fields, "question": question, **fields}),
         )
 

@@ -1,14 +1,22 @@
-"""Questions with lettered options: GPQA (arXiv 2311.12022), MMLU-Pro (arXiv 2406.01574), MMLU."""
+"""Questions with lettered options, some of them about pictures.
+
+GPQA (arXiv 2311.12022), MMLU-Pro (arXiv 2406.01574), MMLU; SEED-Bench (arXiv 2307.16125) and MMMU
+(arXiv 2311.16502).
+"""
 
 from __future__ import annotations
 
+import ast
 import random
+import re
+from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_choice, grade_choice
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.pictures import PLACE
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -105,3 +113,73 @@ class MMLUPro(MultipleChoice):
 
     name = "mmlu_pro"
     hub_id = "TIGER-Lab/MMLU-Pro"
+
+
+class SEEDBench(MultipleChoice):
+    """Questions about pictures with four options; see :class:`MultipleChoice`.
+
+    Rows are those of SEED-Bench (``choice_a`` to ``choice_d``, ``answer``, ``image``), or those of
+    dLLM-RL (the options within ``question``, ``ground_truth_answer``, ``image``).
+    """
+
+    name = "seed_bench"
+    hub_id = "lmms-lab/SEED-Bench"
+    own_template = (
+        "{{ question }}\n{{ options | join('\n') }}\n"
+        "Put the letter of the right option in \\boxed{}."
+    )
+
+    def _example(self, row: Row) -> PromptExample:
+        if "ground_truth_answer" not in row.fields:
+            return super()._example(row)
+        reference = {"answer": row.text("ground_truth_answer").strip(), "num_options": 4}
+        return self._prompt(
+            row, f"{row.index:05d}", row.text("question").strip(), reference, options=[]
+        )
+
+    def _options(self, row: Row, key: str) -> tuple[list[str], int]:
+        given = [row.text(f"choice_{letter}") for letter in "abcd"]
+        return given, "ABCD".find(row.text("answer").strip())
+
+
+class MMMU(MultipleChoice):
+    """The questions of MMMU with options (split validation); see :class:`MultipleChoice`.
+
+    A row has ``question``, ``options`` as a text that is a list, ``answer`` and up to seven
+    pictures as ``image_1`` and so on, whose places in the texts are written ``<image 1>``. Open
+    questions are left out.
+
+    Args:
+        path: a local file or folder, or a hub id.
+        subject: configuration on the hub, such as ``Math``.
+    """
+
+    name = "mmmu"
+    hub_id = "MMMU/MMMU"
+    own_template = SEEDBench.own_template
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        subject: str = "Math",
+        split: str = "validation",
+        **options: Any,
+    ) -> None:
+        self.hub_config = subject
+        super().__init__(path, split=split, **options)
+
+    def _usable(self, rows: list[Row]) -> list[Row]:
+        return [row for row in rows if row.fields.get("question_type") != "open"]
+
+    def _example(self, row: Row) -> PromptExample:
+        try:
+            options = ast.literal_eval(row.text("options"))
+        except (SyntaxError, ValueError):
+            raise ValueError(f"{row.origin}: field 'options' must be a list of texts") from None
+        texts = [row.text("question"), *map(str, options)]
+        named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]
+        texts = [re.sub(r"<image \d>", PLACE, text) for text in texts]
+        pictures = [row.fields.get(f"image_{number}") for number in named]
+        fields = {**row.fields, "question": texts[0], "options": texts[1:], "images": pictures}
+        return super()._example(replace(row, fields=fields))

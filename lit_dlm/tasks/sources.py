@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import numbered_lines, parsed_json
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,37 @@ class Row:
             found = "is missing" if name not in self.fields else f"is {type(value).__name__}"
             raise ValueError(f"{self.origin}: field {name!r} must be a text, but it {found}")
         return value
+
+    def pictures(self, folder: Path) -> tuple[Picture, ...]:
+        """The pictures of the field ``images`` (a list) or ``image``.
+
+        Each is a path, or bytes as data sets hold them (``{"bytes": ..., "path": ...}``).
+
+        Args:
+            folder: what paths are relative to.
+
+        Raises:
+            ValueError: naming file and line, if there is no such file or the field is of another
+                kind.
+        """
+        given = self.fields.get("images")
+        if given is None:
+            given = [image] if (image := self.fields.get("image")) is not None else []
+        found = []
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, dict):
+                value = value.get("bytes") or value.get("path")
+            if not isinstance(value, str | bytes):
+                raise ValueError(
+                    f"{self.origin}: field 'images' must be a list of paths or of pictures, got "
+                    f"{type(value).__name__}"
+                )
+            source = folder / value if isinstance(value, str) else value
+            try:
+                found.append(Picture(source, name=None if isinstance(value, str) else self.origin))
+            except ValueError as error:
+                raise ValueError(f"{self.origin}: {error}") from error
+        return tuple(found)
 
 
 def read_rows(
@@ -196,6 +228,9 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
         loaded = datasets.load_dataset(source, config, split=split)
+        for name, feature in loaded.features.items():
+            if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
+                loaded = loaded.cast_column(name, datasets.Image(decode=False))
     except tuple(failures) as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ValueError(

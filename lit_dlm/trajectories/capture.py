@@ -450,6 +450,25 @@ class StartingRows:
         return first.reshape(n, G), ids.reshape(n, P), real.reshape(n, P) != 0, unsigned
 
 
+def as_recorded(prompt: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
+    """A prompt as records hold it: rows of pictures, beyond the vocabulary, numbered in order.
+
+    Where a picture lies among the rows that a backbone has at hand is a matter of the moment.
+
+    Args:
+        prompt: ``(P,)`` int32 ids.
+        vocab_size: first id that is no token.
+
+    Returns:
+        ``(P,)`` int32; the ids from ``vocab_size`` on are replaced by ``vocab_size``, ``vocab_size
+        + 1`` and so on.
+    """
+    is_row = prompt >= vocab_size
+    if not is_row.any():
+        return prompt
+    return np.where(is_row, vocab_size - 1 + np.cumsum(is_row, dtype=np.int32), prompt)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedRow:
     """A row that has ended."""
@@ -536,7 +555,7 @@ class CapturedDecode:
         )
         record = Trajectory(
             uid=uid,
-            prompt_ids=prompt[real],
+            prompt_ids=as_recorded(prompt[real], self.vocab_size),
             tokens=tokens,
             commit_step=commit_step,
             num_steps=row.num_steps,

@@ -472,6 +472,8 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
     import torch
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
+    from lit_dlm.backbones.vision import VisionSettings
+    from lit_dlm.pictures import PICTURES, PictureFolder
     from lit_dlm.trajectories.verify import Execution
 
     kind = options.device.partition(":")[0]
@@ -484,7 +486,11 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         dtype=options.dtype or recorded.get("dtype") or "float32",
         device=options.device,
         attn_implementation=recorded.get("attn_implementation") or "sdpa",
+        vision=VisionSettings(**recorded["vision"]) if "vision" in recorded else None,
     )
+    if backbone.vision is not None:
+        folders = sorted({shard.resolve().parent for shard in shards})
+        backbone.vision.folders += [PictureFolder(folder / PICTURES) for folder in folders]
     return Execution(
         backbone=backbone,
         tokenizer=load_tokenizer(options.tokenizer or options.backbone),

@@ -632,7 +632,7 @@ class Columns:
         Raises:
             InvariantError: Naming the record and the rule.
         """
-        self._check_ids("prompt_ids", self.prompts, self.num_prompt)
+        self._check_ids("prompt_ids", self._words(), self.num_prompt)
         self._check_ids("tokens", self.tokens, self.num_generated)
         commit = self.commit_step
         if len(commit) and not (commit.min() >= -1 and commit.max() < self.num_steps.min()):
@@ -747,6 +747,16 @@ class Columns:
             digests.append(sha256(body).digest()[:16])
             p, g, e = p_end, g_end, e_end
         return digests
+
+    def _words(self) -> Int32:
+        """The prompts with 0 for rows of pictures, which count up from the vocabulary's end."""
+        is_row = self.prompts >= self.vocab_size
+        if not is_row.any():
+            return self.prompts
+        count = np.cumsum(is_row)
+        before = np.concatenate([[0], count])[np.cumsum(self.num_prompt) - self.num_prompt]
+        number = count - np.repeat(before, self.num_prompt)
+        return np.where(is_row & (self.prompts - self.vocab_size + 1 == number), 0, self.prompts)
 
     def _check_ids(self, name: str, ids: Int32, lengths: Int64) -> None:
         if len(ids) == 0:

@@ -165,6 +165,7 @@ def teacher_forced(
         ValueError: the records cannot be executed with this backbone.
     """
     decoder.check(backbone)
+    backbone = decoder.guided(backbone)
     if steps is not None and not isinstance(decoder.cache, NoCache):
         raise ValueError(
             f"steps: with {type(decoder.cache).__name__} a step depends on the ones before it, so "
@@ -217,6 +218,7 @@ def teacher_forced(
                 state = enter_block(state, window.view(state), counts=True)
             # On with the recorded tokens: one difference must not cause others.
             state = _advanced(state, after)
+    _release(backbone, canvas)
     return [tally.verdict(tolerance, independent=True) for tally in tallies]
 
 
@@ -241,6 +243,7 @@ def free_running(
     canvas = canvas_of(records, backbone, device=device)
     observer = _FirstDifference(records, decoder, captured, device=device, on_step=on_step)
     result = decoder(backbone, canvas, [observer])
+    _release(backbone, canvas)
     response = result.ids[:, result.start :].cpu().numpy()
     for row, tally in enumerate(observer.tallies):
         record = tally.record
@@ -280,8 +283,18 @@ def canvas_of(
                 f"{where}: recorded with a vocabulary of {record.vocab_size}, "
                 f"the backbone has {backbone.vocab_size}"
             )
+    vision = getattr(backbone, "vision", None)
+    prompts = [record.prompt_ids.tolist() for record in records]
+    for row, record in enumerate(records):
+        if images := record.meta.get("images"):
+            if vision is None:
+                raise ValueError(
+                    f"trajectory {record.uid!r}: recorded with pictures, which the backbone does "
+                    "not see"
+                )
+            prompts[row] = vision.recorded(prompts[row], images)
     canvas = prompt_canvas(
-        [record.prompt_ids.tolist() for record in records],
+        prompts,
         response_length=lengths[0],
         spec=backbone.spec,
         seeds=[signed_seed(record.seed) for record in records],
@@ -297,6 +310,12 @@ def canvas_of(
             ids[row, canvas.start :][given] = tokens[given]
             editable[row, canvas.start :] = ~given
     return replace(canvas, ids=ids, editable=editable)
+
+
+def _release(backbone: Backbone, canvas: Canvas) -> None:
+    """Lets go of the pictures that :func:`canvas_of` took up."""
+    if (vision := getattr(backbone, "vision", None)) is not None:
+        vision.release(canvas.ids[:, : canvas.start].flatten().tolist())
 
 
 class _FirstDifference:

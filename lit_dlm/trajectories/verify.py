@@ -500,7 +500,12 @@ def backbone_differences(run: RunRecord, backbone: Backbone) -> list[str]:
 
 
 def tokenizer_differences(run: RunRecord, tokenizer: Any) -> list[str]:
-    """Whether a tokenizer has another vocabulary or chat template than that of the run."""
+    """Whether a tokenizer has another vocabulary or chat template than that of the run.
+
+    A template that the run was given is put in place of the tokenizer's own.
+    """
+    if "chat_template" in run.tokenizer:
+        tokenizer.chat_template = run.tokenizer["chat_template"]
     return named_differences(run.tokenizer, {"digest": tokenizer_digest(tokenizer)}, "tokenizer")
 
 

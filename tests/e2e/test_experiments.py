@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import cli
 from lit_dlm import config_files
-from lit_dlm.twins import RELEASES, write_twin
+from lit_dlm.twins import RELEASES, write_magvit_twin, write_twin
 from tests.e2e.runs import ROOT, write_jsonl
 from tests.e2e.witness import SEEN
 from tests.rewards.judge_server import JudgeServer
@@ -184,6 +185,17 @@ def write_data(folder: Path) -> None:
     ]
     write("PrimeIntellect.json", programs)
     write("LiveCodeBench.json", programs[:2])
+    pictures = folder / "pictures"
+    pictures.mkdir()
+    for n in (4, 5):
+        Image.new("RGB", (40 * n, 60), (10 * n, 20, 200)).save(pictures / f"{n}.png")
+    write(
+        "lmms-lab/SEED-Bench/test.json",
+        [
+            {"question": "Which?", "ground_truth_answer": "A", "image": f"../../pictures/{n}.png"}
+            for n in (4, 5)
+        ],
+    )
     write("sft.jsonl", [{"prompt": r["prompt"], "response": "It is 3."} for r in prompts])
 
 
@@ -237,6 +249,8 @@ class Workplace:
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
                 talkative(write_twin(self.folder / release, release, hidden_size=16))
+        if "showlab/magvitv2" in text:
+            write_magvit_twin(self.folder / "showlab/magvitv2")
         kind = config["model"]["class_path"].rpartition(".")[2]
         command = "validate" if path.stem == "tabom_scores_tiny" else COMMANDS[kind]
         trainer = config["trainer"]

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lit_dlm.grading.answers import extract_choice
-from lit_dlm.tasks import GPQA, MATH, MMLUPro, MultipleChoice, PromptExample
+from lit_dlm.tasks import (
+    GPQA,
+    MATH,
+    MMMU,
+    MMLUPro,
+    MultipleChoice,
+    PromptExample,
+    SEEDBench,
+)
 from tests.e2e.runs import write_jsonl
 
 PRO = {"question": "2 + 2?", "options": ["1", "4", "5"], "answer": "B", "answer_index": 1}
@@ -108,3 +117,44 @@ def test_aime_is_a_file_of_math_with_whole_numbers(tmp_path: Path):
     for example in task.examples():
         assert task.grade(example, "So \\boxed{33}.").is_correct
         assert not task.grade(example, "So \\boxed{34}.").is_correct
+
+
+def _picture(path: Path, side: int) -> str:
+    Image.new("RGB", (side, side), "red").save(path)
+    return path.name
+
+
+def test_questions_of_seed_bench(tmp_path: Path):
+    image = _picture(tmp_path / "a.png", 20)
+    choices = {f"choice_{letter}": f"{letter} towels" for letter in "abcd"}
+    task, example = only(
+        tmp_path, {"question": "How many?", "answer": "C", "image": [image], **choices}, SEEDBench
+    )
+    assert [one.size for one in example.images] == [(20, 20)]
+    assert "\n(C) c towels\n" in example.text
+    assert task.grade(example, "\\boxed{C}").is_correct
+    row = {"question": "Which? A.One B.Two", "ground_truth_answer": "B", "image": image}
+    task, example = only(tmp_path, row, SEEDBench, template="dllm-rl-math")
+    assert example.text.endswith("This is the problem:\nWhich? A.One B.Two")
+    assert task.grade(example, "so \\boxed{B}").is_correct
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: .*no\.png: .*no such file"):
+        only(tmp_path, {**row, "image": "no.png"}, SEEDBench)
+    with pytest.raises(ValueError, match="field 'images' must be a list of paths"):
+        only(tmp_path, {**row, "image": 7}, SEEDBench)
+
+
+def test_questions_of_mmmu_place_their_pictures(tmp_path: Path):
+    images = {f"image_{n}": _picture(tmp_path / f"{n}.png", 20 + n) for n in (1, 2)}
+    row = {
+        "question": "Is <image 2> like <image 1>?",
+        "options": "['yes', 'as <image 1>']",
+        "answer": "B",
+        "question_type": "multiple-choice",
+        "image_3": None,
+        **images,
+    }
+    task = MMMU(write_jsonl(tmp_path / "r.jsonl", [row, {**row, "question_type": "open"}]))
+    (example,) = task.examples()
+    assert example.text.startswith("Is <image> like <image>?\n(A) yes\n(B) as <image>\n")
+    assert [one.size[0] for one in example.images] == [22, 21, 21]
+    assert example.reference["answer"] == "B"

@@ -13,6 +13,7 @@ from lit_dlm.decoding.policies.topk import (
     ConfidencePolicy,
     EntropyPolicy,
     MarginPolicy,
+    NoisyConfidencePolicy,
     RandomPolicy,
     SequentialPolicy,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "JacobiPolicy",
     "LaggedPolicy",
     "MarginPolicy",
+    "NoisyConfidencePolicy",
     "RandomPolicy",
     "SequentialPolicy",
     "ThresholdPolicy",

@@ -56,6 +56,37 @@ class ConfidencePolicy(TopQuotaPolicy):
         return proposal.prob
 
 
+class NoisyConfidencePolicy(TopQuotaPolicy):
+    """Highest log-probability first, with Gumbel noise that dies down (MaskGIT, arXiv 2202.04200).
+
+    As in the release of MMaDA, each step multiplies the temperature that is left by
+    ``1 - (s + 1) / S``, so the noise is gone sooner than by MaskGIT's own ``1 - s / S``.
+    """
+
+    def __init__(self, steps: int, temperature: float = 1.0) -> None:
+        """Sets the noise.
+
+        Args:
+            steps: of the decode.
+            temperature: factor of the noise before the first step.
+        """
+        if steps < 1 or temperature < 0.0:
+            raise ValueError(
+                f"steps, temperature: expected at least 1 and 0, got {steps} and {temperature}"
+            )
+        self.steps = steps
+        self.temperature = temperature
+        shares = 1.0 - torch.arange(1, steps + 1, dtype=torch.float64) / steps
+        self._left = temperature * shares.cumprod(0)
+
+    def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
+        """``(b, L)`` noisy log-probabilities."""
+        uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)
+        step = state.block_step.clamp_max(self.steps - 1)
+        left = self._left.to(step.device, non_blocking=True)[step][:, None]
+        return proposal.prob.clamp_min(1e-20).log() - left * uniform.log().neg().log()
+
+
 class EntropyPolicy(TopQuotaPolicy):
     """Lowest entropy first (Dream's ``entropy`` order)."""
 

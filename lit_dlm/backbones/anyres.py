@@ -1,0 +1,121 @@
+"""Pictures of any size for a vision tower that takes squares: tiles in, rows out.
+
+The scheme of LLaVA-OneVision that LLaDA-V uses (``anyres_max_N`` with ``spatial_unpad``,
+arXiv:2408.03326, arXiv:2505.16933). A picture is scaled into the grid of tiles that wastes least of
+it; the whole picture, squeezed into one square, goes before them. Behind the tower the tiles' rows
+are put together as they lie, the black margin is cut off, more than ``N`` tiles' worth of rows are
+thinned out, and every line ends with a row of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_onevision.modeling_llava_onevision import unpad_image
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+_THINNED_FROM = 1.1
+"""Rows are thinned out where each side has more than this many times what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyRes:
+    """Sizes of the scheme; the defaults are those of LLaDA-V."""
+
+    tile: int = 384
+    """Pixels on each side of a tile."""
+    per_side: int = 27
+    """Rows of the tower on each side of a tile."""
+    max_tiles: int = 4
+    """As many tiles' worth of rows a picture may have beside its overview."""
+    most_across: int = 6
+    """Tiles across and down at most."""
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Tiles across and down.
+
+        Args:
+            size: width and height of the picture in pixels.
+        """
+        sides = [number * self.tile for number in range(1, self.most_across + 1)]
+        sizes = [(width, height) for width in sides for height in sides]
+        width, height = select_best_resolution(size, sizes)
+        return width // self.tile, height // self.tile
+
+    def tiles(self, picture: Image.Image) -> Tensor:
+        """The overview and the tiles, row by row.
+
+        Args:
+            picture: RGB.
+
+        Returns:
+            ``(1 + tiles, 3, tile, tile)`` float32 in [-1, 1].
+        """
+        across, down = self.grid(picture.size)
+        width, height = across * self.tile, down * self.tile
+        scale_w, scale_h = width / picture.width, height / picture.height
+        if scale_w < scale_h:
+            inner = width, min(math.ceil(picture.height * scale_w), height)
+        else:
+            inner = min(math.ceil(picture.width * scale_h), width), height
+        padded = Image.new("RGB", (width, height))
+        padded.paste(picture.resize(inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
+        squares = [picture.resize((self.tile, self.tile))]
+        for top in range(0, height, self.tile):
+            squares += [
+                padded.crop((left, top, left + self.tile, top + self.tile))
+                for left in range(0, width, self.tile)
+            ]
+        processor: Any = SiglipImageProcessorPil(
+            size={"height": self.tile, "width": self.tile},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        )
+        return processor(squares, return_tensors="pt")["pixel_values"]
+
+    def merged(self, rows: Tensor, newline: Tensor, size: tuple[int, int]) -> Tensor:
+        """Rows of the overview, then those of the picture, line by line.
+
+        Args:
+            rows: ``(1 + tiles, per_side**2, D)`` of the tower.
+            newline: ``(D,)``, put behind every line.
+            size: width and height of the picture in pixels.
+
+        Returns:
+            ``(N, D)``; :meth:`num_rows` says how many.
+        """
+        across, down = self.grid(size)
+        side = self.per_side
+        picture = rows[1:].unflatten(0, (down, across)).unflatten(2, (side, side))
+        picture = picture.permute(4, 0, 2, 1, 3).flatten(1, 2).flatten(2, 3)  # (D, lines, cells)
+        picture = unpad_image(picture, size[::-1])
+        _, lines, cells = picture.shape
+        if thinned := self._thinned(lines, cells):
+            picture = F.interpolate(picture[None], thinned, mode="bilinear")[0]
+        ends = newline[:, None, None].expand(-1, picture.shape[1], 1)
+        picture = torch.cat([picture, ends.to(picture.dtype)], dim=2).flatten(1).T
+        return torch.cat([rows[0], picture])
+
+    def num_rows(self, size: tuple[int, int]) -> int:
+        """How many rows a picture becomes.
+
+        Args:
+            size: width and height in pixels.
+        """
+        across, down = self.grid(size)
+        shape = torch.empty(1, down * self.per_side, across * self.per_side, device="meta")
+        _, lines, cells = unpad_image(shape, size[::-1]).shape
+        lines, cells = self._thinned(lines, cells) or (lines, cells)
+        return self.per_side**2 + lines * (cells + 1)
+
+    def _thinned(self, lines: int, cells: int) -> Sequence[int] | None:
+        times = math.sqrt(lines * cells / (self.max_tiles * self.per_side**2))
+        return [int(lines // times), int(cells // times)] if times > _THINNED_FROM else None

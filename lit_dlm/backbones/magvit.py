@@ -1,0 +1,227 @@
+"""MAGVIT-v2: pictures to tokens and back, as MMaDA and Show-o use it (arXiv:2310.05737).
+
+A convolutional encoder maps 16 x 16 pixels to 13 numbers whose signs are a token; a decoder maps
+them back. The blocks are those of transformers' Janus; keys and sizes are those of
+``showlab/magvitv2``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.models.janus.configuration_janus import JanusVQVAEConfig
+from transformers.models.janus.modeling_janus import (
+    JanusVQVAEConvDownsample,
+    JanusVQVAEConvUpsample,
+    JanusVQVAEMidBlock,
+    JanusVQVAEResnetBlock,
+)
+
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.weights import load_weights, weight_files
+
+_BLOCK = JanusVQVAEConfig()  # what a block reads of it: that there is no dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagvitSizes:
+    """Sizes of encoder and decoder; the defaults are the release's."""
+
+    width: int = 128
+    """Channels that the multiples below are of; a multiple of 32."""
+    encoder: tuple[tuple[int, int], ...] = ((1, 4), (2, 3), (2, 4), (4, 3), (4, 4))
+    """Multiple and number of blocks of each level, from the pixels on."""
+    decoder: tuple[tuple[int, int], ...] = ((1, 4), (1, 4), (2, 3), (2, 4), (4, 3))
+    """The same of the decoder, pixels first."""
+    num_bits: int = 13
+    """Binary digits of a token."""
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> MagvitSizes:
+        """The sizes of stored weights, from their shapes.
+
+        Args:
+            files: safetensors files.
+
+        Raises:
+            ValueError: they are no weights of MAGVIT-v2.
+        """
+        shapes: dict[str, list[int]] = {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as stored:
+                    shapes |= {
+                        key: stored.get_slice(key).get_shape() for key in list(stored.keys())
+                    }
+            except SafetensorError as error:
+                raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+        if "encoder.conv_in.weight" not in shapes or "encoder.quant_conv.weight" not in shapes:
+            raise ValueError(f"{files[0].parent}: expected the weights of MAGVIT-v2")
+        width = shapes["encoder.conv_in.weight"][0]
+
+        def levels(part: str) -> tuple[tuple[int, int], ...]:
+            found: dict[int, list[int]] = {}
+            for key, shape in shapes.items():
+                if match := re.fullmatch(rf"{part}\.(\d+)\.block\.\d+\.conv1\.weight", key):
+                    found.setdefault(int(match[1]), []).append(shape[0] // width)
+            return tuple((found[level][0], len(found[level])) for level in sorted(found))
+
+        return cls(
+            width=width,
+            encoder=levels("encoder.down"),
+            decoder=levels("decoder.up"),
+            num_bits=shapes["encoder.quant_conv.weight"][0],
+        )
+
+
+class _Level(nn.Module):
+    """Some blocks, then half or twice the size."""
+
+    def __init__(
+        self, inner: int, outer: int, count: int, scale: dict[str, nn.Module] | None
+    ) -> None:
+        super().__init__()
+        widths = [inner, *[outer] * count]
+        self.block = nn.Sequential(
+            *(JanusVQVAEResnetBlock(_BLOCK, one, other) for one, other in pairwise(widths))
+        )
+        for name, module in (scale or {}).items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class _Coder(nn.Module):
+    """What encoder and decoder share: their ends."""
+
+    def __init__(self, first: int, inner: int, outer: int, last: int) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(first, inner, 3, padding=1)
+        self.norm_out = nn.GroupNorm(32, outer, eps=1e-6)
+        self.conv_out = nn.Conv2d(outer, last, 3, padding=1)
+
+    def _out(self, x: Tensor) -> Tensor:
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class _Encoder(_Coder):
+    def __init__(self, sizes: MagvitSizes) -> None:
+        widths = [sizes.width, *(sizes.width * multiple for multiple, _ in sizes.encoder)]
+        super().__init__(3, widths[0], widths[-1], sizes.num_bits)
+        self.down = nn.Sequential(
+            *(
+                _Level(
+                    inner,
+                    outer,
+                    count,
+                    {"downsample": JanusVQVAEConvDownsample(outer)} if number else None,
+                )
+                for number, ((inner, outer), (_, count)) in zip(
+                    range(len(sizes.encoder) - 1, -1, -1),
+                    zip(pairwise(widths), sizes.encoder, strict=True),
+                    strict=True,
+                )
+            )
+        )
+        self.mid = JanusVQVAEMidBlock(_BLOCK, widths[-1])
+        self.quant_conv = nn.Conv2d(sizes.num_bits, sizes.num_bits, 1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.quant_conv(self._out(self.mid(self.down(self.conv_in(pixels)))))
+
+
+class _Decoder(_Coder):
+    def __init__(self, sizes: MagvitSizes) -> None:
+        widths = [sizes.width * multiple for multiple, _ in sizes.decoder]
+        super().__init__(sizes.num_bits, widths[-1], widths[0], 3)
+        self.mid = JanusVQVAEMidBlock(_BLOCK, widths[-1])
+        self.up = nn.ModuleList(
+            _Level(
+                inner,
+                outer,
+                count,
+                {"upsample": JanusVQVAEConvUpsample(outer)} if number else None,
+            )
+            for number, (inner, outer, (_, count)) in enumerate(
+                zip([*widths[1:], widths[-1]], widths, sizes.decoder, strict=True)
+            )
+        )
+        self.post_quant_conv = nn.Conv2d(sizes.num_bits, sizes.num_bits, 1)
+
+    def forward(self, bits: Tensor) -> Tensor:
+        x = self.mid(self.conv_in(self.post_quant_conv(bits)))
+        for level in reversed(self.up):
+            x = level(x)
+        return self._out(x)
+
+
+class Magvit(nn.Module):
+    """The picture tokenizer; its weights are never trained here.
+
+    Args:
+        path: folder or hub id (``showlab/magvitv2``) of the weights; random ones without.
+        sizes: of random weights.
+
+    Raises:
+        ValueError: nothing of that name exists, or the weights are others.
+    """
+
+    def __init__(self, path: str | None = None, *, sizes: MagvitSizes | None = None) -> None:
+        super().__init__()
+        files = [] if path is None else weight_files(locate(path))
+        sizes = MagvitSizes.of(files) if files else sizes or MagvitSizes()
+        self.num_bits = sizes.num_bits
+        self.num_codes = 2**sizes.num_bits
+        self.scale = 2 ** (len(sizes.encoder) - 1)
+        """Pixels on each side of a token."""
+        self.encoder = _Encoder(sizes)
+        self.decoder = _Decoder(sizes)
+        if files:
+            load_weights(
+                files,
+                dict(self.named_parameters()),
+                rename=lambda key: None if key.startswith("quantize.") else key,
+            )
+        self.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Tokens of pictures.
+
+        Args:
+            pixels: ``(B, 3, height, width)`` floats in [-1, 1]; sides are multiples of
+                :attr:`scale`.
+
+        Returns:
+            ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; the first of the
+            13 numbers is the highest binary digit.
+        """
+        positive = self.encoder(pixels) > 0
+        return (positive.permute(0, 2, 3, 1).long() * self._powers(pixels.device)).sum(-1)
+
+    @torch.no_grad()
+    def decode(self, codes: Tensor) -> Tensor:
+        """Pixels of tokens.
+
+        Args:
+            codes: ``(B, rows, columns)`` int64.
+
+        Returns:
+            ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1].
+        """
+        bits = (codes[..., None] & self._powers(codes.device) > 0).float() * 2 - 1
+        return self.decoder(bits.permute(0, 3, 1, 2).contiguous())
+
+    def _powers(self, device: torch.device) -> Tensor:
+        return 2 ** torch.arange(self.num_bits - 1, -1, -1, device=device)

@@ -1,0 +1,102 @@
+"""Classifier-free guidance: away from what the model would write without the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
+
+
+class Guidance:
+    """How far logits are moved away from those of an empty prompt, with one forward of two rows.
+
+    ``(1 + scale) * logits - scale * logits_without`` (arXiv:2207.12598, eq. 6, as in the release of
+    MMaDA, arXiv:2505.15809).
+    """
+
+    def __init__(self, scale: float, prompt_ids: Sequence[int]) -> None:
+        """Sets the guidance.
+
+        Args:
+            scale: 0 changes nothing.
+            prompt_ids: the prompt without what is asked for.
+
+        Raises:
+            ValueError: the scale is negative, or there is no prompt.
+        """
+        if scale < 0.0 or not prompt_ids:
+            raise ValueError(
+                f"guidance: expected a scale of at least 0 and a prompt, got {scale} and "
+                f"{len(prompt_ids)} ids"
+            )
+        self.scale = scale
+        self.prompt_ids = list(prompt_ids)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as JSON types."""
+        return {"scale": self.scale, "prompt_ids": self.prompt_ids}
+
+
+class GuidedBackbone(Backbone):
+    """A backbone whose logits are guided; everything else is its own.
+
+    Args:
+        backbone: with full attention.
+        guidance: how.
+
+    Raises:
+        ValueError: the model has block attention.
+    """
+
+    def __init__(self, backbone: Backbone, guidance: Guidance) -> None:
+        if backbone.spec.attention != "full":
+            raise ValueError("guidance: expected a model with full attention")
+        self.backbone = backbone
+        self.guidance = guidance
+        self.spec: BackboneSpec = backbone.spec
+        self.hidden_size = backbone.hidden_size
+        self.num_layers = backbone.num_layers
+        self.vocab_size = backbone.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backbone, name)
+
+    def denoise(
+        self,
+        ids: Tensor,
+        *,
+        pad_mask: Tensor | None = None,
+        columns: Tensor | None = None,
+        hidden_layers: Sequence[int] = (),
+        response_start: int | None = None,
+    ) -> Denoised:
+        """One forward over the rows and, behind them, the same with the other prompt."""
+        assert response_start is not None, "guidance asks where the response begins"
+        prompt = ids.new_tensor(self.guidance.prompt_ids)
+        by = max(len(prompt) - response_start, 0)  # columns that the other prompt needs more
+        real = torch.ones_like(ids, dtype=torch.bool) if pad_mask is None else pad_mask
+        wide = torch.cat([ids.new_full((len(ids), by), self.spec.pad_id), ids], dim=1)
+        seen = torch.cat([real.new_zeros(len(ids), by), real], dim=1)
+        start = response_start + by
+        other, other_seen = wide.clone(), seen.clone()
+        other[:, :start], other_seen[:, :start] = self.spec.pad_id, False
+        other[:, start - len(prompt) : start] = prompt
+        other_seen[:, start - len(prompt) :] = True
+        if columns is None:
+            columns = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+        found = self.backbone.denoise(
+            torch.cat([wide, other]),
+            pad_mask=torch.cat([seen, other_seen]),
+            columns=(columns + by).repeat(2, 1),
+            hidden_layers=hidden_layers,
+        )
+        logits, without = found.logits.chunk(2)
+        scale = self.guidance.scale
+        guided = (1.0 + scale) * logits - scale * without
+        guided = guided.masked_fill(logits.isneginf(), -torch.inf)  # forbidden in both
+        hidden = None if found.hidden is None else found.hidden[: len(ids), by:]
+        return Denoised(logits=guided, columns=columns, hidden=hidden)

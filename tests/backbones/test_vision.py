@@ -1,0 +1,221 @@
+"""LLaDA-V's pictures against the release's own code, and the table that holds their rows."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from lit_dlm.backbones.anyres import AnyRes
+from lit_dlm.backbones.families import vision_key
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.vision import TowerSizes, TowerVision, VisionSettings, square_pixels
+from lit_dlm.decoding import Decoder, FixedQuota
+from lit_dlm.decoding.caches import DualCache, PrefixCache
+from lit_dlm.decoding.decoder import decode_prompts
+from lit_dlm.decoding.policies import ConfidencePolicy
+from lit_dlm.decoding.windows import BlockWindow
+from lit_dlm.pictures import Picture
+from tests.backbones.folders import write
+from tests.backbones.waves import waves
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llada_v.safetensors"
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 54,
+    "patch_size": 2,
+}
+CONFIG = {
+    "model_type": "llava_llada",
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "mask_token_id": 119,
+    "eos_token_id": 1,
+    "mm_vision_tower": "google/siglip2-so400m-patch14-384",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_patch_merge_type": "spatial_unpad",
+    "image_aspect_ratio": "anyres_max_4",
+    "vision_config": TOWER,
+}
+PLACE = -200
+CASES = {
+    "one_tile": ([5, 6, PLACE, 7, 8, 9], [0]),
+    "wide": ([5, PLACE, 7], [1]),
+    "tall": ([PLACE, 11, 12], [2]),
+    "two": ([3, PLACE, 4, PLACE, 9], [0, 1]),
+}
+
+
+def picture(width: int, height: int) -> Picture:
+    y, x = np.mgrid[:height, :width]
+    planes = [(x * 7 + y * 3) % 256, (x * y) % 256, (x * x + 3 * y) % 256]
+    file = io.BytesIO()
+    Image.fromarray(np.stack(planes, -1).astype(np.uint8)).save(file, "PNG")
+    return Picture(file.getvalue())
+
+
+PICTURES = [picture(50, 40), picture(130, 60), picture(90, 300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llada_v") / "model"
+    with torch.device("meta"):
+        tower = TowerVision(VisionSettings(), TowerSizes.of(CONFIG), width=64, vocab_size=120)
+    shapes = resolve(CONFIG).parameter_shapes()
+    shapes |= {vision_key(name): tuple(p.shape) for name, p in tower.named_parameters()}
+    return write(path, CONFIG, {name: waves(name, shape) for name, shape in shapes.items()})
+
+
+@pytest.fixture
+def backbone(folder: Path) -> HFBackbone:
+    return HFBackbone(str(folder), vision=VisionSettings()).eval()
+
+
+def prompt(backbone: HFBackbone, ids: list[int], pictures: list[Picture]) -> list[int]:
+    pieces: list[list[int]] = [[]]
+    for number in ids:
+        if number == PLACE:
+            pieces.append([])
+        else:
+            pieces[-1].append(number)
+    vision = backbone.vision
+    assert vision is not None
+    return vision.joined(pieces, [vision.picture_ids(one) for one in pictures])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_hidden_states_and_logits_are_those_of_the_release(backbone: HFBackbone, case: str):
+    golden = load_file(GOLDEN)
+    places, which = CASES[case]
+    ids = torch.tensor([prompt(backbone, places, [PICTURES[number] for number in which])])
+    assert ids.shape[1] == int(golden[f"{case}.num_rows"])
+    vision = backbone.vision
+    assert isinstance(vision, TowerVision)
+    tiles = [vision.scheme.tiles(PICTURES[number].decoded()) for number in which]
+    sums = torch.stack([one.flatten()[::997].sum() for one in tiles])
+    torch.testing.assert_close(sums, golden[f"{case}.tiles"], atol=1e-4, rtol=0)
+
+    rows = torch.arange(0, ids.shape[1], max(1, ids.shape[1] // 16))
+    with torch.no_grad():
+        found = backbone.denoise(ids, hidden_layers=[0, 2])
+    assert found.hidden is not None
+    embeds, hidden = found.hidden[0, rows].unbind(1)
+    torch.testing.assert_close(embeds, golden[f"{case}.embeds"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hidden, golden[f"{case}.hidden"], atol=1e-5, rtol=1e-5)
+    words = [number for number in range(120) if number != 119]  # the mask is never proposed
+    torch.testing.assert_close(
+        found.logits[0, rows][:, words], golden[f"{case}.logits"][:, words], atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "cache", [None, PrefixCache(), DualCache()], ids=["none", "prefix", "dual"]
+)
+def test_padded_rows_decode_as_alone(backbone: HFBackbone, cache):
+    """Prompts with one picture, none and two, side by side and each on its own."""
+    decoder = Decoder(
+        policy=ConfidencePolicy(),
+        window=BlockWindow(block_length=4),
+        quota=FixedQuota(2),
+        cache=cache,
+    )
+    prompts = [
+        prompt(backbone, *(CASES["one_tile"][0], [PICTURES[0]])),
+        [5, 6, 7],
+        prompt(backbone, [3, PLACE, 4, PLACE, 9], [picture(20, 60), PICTURES[0]]),
+    ]
+    together = decode_prompts(backbone, decoder, prompts, response_length=8, seeds=[0, 1, 2])
+    for row, ids in enumerate(prompts):
+        alone = decode_prompts(backbone, decoder, [ids], response_length=8, seeds=[row])
+        assert alone.ids[0, -8:].tolist() == together.ids[row, -8:].tolist()
+    # A picture is not just room: another one changes what is written.
+    other = prompt(backbone, CASES["one_tile"][0], [picture(50, 41)])
+    changed = decode_prompts(backbone, decoder, [other], response_length=8, seeds=[0])
+    assert changed.ids[0, -8:].tolist() != together.ids[0, -8:].tolist()
+
+
+def test_released_pictures_make_room_and_held_ones_stay(backbone: HFBackbone):
+    vision = backbone.vision
+    assert isinstance(vision, TowerVision)
+    first = vision.picture_ids(PICTURES[0])
+    assert vision.picture_ids(PICTURES[0]) == first  # one picture, two prompts
+    second = vision.picture_ids(PICTURES[1])
+    assert second[0] == first[-1] + 1
+    rows = vision.rows()[: len(first)].clone()
+    vision.release([7, *first])
+    third = vision.picture_ids(PICTURES[2])
+    assert third[0] == second[-1] + 1  # the first one is still held
+    vision.release(first)
+    vision.release(second)
+    fourth = vision.picture_ids(picture(51, 40))
+    assert fourth[0] == first[0]
+    assert vision.picture_ids(PICTURES[0])[0] not in first
+    again = vision.rows()[vision.picture_ids(PICTURES[0])[0] - 120 :][: len(first)]
+    assert torch.equal(again, rows)
+
+
+@pytest.mark.parametrize(("train", "learns"), [("projector", False), ("all", True)])
+def test_what_is_trained(folder: Path, train, learns: bool):
+    backbone = HFBackbone(str(folder), vision=VisionSettings(train=train))
+    vision = backbone.vision
+    assert isinstance(vision, TowerVision)
+    ids = torch.tensor([[*prompt(backbone, [5, PLACE, 7], [PICTURES[0]]), 119, 119]])
+    rows = torch.zeros_like(ids, dtype=torch.bool)
+    rows[:, -2:] = True
+    targets = ids.masked_fill(rows, 9)
+    before = backbone.score_tokens(ids, targets, rows).ce
+    before.sum().backward()
+    assert vision.projector[0].weight.grad is not None
+    assert vision.newline.grad is not None
+    assert float(vision.newline.grad.abs().sum()) > 0
+    patch = vision.tower.embeddings.patch_embedding.weight
+    assert (patch.grad is not None) == learns
+    assert all(p.grad is None for p in backbone.model.parameters())
+    torch.optim.SGD([p for p in vision.parameters() if p.requires_grad], lr=0.1).step()
+    with torch.no_grad():  # rows of the table follow the weights
+        after = backbone.score_tokens(ids, targets, rows).ce
+    assert not torch.allclose(before, after)
+    words = torch.tensor([[5, 7, 119]])
+    backbone.score_tokens(words, words, words == 119).ce.sum().backward()  # no picture, no gap
+
+
+@pytest.mark.parametrize("size", [(50, 40), (54, 54), (55, 54), (700, 40), (40, 700), (400, 400)])
+def test_num_rows_is_what_merging_gives(size: tuple[int, int]):
+    scheme = AnyRes(tile=54, per_side=9, max_tiles=4)
+    across, down = scheme.grid(size)
+    merged = scheme.merged(torch.zeros(1 + across * down, 81, 2), torch.zeros(2), size)
+    assert len(merged) == scheme.num_rows(size)
+
+
+def test_rows_of_a_page_by_hand():
+    """Two tiles side by side, with 27 x 27 rows each: 27 lines of 54 cells and an end."""
+    assert AnyRes().grid((768, 384)) == (2, 1)
+    assert AnyRes().num_rows((768, 384)) == 729 + 27 * 55
+    # 768 x 300 leaves 27 * 300 / 384 = 21.1 lines: three of padding above and below.
+    assert AnyRes().num_rows((768, 300)) == 729 + 21 * 55
+    # 36 tiles are thinned out to four tiles' worth of rows.
+    assert AnyRes().num_rows((2304, 2304)) == 729 + 54 * 55
+
+
+def test_a_picture_becomes_square_on_white():
+    pixels = square_pixels(picture(40, 20), 32)
+    assert pixels.shape == (3, 32, 32)
+    assert torch.equal(pixels[:, 0], torch.ones(3, 32))
+    assert float(pixels[:, 16].min()) < 0.9
