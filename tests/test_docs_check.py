@@ -62,12 +62,14 @@ def test_the_quickstart_gives_the_table():
 @pytest.mark.parametrize("page", ["README.md", "docs/viewer.md", "docs/benchmarks.md"])
 def test_what_a_command_prints_is_what_the_page_shows(page: str):
     text = (ROOT / page).read_text()
-    shown = re.findall(
-        r"\$ (lit-dlm (?:traj|compare) (?:.*\\\n)*.*)\n((?:.+\n)+?)(?=```|\n\$|$)", text
-    )
+    prompted = r"\$ (lit-dlm (?:traj|compare) (?:.*\\\n)*.*)\n((?:(?!```|\$ ).*\n)+)"
+    shown = re.findall(prompted, text)
     assert shown
     for command, lines in shown:
-        printed = {" ".join(line.split()) for line in run(shlex.split(command)[1:]).splitlines()}
+        printed = {
+            " ".join(line.split())
+            for line in run(shlex.split(command.replace("\\\n", " "))[1:]).splitlines()
+        }
         wanted = {
             " ".join(line.split())
             for line in lines.splitlines()
