@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.acceptance import AcceptanceConfig, AcceptanceHead, PositionState
 from lit_dlm.losses.acceptance import acceptance_loss, acceptance_weights
 from lit_dlm.modules.state_batch import StateBatch

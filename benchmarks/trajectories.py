@@ -349,7 +349,7 @@ def writing(records: list[Trajectory], folder: Path, repeats: int) -> Figures:
 
 def reading(folder: Path, repeats: int) -> Figures:
     """Records per second through the training loader of the data module."""
-    from datamodules import TrajectoryDataModule  # Lightning takes seconds to import.
+    from lit_dlm.datamodules import TrajectoryDataModule  # Lightning takes seconds to import.
 
     def loader(strict: bool) -> TrajectoryDataModule:
         module = TrajectoryDataModule(

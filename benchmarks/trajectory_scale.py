@@ -99,7 +99,7 @@ def verify(folder: Path, count: int) -> int:
 
 def start(folder: Path, count: int) -> int:
     """The data module of training on tokens, up to its first batch."""
-    from datamodules.trajectories import TrajectoryDataModule
+    from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 
     module = TrajectoryDataModule(folder, source="tokens")
     module.setup("fit")
@@ -113,7 +113,7 @@ PHASES: tuple[Callable[[Path, int], int], ...] = (write, merge, resume, read, ve
 def measured(phase: Callable[[Path, int], int], folder: Path, count: int, queue: Any) -> None:
     """Runs a phase and reports the records, seconds and peak memory of its process."""
     if phase is start:
-        import_module("datamodules.trajectories")
+        import_module("lit_dlm.datamodules.trajectories")
     begin = time.perf_counter()
     found = phase(folder, count)
     seconds = time.perf_counter() - begin

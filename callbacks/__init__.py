@@ -1,17 +1,17 @@
 """Lightning callbacks that write results and trajectories."""
 
-from callbacks.adapter_checkpoint import AdapterCheckpoint
-from callbacks.calibration_plot import CalibrationPlot
-from callbacks.discrimination import DiscriminationScore
-from callbacks.interruption import Interruption
-from callbacks.joint_early_stopping import JointEarlyStopping
-from callbacks.judge import HttpJudge
-from callbacks.progress import ProgressBar
-from callbacks.result_writer import ResultWriter
-from callbacks.reward_curve import RewardCurve
-from callbacks.rollout_writer import RolloutWriter
-from callbacks.shard_writer import ShardWriter
-from callbacks.trace_pictures import TracePictures
+from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.callbacks.calibration_plot import CalibrationPlot
+from lit_dlm.callbacks.discrimination import DiscriminationScore
+from lit_dlm.callbacks.interruption import Interruption
+from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
+from lit_dlm.callbacks.judge import HttpJudge
+from lit_dlm.callbacks.progress import ProgressBar
+from lit_dlm.callbacks.result_writer import ResultWriter
+from lit_dlm.callbacks.reward_curve import RewardCurve
+from lit_dlm.callbacks.rollout_writer import RolloutWriter
+from lit_dlm.callbacks.shard_writer import ShardWriter
+from lit_dlm.callbacks.trace_pictures import TracePictures
 
 __all__ = [
     "AdapterCheckpoint",

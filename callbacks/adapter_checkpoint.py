@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from callbacks.discrimination import SCORE, DiscriminationScore
+from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.reports.results import write_atomically

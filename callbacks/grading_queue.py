@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch
 from lit_dlm.tasks import PromptExample, Task, require_code_execution

@@ -19,9 +19,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
-from callbacks.grading_queue import GradedWriter, GradingQueue
-from callbacks.shard_writer import ShardWriter, grade_facts
-from callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.grading_queue import GradedWriter, GradingQueue
+from lit_dlm.callbacks.shard_writer import ShardWriter, grade_facts
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports.command import write_report

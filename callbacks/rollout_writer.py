@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids

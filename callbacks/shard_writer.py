@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from callbacks.grading_queue import GradedWriter, GradingQueue
-from callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.grading_queue import GradedWriter, GradingQueue
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 

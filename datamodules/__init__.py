@@ -1,10 +1,10 @@
 """LightningDataModules: prompts, rollouts, responses, trajectories, generated pre-training text."""
 
-from datamodules.pretraining import PretrainDataModule
-from datamodules.prompts import PromptDataModule
-from datamodules.rollouts import RolloutDataModule
-from datamodules.supervised import SupervisedDataModule
-from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.datamodules.pretraining import PretrainDataModule
+from lit_dlm.datamodules.prompts import PromptDataModule
+from lit_dlm.datamodules.rollouts import RolloutDataModule
+from lit_dlm.datamodules.supervised import SupervisedDataModule
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 
 __all__ = [
     "PretrainDataModule",

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from datamodules.resuming import ElasticDataModule, set_accumulation
 from lit_dlm.backbones import load_tokenizer
+from lit_dlm.datamodules.resuming import ElasticDataModule, set_accumulation
 from lit_dlm.modules.pretrain import DrillBatch, PretrainBatch
 from lit_dlm.ops.schedules import hidden_cells
 from lit_dlm.toy.generated import DrillSource, TrainingSource

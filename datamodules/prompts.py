@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
-from datamodules.prompt_mix import PromptMix, drawn_length
+from lit_dlm.datamodules.prompt_mix import PromptMix, drawn_length
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, PromptStream, decode_uid
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name

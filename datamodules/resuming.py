@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.nn import Dropout
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
+from lit_dlm.datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
 
 logger = logging.getLogger(__name__)
 

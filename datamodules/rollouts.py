@@ -11,8 +11,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from datamodules.epoch_plan import ExampleRef
-from datamodules.resuming import computed_loader, set_accumulation
+from lit_dlm.datamodules.epoch_plan import ExampleRef
+from lit_dlm.datamodules.resuming import computed_loader, set_accumulation
 from lit_dlm.rewards import RewardModel
 from lit_dlm.rl.advantages import as_advantage
 from lit_dlm.rl.items import RolloutBatch

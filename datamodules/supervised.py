@@ -14,12 +14,17 @@ import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.decode_checks import check_decodes
-from datamodules.epoch_plan import ExampleRef
-from datamodules.resuming import ElasticDataModule, refuse_overfit_batches, set_accumulation
-from datamodules.supervised_sources import ModelFacts, SupervisedSource
-from datamodules.trajectories import is_validation
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.datamodules.decode_checks import check_decodes
+from lit_dlm.datamodules.epoch_plan import ExampleRef
+from lit_dlm.datamodules.resuming import (
+    ElasticDataModule,
+    refuse_overfit_batches,
+    set_accumulation,
+)
+from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
+from lit_dlm.datamodules.trajectories import is_validation
+from lit_dlm.datamodules.updates import set_accumulation
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from datamodules.epoch_plan import ExampleRef
-from datamodules.resuming import ElasticDataModule, refuse_overfit_batches
+from lit_dlm.datamodules.epoch_plan import ExampleRef
+from lit_dlm.datamodules.resuming import ElasticDataModule, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import (
     StateBatch,

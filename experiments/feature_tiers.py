@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from callbacks.reward_curve import RewardCurve
-from datamodules.rollouts import RolloutDataModule
 from lit_dlm.backbones import HFBackbone, LoRASettings
+from lit_dlm.callbacks.reward_curve import RewardCurve
+from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, ThresholdPolicy
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.states import Corruption

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -30,6 +30,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """The configurations of this package, in a checkout as in an installation."""
+_MOST_LISTED = 20
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'threshold'?``, else a list of all names if it is short.
+
+    Args:
+        name: what was given.
+        known: what would have been right.
+
+    Returns:
+        The hint, or an empty string when nothing is known.
+    """
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
+
 
 _UNREADABLE = (UnicodeDecodeError, RecursionError)
 
@@ -171,8 +190,7 @@ def _class(name: str | None) -> type | None:
 
 def own_modules() -> list[Any]:
     """The modules of this project that are loaded."""
-    own = ("lit_dlm", "datamodules", "callbacks")
-    return [one for name, one in list(sys.modules.items()) if name.split(".")[0] in own]
+    return [one for name, one in list(sys.modules.items()) if name.split(".")[0] == "lit_dlm"]
 
 
 def with_files(arguments: Sequence[str]) -> list[str]:

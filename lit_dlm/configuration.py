@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import re
@@ -18,7 +17,7 @@ from jsonargparse import ArgumentParser, Namespace, _typehints
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from lit_dlm.config_files import is_kind_of, own_modules, with_files
+from lit_dlm.config_files import is_kind_of, nearest, own_modules, with_files
 from lit_dlm.plugs import Plug, difference
 
 _UNKNOWN_OPTION = re.compile(
@@ -44,25 +43,7 @@ _UNION = re.compile(
     r"(\n\s*Given value:[^\n]*)?",
     re.DOTALL,
 )
-_MOST_LISTED = 20
 _KEY = re.compile(r'Parser key "([^"]+)"')
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'threshold'?``, else a list of all names if it is short.
-
-    Args:
-        name: what was given.
-        known: what would have been right.
-
-    Returns:
-        The hint, or an empty string when nothing is known.
-    """
-    names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:

@@ -23,15 +23,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf.errors import OmegaConfBaseException
 
 # Imported so that configurations may use short class names.
-import callbacks
-import datamodules  # noqa: F401
 import lit_dlm.backbones.hf
+import lit_dlm.callbacks
+import lit_dlm.datamodules
 import lit_dlm.decoding.policies.tracelock
 import lit_dlm.modules
 import lit_dlm.rewards
 import lit_dlm.rl
 import lit_dlm.tasks
-import lit_dlm.toy  # noqa: F401
+import lit_dlm.toy
 from lit_dlm.config_files import FOLDER
 from lit_dlm.configuration import Parser, RunConfigCallback, explain
 from lit_dlm.modules.checkpoint_files import LAST, CheckpointFiles, last_checkpoint, local
@@ -95,9 +95,9 @@ class CLI(LightningCLI):
         given = self.config_init[self.subcommand].trainer
         if not isinstance(given, Namespace):
             raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
-        self.trainer_defaults["callbacks"] = [callbacks.Interruption(self.lock)]
+        self.trainer_defaults["callbacks"] = [lit_dlm.callbacks.Interruption(self.lock)]
         if given.enable_progress_bar is not False:
-            self.trainer_defaults["callbacks"].append(callbacks.ProgressBar())
+            self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
         plugins = given.plugins or []
         plugins = list(plugins) if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):

@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 
-from datamodules.supervised import SupervisedDataModule
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch, SupervisedExample

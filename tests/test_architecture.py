@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -35,16 +36,26 @@ def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
 
 
 @pytest.mark.slow
-def test_generic_package_names_resolve_inside_this_repository():
+def test_folders_of_the_user_named_like_ours_hide_nothing(tmp_path: Path):
+    """The two packages at the top of the tree are imported by a name that nobody else has."""
+    for name in ("callbacks", "datamodules"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("class Mine: ...\n")
     code = (
-        "import cli, callbacks, datamodules; "
-        "print(cli.__file__, callbacks.__file__, datamodules.__file__)"
+        "import sys; sys.path.insert(0, '')\n"
+        "import callbacks, datamodules, lit_dlm.trainer_command, lit_dlm.callbacks as ours\n"
+        "print(callbacks.Mine, datamodules.Mine, ours.ResultWriter)"
     )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for file in done.stdout.split()[-3:]:
-        assert Path(file).resolve().is_relative_to(ROOT)
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "lit_dlm.callbacks.result_writer.ResultWriter" in done.stdout
+    found = [line for path in SOURCES for line in path.read_text().splitlines()]
+    assert not [
+        line for line in found if re.match(r"\s*(from|import) (callbacks|datamodules)", line)
+    ]
 
 
 def test_no_file_has_a_name_that_says_nothing():
@@ -53,7 +64,7 @@ def test_no_file_has_a_name_that_says_nothing():
 
 
 def test_no_import_circles():
-    graph = grimp.build_graph("lit_dlm", "datamodules", "callbacks", cache_dir=None)
+    graph = grimp.build_graph("lit_dlm", cache_dir=None)
     imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     graphlib.TopologicalSorter(imported).prepare()  # CycleError names the circle
 

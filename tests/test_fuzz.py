@@ -25,9 +25,9 @@ import yaml
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from callbacks.judge import parse_verdict
 from lit_dlm import config_files
 from lit_dlm.backbones import load_tokenizer
+from lit_dlm.callbacks.judge import parse_verdict
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import summarise_folder
 from lit_dlm.tasks.sources import read_rows

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 
-from callbacks.adapter_checkpoint import AdapterCheckpoint
-from callbacks.discrimination import DiscriminationScore
+from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.callbacks.discrimination import DiscriminationScore
 from lit_dlm.decoding import Decoder, EntropyPolicy
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.finetune import SFTModule

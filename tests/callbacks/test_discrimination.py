@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from callbacks.adapter_checkpoint import AdapterCheckpoint
-from callbacks.discrimination import DiscriminationScore
+from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.callbacks.discrimination import DiscriminationScore
 from lit_dlm.decoding import Decoder, EntropyPolicy, Sampler, SequentialPolicy, prompt_canvas
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve

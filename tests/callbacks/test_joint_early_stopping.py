@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.joint_early_stopping import JointEarlyStopping
+from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
 
 
 def run(callback: JointEarlyStopping, *scores: tuple[float, float]) -> list[bool]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.judge import HttpJudge, parse_verdict
+from lit_dlm.callbacks.judge import HttpJudge, parse_verdict
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.tasks import PromptExample
 

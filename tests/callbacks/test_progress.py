@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from callbacks import ProgressBar
+from lit_dlm.callbacks import ProgressBar
 
 NUM_BATCHES = 4
 
@@ -57,7 +57,7 @@ class Heard(ProgressBar):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr("callbacks.progress.time.monotonic", clock.monotonic)
+    monkeypatch.setattr("lit_dlm.callbacks.progress.time.monotonic", clock.monotonic)
     return clock
 
 
@@ -101,9 +101,9 @@ def test_batches_of_an_accumulation_end_with_the_last_step(clock: Clock) -> None
 
 def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Batches of 10 s and a line every 30 s: four lines would need 120 s, the run has 80."""
-    with caplog.at_level(logging.INFO, logger="callbacks.progress"):
+    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
         fit(clock, max_epochs=2)
-    lines = [r.getMessage() for r in caplog.records if r.name == "callbacks.progress"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
     assert lines == [
         "Epoch 1 of 2, 0:00:50 left, 3/4",
         "Epoch 2 of 2, 0:00:20 left, 2/4",

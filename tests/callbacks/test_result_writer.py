@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 
-from callbacks import ResultWriter, ShardWriter
-from datamodules import PromptDataModule
+from lit_dlm.callbacks import ResultWriter, ShardWriter
+from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module

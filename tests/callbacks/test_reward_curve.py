@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from callbacks import RewardCurve
+from lit_dlm.callbacks import RewardCurve
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.toy.word_problems import WordProblems

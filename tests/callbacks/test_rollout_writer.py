@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import RolloutWriter
+from lit_dlm.callbacks import RolloutWriter
 from lit_dlm.rewards import SpreadFilter
 from tests.rollouts import fit, learner, rollout_data
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 
-from callbacks import ShardWriter
-from datamodules import PromptDataModule
+from lit_dlm.callbacks import ShardWriter
+from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
 from tests.fakes import MASK

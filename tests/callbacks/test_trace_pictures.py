@@ -11,9 +11,9 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
-from callbacks import TracePictures
-from callbacks.trace_pictures import log_images
-from datamodules import PromptDataModule
+from lit_dlm.callbacks import TracePictures
+from lit_dlm.callbacks.trace_pictures import log_images
+from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
 from lit_dlm.modules import DecodeModule
 from tests.callbacks.letters import LENGTH, Letters

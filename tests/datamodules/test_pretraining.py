@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lit_dlm
-from datamodules.pretraining import POOL_STEPS, PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import load_tokenizer
+from lit_dlm.datamodules.pretraining import POOL_STEPS, PretrainBatches, PretrainDataModule
 from lit_dlm.modules.pretrain import PretrainBatch
 from lit_dlm.toy.sudoku import Sudoku
 from lit_dlm.toy.word_problems import WordProblems

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from datamodules import PromptDataModule
-from datamodules.prompt_mix import PromptMix
+from lit_dlm.datamodules import PromptDataModule
+from lit_dlm.datamodules.prompt_mix import PromptMix
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports.results import ResultFolder

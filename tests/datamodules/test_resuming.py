@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from datamodules.resuming import set_accumulation
-from datamodules.supervised import SupervisedDataModule
+from lit_dlm.datamodules.resuming import set_accumulation
+from lit_dlm.datamodules.supervised import SupervisedDataModule
 from lit_dlm.modules.elastic import count_anew
 from tests.finetuning import Unread
 

@@ -13,16 +13,16 @@ import pytest
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from datamodules.supervised import SupervisedDataModule, check_learnable
-from datamodules.supervised_sources import (
+from lit_dlm.backbones import BackboneSpec, load_tokenizer
+from lit_dlm.datamodules.supervised import SupervisedDataModule, check_learnable
+from lit_dlm.datamodules.supervised_sources import (
     ModelFacts,
     RecordedDecodes,
     ResponsesFile,
     TABOMFile,
     TaskReferences,
 )
-from datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.backbones import BackboneSpec, load_tokenizer
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.modules.supervised_batch import collate_supervised, lay_out, responses_of
 from lit_dlm.toy import WordProblems

@@ -9,7 +9,12 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from datamodules.trajectories import REMASKED, StateDataset, TrajectoryDataModule, is_validation
+from lit_dlm.datamodules.trajectories import (
+    REMASKED,
+    StateDataset,
+    TrajectoryDataModule,
+    is_validation,
+)
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule

@@ -94,7 +94,7 @@ class Sums:
         self.count = count
 
     def examples(self, model):
-        from datamodules.supervised_sources import TaskReferences
+        from lit_dlm.datamodules.supervised_sources import TaskReferences
         yield from TaskReferences([WordProblems("train", num_examples=self.count)]).examples(model)
 """
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from callbacks import RewardCurve, RolloutWriter
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.callbacks import RewardCurve, RolloutWriter
 from lit_dlm.decoding import BlockCache, CacheScheme, DualCache, PrefixCache
 from lit_dlm.rewards import RewardScore, Rollout, SpreadFilter
 from lit_dlm.rl.module import TraceRLModule

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from datamodules.trajectories import TrajectoryDataModule
+from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.autoencoder import AutoencoderModule
 from lit_dlm.modules.finite import NonFiniteError

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from callbacks.adapter_checkpoint import AdapterCheckpoint
-from datamodules.epoch_plan import EpochPlan
+from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.datamodules.epoch_plan import EpochPlan
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.finite import NonFiniteError, finite_gradients

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lit_dlm
-from datamodules.pretraining import PretrainBatches, PretrainDataModule
 from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
+from lit_dlm.datamodules.pretraining import PretrainBatches, PretrainDataModule
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.toy.word_problems import WordProblems

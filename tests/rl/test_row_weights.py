@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks import RewardCurve
 from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.callbacks import RewardCurve
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout
 from lit_dlm.rl.advantages import RawReward

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.backbones import HFBackbone
+from lit_dlm.datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates

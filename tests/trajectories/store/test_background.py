@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datamodules.epoch_plan import EpochPlan
+from lit_dlm.datamodules.epoch_plan import EpochPlan
 from lit_dlm.trajectories.store import (
     SizeLimitError,
     TrajectoryShardReader,
