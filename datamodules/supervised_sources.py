@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.supervised_batch import SupervisedExample
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
+from lit_dlm.tasks.conversations import CHATS, conversation
 from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
@@ -79,25 +80,28 @@ class TaskReferences(SupervisedSource):
                     )
                 yield SupervisedExample(
                     uid=example.uid,
-                    prompt_ids=_prompt_ids(model, [{"role": "user", "content": example.text}]),
+                    prompt_ids=_prompt_ids(
+                        model, [*example.history, {"role": "user", "content": example.text}]
+                    ),
                     response_ids=_response_ids(model, task.reference_completion(example), end_id),
                 )
 
 
 class ResponsesFile(SupervisedSource):
-    """A file of answered prompts, one JSON object a line (``.jsonl``, also gzipped).
+    """Answered prompts from a file, a folder or the hub.
 
-    A row holds ``messages`` (chat turns, the last one the assistant's), ``conversations`` (the same
-    as turns of ``from`` and ``value``, as OpenHermes has them), or a prompt under ``prompt``,
-    ``instruction`` (with ``input`` below it where that is not empty) or ``question`` and a response
-    under ``response``, ``output``, ``completion`` or ``answer``.
+    What a row may hold says :mod:`lit_dlm.tasks.conversations`; ``PromptsFile`` takes the same.
 
     Its ``step_map``, where it has one, holds the step that wrote each token of the response
     (dLLM-RL, arXiv:2509.06949). Steps behind the last token are left out, and the end of text comes
     after all others where the map ends before it, as in that release.
 
     Args:
-        path: the file (also ``.json`` with a list of objects), or a data set on the hub.
+        path: a file, a folder with a file for each split, or a data set on the hub
+            (:func:`~lit_dlm.tasks.sources.read_rows`).
+        split: of a folder or a data set on the hub.
+        config: configuration on the hub.
+        streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
         end_token: token behind every response that does not end in an end of text; the model's
             first one by default.
         templated: prompts are texts behind a chat template already, such as those of dLLM-RL's
@@ -109,11 +113,17 @@ class ResponsesFile(SupervisedSource):
         self,
         path: str,
         *,
+        split: str = "train",
+        config: str | None = None,
+        streamed: bool = False,
         end_token: str | None = None,
         templated: bool = False,
         limit: int | None = None,
     ) -> None:
         self.path = path
+        self.split = split
+        self.config = config
+        self.streamed = streamed
         self.end_token = end_token
         self.templated = templated
         self.limit = limit
@@ -121,9 +131,16 @@ class ResponsesFile(SupervisedSource):
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per row."""
         end_id = _end_id(model, self.end_token)
-        rows = read_rows(self.path, split="train", required=())
+        rows = read_rows(
+            self.path,
+            split=self.split,
+            config=self.config,
+            required=(),
+            most=self.limit if self.streamed else None,
+        )
         for number, row in enumerate(rows[: self.limit]):
-            turns, response = _conversation(row)
+            turns, response = conversation(row)
+            assert response is not None
             response_ids = _response_ids(model, response, end_id)
             yield SupervisedExample(
                 uid=f"{Path(self.path).name.partition('.')[0]}/{number:06d}",
@@ -135,7 +152,7 @@ class ResponsesFile(SupervisedSource):
     def _prompt_ids(
         self, row: Row, turns: list[dict[str, str]], model: ModelFacts
     ) -> NDArray[np.int32]:
-        if self.templated and (chats := _CHATS.keys() & row.fields.keys()):
+        if self.templated and (chats := CHATS.keys() & row.fields.keys()):
             raise ValueError(
                 f"{row.origin}: templated expects a prompt that is one text, got {chats.pop()!r}"
             )
@@ -372,55 +389,3 @@ def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArr
         )
     steps = np.array(given[: len(ids)], dtype=np.int32)
     return steps - steps.min(initial=np.iinfo(np.int32).max)
-
-
-_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-_CHATS = {"messages": "role and content", "conversations": f"from ({', '.join(_ROLES)}) and value"}
-"""Fields that hold turns, and of what."""
-_PROMPT_FIELDS = ("prompt", "instruction", "question")
-_RESPONSE_FIELDS = ("response", "output", "completion", "answer")
-
-
-def _conversation(row: Row) -> tuple[list[dict[str, str]], str]:
-    """Turns before the response, and the response."""
-    fields = row.fields
-    chat = next((name for name in _CHATS if name in fields), None)
-    if chat is not None:
-        turns = fields[chat]
-        if chat == "conversations" and isinstance(turns, list):
-            turns = [_renamed(turn) for turn in turns]
-        if not isinstance(turns, list) or len(turns) < 2 or not all(map(_is_turn, turns)):
-            raise ValueError(
-                f"{row.origin}: field {chat!r} must list at least two turns with {_CHATS[chat]}"
-            )
-        if turns[-1]["role"] != "assistant":
-            raise ValueError(
-                f"{row.origin}: the last of {chat!r} must be the assistant's, "
-                f"got role {turns[-1]['role']!r}"
-            )
-        return turns[:-1], turns[-1]["content"]
-    prompt = next((name for name in _PROMPT_FIELDS if name in fields), None)
-    response = next((name for name in _RESPONSE_FIELDS if name in fields), None)
-    if prompt is None or response is None:
-        raise ValueError(
-            f"{row.origin}: expected 'messages', 'conversations', or one of "
-            f"{', '.join(_PROMPT_FIELDS)} and one of {', '.join(_RESPONSE_FIELDS)}; got "
-            f"{', '.join(sorted(fields)) or 'nothing'}"
-        )
-    text = row.text(prompt)
-    if prompt == "instruction" and fields.get("input"):
-        text = f"{text}\n\n{row.text('input')}"
-    return [{"role": "user", "content": text}], row.text(response)
-
-
-def _renamed(turn: Any) -> Any:
-    """A turn of ``conversations`` as one of ``messages``."""
-    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
-        return None
-    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and all(
-        isinstance(turn.get(key), str) for key in ("role", "content")
-    )

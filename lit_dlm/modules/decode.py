@@ -410,7 +410,7 @@ class DecodeModule(LightningModule):
             ids = self._encode_pictures(example)
         else:
             ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": example.text}],
+                [*example.history, {"role": "user", "content": example.text}],
                 add_generation_prompt=True,
                 return_dict=False,
             )
@@ -427,7 +427,7 @@ class DecodeModule(LightningModule):
             )
 
         def render(content: str) -> str:
-            turns = [{"role": "user", "content": content}]
+            turns = [*example.history, {"role": "user", "content": content}]
             return str(
                 self.tokenizer.apply_chat_template(
                     turns, add_generation_prompt=True, tokenize=False

@@ -91,6 +91,7 @@ class RewardModel(Reward):
             texts = [
                 self.tokenizer.apply_chat_template(
                     [
+                        *rollout.example.history,
                         {"role": "user", "content": rollout.example.text},
                         {"role": "assistant", "content": rollout.text},
                     ],

@@ -27,6 +27,8 @@ class PromptExample:
     """Name of the task."""
     text: str
     """The user turn, before any chat template."""
+    history: list[dict[str, str]] = field(default_factory=list)
+    """Turns before it, of ``role`` and ``content``; none by default."""
     answer_start: str = ""
     """Text that the answer begins with, put behind the chat template: the model goes on from it. It
     is no part of the completion, but graders of code read it in front."""
@@ -99,6 +101,8 @@ class DatasetTask(Task):
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have."""
+    streamed: bool = False
+    """Whether no more of a data set is read than ``limit`` says, where nothing is shuffled."""
     own_template = "{{ question }}"
 
     def __init__(
@@ -126,7 +130,13 @@ class DatasetTask(Task):
         self.template = self._template.given
         given = Path(source).expanduser()
         self._folder = given if given.is_dir() else given.parent
-        rows = read_rows(source, config=self.hub_config, split=split, required=self.required_fields)
+        rows = read_rows(
+            source,
+            config=self.hub_config,
+            split=split,
+            required=self.required_fields,
+            most=limit if self.streamed and seed is None else None,
+        )
         chosen = pick_rows(self._usable(rows), seed=seed, limit=limit)
         self._examples = [self._example(row) for row in chosen]
 

@@ -1,7 +1,8 @@
-"""Prompts of your own, one JSON object a line: ``{"id": ..., "prompt": ..., "answer": ...}``."""
+"""Prompts of your own, such as lines of ``{"id": ..., "prompt": ..., "answer": ...}``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
@@ -14,14 +15,21 @@ from lit_dlm.grading.answers import (
     parse_number,
 )
 from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.conversations import conversation
 from lit_dlm.tasks.sources import Row
 
 
 class PromptsFile(DatasetTask):
-    """Prompts from a file, passed to the model as they are unless a template is given.
+    """Prompts passed to the model as they are unless a template is given.
+
+    What a row may hold says :mod:`lit_dlm.tasks.conversations`; ``ResponsesFile`` takes the same.
+    An ``id``, where a row has one, is unique and part of the uid; else the row's number is.
 
     Args:
-        path: a local file with the fields ``id`` (unique), ``prompt`` and, to grade, ``answer``.
+        path: a file, a folder with a file for each split, or a data set on the hub
+            (:func:`~lit_dlm.tasks.sources.read_rows`); to grade, with answers.
+        config: configuration on the hub.
+        streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
             expression.
@@ -34,6 +42,8 @@ class PromptsFile(DatasetTask):
         *,
         grading: Literal["none", "exact", "numeric", "math"] = "none",
         name: str = "prompts",
+        config: str | None = None,
+        streamed: bool = False,
         **options: Any,
     ) -> None:
         if grading not in ("none", "exact", "numeric", "math"):
@@ -41,7 +51,8 @@ class PromptsFile(DatasetTask):
         self.name = name
         self.grading = grading
         self.is_graded = grading != "none"
-        self.required_fields = ("id", "prompt", "answer") if self.is_graded else ("id", "prompt")
+        self.hub_config = config
+        self.streamed = streamed
         super().__init__(path, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
@@ -55,24 +66,21 @@ class PromptsFile(DatasetTask):
 
     @staticmethod
     def _key(row: Row) -> str:
-        value = row.fields["id"]
+        value = row.fields.get("id", f"{row.index:06d}")
         if not isinstance(value, str | int) or isinstance(value, bool) or str(value).strip() == "":
             raise ValueError(f"{row.origin}: field 'id' must be a text or an integer")
         return str(value)
 
     def _example(self, row: Row) -> PromptExample:
-        prompt = row.text("prompt")
-        if not prompt.strip():
-            raise ValueError(f"{row.origin}: field 'prompt' must not be empty")
+        turns, answer = conversation(row, needs_answer=self.is_graded, short=True)
         reference = {}
         if self.is_graded:
-            answer = row.fields["answer"]
-            if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-                raise ValueError(f"{row.origin}: field 'answer' must be a text or a number")
-            if self.grading == "numeric" and parse_number(str(answer)) is None:
-                raise ValueError(f"{row.origin}: field 'answer' must hold a number")
-            reference["answer"] = str(answer)
-        return self._prompt(row, self._key(row), prompt, reference)
+            assert answer is not None
+            if self.grading == "numeric" and parse_number(answer) is None:
+                raise ValueError(f"{row.origin}: the answer must hold a number, got {answer!r}")
+            reference["answer"] = answer
+        example = self._prompt(row, self._key(row), turns[-1]["content"], reference)
+        return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
         """The answer in the form that grades as right.

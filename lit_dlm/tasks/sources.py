@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def read_rows(
     required: Sequence[str],
     config: str | None = None,
     option: str = "path",
+    most: int | None = None,
 ) -> list[Row]:
     """Reads all rows of a local file, of one split in a local folder, or of a hub data set.
 
@@ -92,6 +94,7 @@ def read_rows(
         required: Fields every row must have.
         config: Configuration on the hub.
         option: Name of the setting that holds ``source``, for error messages.
+        most: Rows to read; a data set on the hub is then streamed, and only their part fetched.
 
     Returns:
         The rows in the order of the source; never an empty list.
@@ -104,12 +107,12 @@ def read_rows(
     if path.is_dir():
         path = _file_of_split(path, split, option)
     if path.is_file():
-        rows = list(_read_file(path))
+        rows = list(islice(_read_file(path), most))
         where = str(path)
     elif not on_hub(source):
         raise ValueError(f"{option}: there is no file or folder {source!r}")
     else:
-        rows = _read_hub(source, config=config, split=split, option=option)
+        rows = _read_hub(source, config=config, split=split, option=option, most=most)
         where = source
     if not rows:
         raise ValueError(f"{where}: expected at least one row, the source is empty")
@@ -218,7 +221,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
 
 
-def _read_hub(source: str, *, config: str | None, split: str, option: str) -> list[Row]:
+def _read_hub(
+    source: str, *, config: str | None, split: str, option: str, most: int | None
+) -> list[Row]:
     # Imported here: it takes seconds, and local files never need it.
     import datasets
 
@@ -227,10 +232,11 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
     failures += [sys.modules[n].HTTPError for n in ("httpx", "httpx2") if n in sys.modules]
     logger.info("loading %s (%s) from the hub or its cache", source, split)
     try:
-        loaded = datasets.load_dataset(source, config, split=split)
-        for name, feature in loaded.features.items():
+        loaded = datasets.load_dataset(source, config, split=split, streaming=most is not None)
+        for name, feature in (loaded.features or {}).items():
             if isinstance(feature, datasets.Image):  # bytes, which are looked at before decoding
                 loaded = loaded.cast_column(name, datasets.Image(decode=False))
+        found = list(islice(loaded, most))
     except tuple(failures) as e:
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ValueError(
@@ -239,5 +245,5 @@ def _read_hub(source: str, *, config: str | None, split: str, option: str) -> li
         ) from None
     return [
         Row(index=index, origin=f"{source}/{split}, row {index + 1}", fields=dict(fields))
-        for index, fields in enumerate(loaded)
+        for index, fields in enumerate(found)
     ]

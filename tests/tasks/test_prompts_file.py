@@ -47,9 +47,10 @@ def test_gradings(tmp_path, grading, right, wrong):
         ([{"id": "a", "prompt": " "}], "none", "line 1: field 'prompt' must not be empty"),
         ([{"id": "a", "prompt": 3}], "none", "line 1: field 'prompt' must be a text"),
         ([{"id": [], "prompt": "p"}], "none", "line 1: field 'id' must be a text or an integer"),
-        ([{"prompt": "p"}], "none", "line 1: field 'id' is missing"),
-        ([{"id": "a", "prompt": "p"}], "exact", "line 1: field 'answer' is missing"),
-        ([ROWS[1]], "numeric", "line 1: field 'answer' must hold a number"),
+        ([{"id": "a", "prmpt": "p"}], "none", "line 1: expected 'messages', .* got id, prmpt"),
+        ([{"id": "a", "prompt": "p"}], "exact", "line 1: .* one of response, .*; got id, prompt"),
+        ([{"prompt": "p", "answer": [2]}], "exact", "line 1: field 'answer' must be a text or a n"),
+        ([ROWS[1]], "numeric", "line 1: the answer must hold a number, got 'x'"),
         ([ROWS[0], ROWS[0]], "none", "line 2: id 'a' is taken by .*line 1"),
         ([], "none", "expected at least one row"),
         ([ROWS[0]], "fuzzy", "grading: expected none, exact, numeric or math, got 'fuzzy'"),
@@ -58,3 +59,44 @@ def test_gradings(tmp_path, grading, right, wrong):
 def test_bad_files_are_named_with_the_line(tmp_path, rows, grading, message):
     with pytest.raises(ValueError, match=message):
         PromptsFile(_file(tmp_path, *rows), grading=grading)
+
+
+USER, SAYS = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+3", "answer": 5},
+        {"question": "2+3", "response": "2+3 = 5", "answer": "5"},
+        {"instruction": "2+3", "input": "", "output": "5"},
+        {"messages": [USER, SAYS]},
+        {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
+    ],
+)
+def test_a_file_of_answered_prompts_is_one_of_prompts_too(tmp_path, row):
+    """Without ids their numbers stand in the uids."""
+    task = PromptsFile(_file(tmp_path, row), grading="exact")
+    (example,) = task.examples()
+    assert (example.uid, example.text) == ("prompts/test/000000", "2+3")
+    assert example.reference == {"answer": "5"}
+
+
+def test_turns_before_the_last_are_its_history(tmp_path):
+    """A chat that ends with the user is a prompt; to grade, it must have an answer."""
+    path = _file(tmp_path, {"messages": [SYSTEM, USER]})
+    (example,) = PromptsFile(path).examples()
+    assert (example.text, example.history) == ("2+3", [SYSTEM])
+    with pytest.raises(ValueError, match="line 1: the last of 'messages' must be the assistant's"):
+        PromptsFile(path, grading="exact")
+
+
+def test_a_streamed_file_is_read_up_to_its_limit(tmp_path):
+    path = _file(tmp_path, {"prompt": "a"}, {"prompt": "b"})
+    with open(path, "a") as file:
+        file.write("{oops")
+    task = PromptsFile(path, streamed=True, limit=2)
+    assert [example.text for example in task.examples()] == ["a", "b"]
+    with pytest.raises(ValueError, match="line 3"):
+        PromptsFile(path, limit=2)

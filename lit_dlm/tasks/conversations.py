@@ -1,0 +1,103 @@
+"""Rows of files of one's own: prompts, answered prompts and chats.
+
+A row holds ``messages`` (chat turns of ``role`` and ``content``), ``conversations`` (the same as
+turns of ``from`` and ``value``, as OpenHermes has them), or a prompt under ``prompt``,
+``instruction`` (with ``input`` below it where that is not empty) or ``question`` and an answer
+under ``response``, ``output``, ``completion`` or ``answer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_dlm.tasks.sources import Row
+
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+CHATS = {"messages": "role and content", "conversations": f"from ({', '.join(_ROLES)}) and value"}
+"""Fields that hold turns, and of what."""
+_PROMPT_FIELDS = ("prompt", "instruction", "question")
+_ANSWER_FIELDS = ("response", "output", "completion", "answer")
+
+Turns = list[dict[str, str]]
+
+
+def conversation(
+    row: Row, *, needs_answer: bool = True, short: bool = False
+) -> tuple[Turns, str | None]:
+    """Reads a row.
+
+    Args:
+        row: of any of the forms.
+        needs_answer: whether a prompt alone is an error.
+        short: takes ``answer`` before the others, to compare with: a row may hold a worked
+            response as well.
+
+    Returns:
+        The turns up to the last of the user, and the answer to it.
+
+    Raises:
+        ValueError: the row has another form; names file, line and field.
+    """
+    fields = row.fields
+    chat = next((name for name in CHATS if name in fields), None)
+    if chat is not None:
+        return _split(row, chat, needs_answer=needs_answer)
+    prompt = next((name for name in _PROMPT_FIELDS if name in fields), None)
+    names = reversed(_ANSWER_FIELDS) if short else _ANSWER_FIELDS
+    answer = next((name for name in names if name in fields), None)
+    if prompt is None or (needs_answer and answer is None):
+        wanted = f"one of {', '.join(_PROMPT_FIELDS)}"
+        if needs_answer:
+            wanted += f" and one of {', '.join(_ANSWER_FIELDS)}"
+        raise ValueError(
+            f"{row.origin}: expected 'messages', 'conversations', or {wanted}; got "
+            f"{', '.join(sorted(fields)) or 'nothing'}"
+        )
+    text = row.text(prompt)
+    if not text.strip():
+        raise ValueError(f"{row.origin}: field {prompt!r} must not be empty")
+    if prompt == "instruction" and fields.get("input"):
+        text = f"{text}\n\n{row.text('input')}"
+    return [{"role": "user", "content": text}], None if answer is None else _answer(row, answer)
+
+
+def _answer(row: Row, name: str) -> str:
+    value = row.fields[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{row.origin}: field {name!r} must be a text or a number")
+    return str(value)
+
+
+def _split(row: Row, chat: str, *, needs_answer: bool) -> tuple[Turns, str | None]:
+    turns: Any = row.fields[chat]
+    if chat == "conversations" and isinstance(turns, list):
+        turns = [_renamed(turn) for turn in turns]
+    least = 2 if needs_answer else 1
+    if not isinstance(turns, list) or len(turns) < least or not all(map(_is_turn, turns)):
+        count = "two turns" if needs_answer else "one turn"
+        raise ValueError(
+            f"{row.origin}: field {chat!r} must list at least {count} with {CHATS[chat]}"
+        )
+    if turns[-1]["role"] == "assistant" and len(turns) > 1:
+        return turns[:-1], turns[-1]["content"]
+    if needs_answer or turns[-1]["role"] != "user":
+        whose = "assistant" if needs_answer else "user"
+        raise ValueError(
+            f"{row.origin}: the last of {chat!r} must be the {whose}'s, "
+            f"got role {turns[-1]['role']!r}"
+        )
+    return turns, None
+
+
+def _renamed(turn: Any) -> Any:
+    """A turn of ``conversations`` as one of ``messages``."""
+    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+        return None
+    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and all(
+        isinstance(turn.get(key), str) for key in ("role", "content")
+    )
