@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
@@ -19,6 +21,8 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
 from lit_dlm.config_files import is_kind_of, nearest, own_modules, with_files
 from lit_dlm.plugs import Plug, difference
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN_OPTION = re.compile(
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
@@ -144,7 +148,8 @@ def _keys(parser: ArgumentParser | None) -> list[str]:
     return [action.dest for action in parser._actions if action.dest]
 
 
-_discard_what_does_not_fit = _typehints.discard_init_args_on_class_path_change
+_HOOK = "discard_init_args_on_class_path_change"
+_discard_what_does_not_fit: Any = getattr(_typehints, _HOOK, None)
 
 
 def _start_anew(
@@ -177,8 +182,18 @@ def _start_anew(
         del settings[name]
 
 
-# Called for flags, files and elements of lists alike; there is no setting for it.
-_typehints.discard_init_args_on_class_path_change = _start_anew
+# Called for flags, files and elements of lists alike; there is no setting for it. Files are merged
+# before (config_files.merge), so that without the hook only flags would inherit such settings.
+if _discard_what_does_not_fit is not None and inspect.signature(_start_anew).parameters.keys() == (
+    inspect.signature(_discard_what_does_not_fit).parameters.keys()
+):
+    setattr(_typehints, _HOOK, _start_anew)
+else:
+    logger.warning(
+        "jsonargparse %s calls %s otherwise than expected: an option that replaces a class by "
+        "another keeps settings of the old one; install a version that pyproject.toml allows",
+        *(version("jsonargparse"), _HOOK),
+    )
 
 
 def _as_yaml(argument: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer, decode_prompts
 from lit_dlm.decoding.buckets import length_buckets
@@ -50,6 +52,7 @@ def generate(
     batch_size: int = 16,
     seed: int = 0,
     uids: Sequence[str] | None = None,
+    device: str | None = None,
     trajectories: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Generations:
@@ -58,7 +61,7 @@ def generate(
     Prompts of similar length share a batch; neither that nor ``batch_size`` changes a response.
 
     Args:
-        backbone: the denoiser, or a name, folder or hub id to load one (on the CPU) from.
+        backbone: the denoiser, or a name, folder or hub id to load one from.
         prompts: texts and messages go through the tokenizer's chat template, token ids do not.
         decode: the decoding method; one token per step by confidence by default. Without a window
             it writes the whole response, or block after block on a block model.
@@ -68,6 +71,8 @@ def generate(
         batch_size: most prompts of a batch.
         seed: base seed; a sample's own seed follows from it and its uid.
         uids: names of the prompts and of their records; their numbers by default.
+        device: where to decode, such as ``cuda``, to which a given backbone is moved; that of the
+            backbone, and the CPU for one that is loaded, by default.
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
 
@@ -85,7 +90,11 @@ def generate(
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     if isinstance(backbone, str):
-        backbone = load_backbone(backbone)
+        backbone = load_backbone(backbone, device=device or "cpu")
+    elif device is not None:
+        if not isinstance(backbone, torch.nn.Module):
+            raise ValueError(f"device: {type(backbone).__name__} is no module that could be moved")
+        backbone = cast(Backbone, backbone.to(device))
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     count = len(prompts)

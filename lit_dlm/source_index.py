@@ -83,7 +83,6 @@ class ClassSource:
         return found
 
 
-@cache
 def module_file(name: str) -> Path | None:
     """The file of a module, of which nothing is imported."""
     top, *rest = name.split(".")
@@ -102,12 +101,14 @@ def module_file(name: str) -> Path | None:
     return path if path.suffix == ".py" and path.is_file() else None
 
 
-@cache
 def names_in(module: str) -> dict[str, ast.stmt] | None:
     """What a module binds, with the statement that does; ``None`` if that cannot be told."""
     path = module_file(module)
-    if path is None:
-        return None
+    return None if path is None else _names(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _names(path: Path, changed: int) -> dict[str, ast.stmt] | None:
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import os
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import grimp
@@ -123,3 +127,26 @@ def test_only_the_backbones_know_model_families():
         if "backbones" not in path.parts and pattern.search(path.read_text())
     ]
     assert not found
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Those that come along with others may stay away one day."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.split(r"[\[<>=!~; ]", one)[0].lower().replace("_", "-") for one in wanted}
+    distributions = packages_distributions()
+    imported = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").partition(".")[0])
+    third_party = imported - set(sys.stdlib_module_names) - {"lit_dlm", "cli"}
+    assert {"torch", "numpy", "yaml"} <= third_party
+    undeclared = {
+        name
+        for name in third_party
+        if not declared & {one.lower().replace("_", "-") for one in distributions.get(name, [name])}
+    }
+    assert not undeclared

@@ -37,7 +37,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
         fetched.append((repo_type, repo))
         return str(tmp_path)
 
-    def load(source: str, config: str, *, split: str) -> list[dict[str, str]]:
+    def load(source: str, config: str, *, split: str, streaming: bool) -> list[dict[str, str]]:
         if os.environ.get("HF_DATASETS_OFFLINE") == "1":
             raise ConnectionError("offline")
         fetched.append(("dataset", f"{source}/{config}/{split}"))

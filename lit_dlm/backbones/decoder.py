@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -66,7 +66,8 @@ class StoredDecoder(nn.Module):
         spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
             files, such as ``{"positions": "arange"}``. Only with ``path``.
         from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
-        lora: puts a new low-rank adapter on the frozen weights; it is trainable.
+        lora: puts a new low-rank adapter on the frozen weights; it is trainable. From Python also
+            a dict of these settings.
         adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
         merge_adapter: whether to add the loaded adapter to the weights at once, which costs
             nothing per forward but can no longer be undone.
@@ -132,7 +133,11 @@ class StoredDecoder(nn.Module):
             raise ValueError("HFBackbone: expected at most one of lora and adapter, got both")
         if merge_adapter and adapter is None:
             raise ValueError("HFBackbone.merge_adapter: there is no adapter to merge")
+        if isinstance(lora, Mapping):
+            lora = LoRASettings(**lora)
         self.attn_implementation = attn_implementation
+        self.new_mask_token = None if from_ar is None else from_ar.mask_token
+        """How the mask of a model that starts from an autoregressive one is written."""
         self._base_name = path
         self._weight_files: list[Path] = []
         self._adapter_file: Path | None = None

@@ -6,18 +6,23 @@ would also drop, without a word, those that the model has no place for.
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.location import locate, read_json_object
 from lit_dlm.backbones.lora import adapter_parameters
+
+logger = logging.getLogger(__name__)
 
 ADAPTERS_KEY = "adapters"
 """Where a checkpoint has the settings of its adapters."""
@@ -157,3 +162,29 @@ def export_trained(backbone: HFBackbone, tokenizer: str, folder: Path, *, write:
     backbone.export(folder)
     if write:
         copy_tokenizer(tokenizer, folder)
+        if backbone.new_mask_token is not None:
+            _name_mask(folder, backbone.new_mask_token, backbone.spec.mask_id)
+
+
+def _name_mask(folder: Path, text: str, mask_id: int) -> None:
+    """Adds the mask that a model was given to the tokenizer beside it, unless it is there."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        tokenizer = Tokenizer.from_file(str(path))
+        if tokenizer.id_to_token(mask_id) is None:
+            tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+        if tokenizer.token_to_id(text) != mask_id:
+            logger.warning(
+                "%s: the tokenizer gets no %r, as its next id is %s and not that of the mask, %d",
+                *(folder, text, tokenizer.token_to_id(text), mask_id),
+            )
+            return
+        tokenizer.save(str(path))
+    else:
+        _add_to_object(folder / "added_tokens.json", text, mask_id)
+    _add_to_object(folder / "tokenizer_config.json", "mask_token", text)
+
+
+def _add_to_object(path: Path, key: str, value: str | int) -> None:
+    content = read_json_object(path) if path.is_file() else {}
+    path.write_text(json.dumps({**content, key: value}, indent=2, ensure_ascii=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
-from cycler import cycler
+from matplotlib import cycler
 from matplotlib.figure import Figure
 
 ThemeName = Literal["light", "dark"]

@@ -19,8 +19,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lit_dlm.backbones import FromAR, HFBackbone, LoRASettings, load_backbone, resolve
+from lit_dlm.backbones import (
+    FromAR,
+    HFBackbone,
+    LoRASettings,
+    load_backbone,
+    load_tokenizer,
+    resolve,
+)
 from lit_dlm.backbones.resolution import tokenizer_size
+from lit_dlm.modules.checkpoint import export_trained
 from tests.backbones.conftest import SHARED
 
 SIZES: dict[str, Any] = {
@@ -111,6 +119,29 @@ def test_where_the_mask_goes(
     table = theirs.model.embed_tokens.weight
     row = table[20] if token else table.mean(0)
     torch.testing.assert_close(backbone.model.model.embed_tokens.weight[mask_id], row)
+
+
+@pytest.mark.parametrize(("size", "named"), [(20, True), (24, True), (22, False)])
+def test_the_exported_tokenizer_knows_the_mask(tmp_path: Path, size: int, named: bool):
+    """Under the id of the model, or not at all: with 22 tokens the mask is 23 here."""
+    checkpoint(tmp_path / "ar")
+    add_tokenizer(tmp_path / "ar", size)
+    start = FromAR(shift=1, mask_id=None if named else 23)
+    backbone = HFBackbone(str(tmp_path / "ar"), from_ar=start)
+    export_trained(backbone, str(tmp_path / "ar"), tmp_path / "dlm", write=True)
+    tokenizer = load_tokenizer(str(tmp_path / "dlm"))
+    mask = backbone.spec.mask_id
+    assert tokenizer.mask_token_id == (mask if named else None)
+    assert tokenizer.get_vocab().get("<|mask|>") == (mask if named else None)
+    assert tokenizer.get_vocab()["w7"] == 7
+    assert load_backbone(tmp_path / "dlm").spec == backbone.spec
+
+
+def test_settings_of_an_adapter_may_be_a_dict(tmp_path: Path):
+    checkpoint(tmp_path)
+    start = FromAR(shift=1)
+    backbone = HFBackbone(str(tmp_path), from_ar=start, lora={"rank": 2})  # type: ignore[arg-type]
+    assert backbone.adapter == LoRASettings(rank=2)
 
 
 def test_the_export_is_a_diffusion_model(tmp_path: Path):

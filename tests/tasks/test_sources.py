@@ -104,12 +104,20 @@ def test_hub_errors_say_what_to_do(monkeypatch):
         _read("some/set")
 
 
-def test_hub_rows_have_an_origin(monkeypatch):
+def test_hub_rows_have_an_origin_and_are_streamed_up_to_a_limit(monkeypatch):
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: ROWS)
+    asked = []
+
+    def load(name, config, *, split, streaming):
+        asked.append((name, split, streaming))
+        return iter(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     rows = _read("some/set")
     assert (rows[1].fields, rows[1].origin) == (ROWS[1], "some/set/test, row 2")
+    assert len(_read("some/set", most=2)) == 2
+    assert asked == [("some/set", "test", False), ("some/set", "test", True)]
 
 
 def test_limit_is_a_prefix_of_the_seeded_order(tmp_path):
