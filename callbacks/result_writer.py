@@ -21,7 +21,7 @@ from rich.console import Console
 
 from lit_dlm.callbacks.grading_queue import GradedWriter, GradingQueue
 from lit_dlm.callbacks.shard_writer import ShardWriter, grade_facts
-from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder, require_all
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.reports.command import write_report
@@ -133,6 +133,12 @@ class ResultWriter(GradedWriter):
             self.results.write_facts(_facts(trainer, pl_module))
             write_report(summaries, self.run_dir, Console())
             _log(trainer, summaries, self.run_dir / "front.png")
+            done = {
+                f"{uid}@{method}"
+                for task, method in self.results.pairs()
+                for uid in self.results.completed(task, method)
+            }
+            require_all(trainer, done, self.results.folder)
 
 
 def _named(record: Trajectory, folder: str) -> dict[str, str]:

@@ -9,9 +9,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lit_dlm.callbacks.grading_queue import GradedWriter, GradingQueue
-from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
+from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder, require_all
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.trajectories.store import completed_uids
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,11 @@ class ShardWriter(GradedWriter):
         assert self._target is not None
         facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
         self._target.put(decoded, facts)
+
+    def finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses to end where samples were lost."""
+        if trainer.is_global_zero:
+            require_all(trainer, completed_uids(self.folder), self.folder)
 
 
 def grade_facts(verdict: Verdict) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,32 @@ class TrajectoryFolder:
         return RuntimeError(
             f"max_gigabytes: {self.folder} has reached its limit of {self.max_gigabytes} GB; "
             "what was written is kept, raise the limit to go on"
+        )
+
+
+def require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
+    """Refuses to end a run that has lost some of its samples; for the first process.
+
+    Nothing is asked of a run that was to decode a part only, or whose data are not our own.
+
+    Args:
+        trainer: the running trainer.
+        done: keys of the decodes on disk.
+        folder: where they are, for messages.
+
+    Raises:
+        ValueError: some are missing.
+    """
+    wanted = getattr(getattr(trainer, "datamodule", None), "wanted", None)
+    is_part = trainer.limit_predict_batches != 1.0 or isinstance(trainer.limit_predict_batches, int)
+    if wanted is None or is_part or trainer.should_stop:
+        return
+    left = [key for key in wanted if key not in done]
+    if left:
+        raise ValueError(
+            f"{folder}: expected {len(wanted)} samples, got {len(wanted) - len(left)}; "
+            f"{left[0]} and {len(left) - 1} more were not decoded by any process (were they dealt "
+            "among them twice?); the same command makes them"
         )
 
 

@@ -85,6 +85,8 @@ class PromptDataModule(LightningDataModule):
         self.results_dir = results_dir
         self.trajectories_dir = trajectories_dir
         self._work: list[tuple[str, int, list[PromptExample]]] = []
+        self.wanted: list[str] = []
+        """Keys of all decodes of the run, done or not."""
         self._module: DecodeModule | None = None
 
     def task(self, name: str) -> Task:
@@ -116,7 +118,7 @@ class PromptDataModule(LightningDataModule):
             self.trainer.strategy.barrier("recovered")
             recorded = completed_uids(folder)
         results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
-        self._work = []
+        self._work, self.wanted = [], []
         examples = {task.name: list(task.examples()) for task in self.tasks}
         check_uids(examples)
         for name, group in examples.items():
@@ -134,6 +136,7 @@ class PromptDataModule(LightningDataModule):
                     if self._assigned(example, methods, method)
                     for response in example.responses(count)
                 ]
+                self.wanted += [decode_uid(example, method) for example in assigned]
                 done = {e.uid for e in assigned if decode_uid(e, method) in recorded}
                 if results is not None:
                     graded = results.completed(task.name, method)

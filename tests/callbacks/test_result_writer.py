@@ -11,6 +11,7 @@ from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
 from tests.callbacks.letters import LENGTH, Letters, trace_module
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # whole predict loops
 
@@ -142,3 +143,42 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(tmp_path):
 def test_without_capture_rows_name_no_trajectory(tmp_path):
     predict(tmp_path, trace_module(capture=False), folder=None)
     assert {row.trajectory for row in rows_of(tmp_path)} == {None}
+
+
+def _plain(rank: int, folder: Path) -> None:
+    """A trainer as anybody makes one, whose own sampler would deal the samples again."""
+    data = PromptDataModule(
+        [Letters(7)], response_length=LENGTH, batch_size=2, results_dir=str(folder / "results")
+    )
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", callbacks=[ResultWriter(str(folder))],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    module = trace_module()
+    module.level = None
+    trainer.predict(module, datamodule=data, return_predictions=False)
+
+
+@pytest.mark.ddp
+def test_a_plain_trainer_of_two_processes_decodes_every_sample_once(tmp_path):
+    in_two_processes(_plain, tmp_path)
+    rows = rows_of(tmp_path)
+    assert len(rows) == len({(row.uid, row.method) for row in rows}) == 14
+    (summary, _) = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["n"] == 7
+
+
+class Half(PromptDataModule):
+    """Deals samples that were dealt already."""
+
+    def streams(self):
+        return super().streams()[::2]
+
+
+def test_a_run_that_lost_samples_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.callbacks.test_result_writer.PromptDataModule", Half)
+    with pytest.raises(ValueError, match=r"results: expected 12 samples, got 6; .* 5 more were no"):
+        predict(tmp_path)
+    monkeypatch.undo()
+    predict(tmp_path)
+    check(tmp_path, 12)
