@@ -6,7 +6,7 @@ from lit_dlm.callbacks.discrimination import DiscriminationScore
 from lit_dlm.callbacks.interruption import Interruption
 from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
 from lit_dlm.callbacks.judge import HttpJudge
-from lit_dlm.callbacks.progress import ProgressBar
+from lit_dlm.callbacks.progress import ProgressBar, TrainingLog
 from lit_dlm.callbacks.result_writer import ResultWriter
 from lit_dlm.callbacks.reward_curve import RewardCurve
 from lit_dlm.callbacks.rollout_writer import RolloutWriter
@@ -26,4 +26,5 @@ __all__ = [
     "RolloutWriter",
     "ShardWriter",
     "TracePictures",
+    "TrainingLog",
 ]

@@ -1,4 +1,4 @@
-"""One progress bar for a whole run: of all loaders, steps and epochs."""
+"""How far a run is and how it goes: one bar for all of it, and lines where there is no bar."""
 
 from __future__ import annotations
 
@@ -8,13 +8,94 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 
 from lit_dlm.modules.decode import PromptStream
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_VALUES = 0.5
+"""Reading them waits for the device."""
+_SHOWN = {"loss", "nelbo", "reward", "correct", "accuracy"}
+"""Last parts of the names of logged values that say how training goes."""
+
+
+class TrainingLog(Callback):
+    """Says how training goes: its values for the bar, and lines where no bar is drawn.
+
+    The beginning tells how many parameters are trained, the end the last values. A run of fewer
+    steps than ``log_every_n_steps`` is logged at its last one, instead of not at all.
+    """
+
+    def __init__(self) -> None:
+        self._began_at = self._batch_at = self._told_at = 0.0
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Counts parameters, and sees that something is logged."""
+        count = trainer.estimated_stepping_batches
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and count != float("inf"):
+            trainer.log_every_n_steps = max(1, min(every, int(count)))  # type: ignore[attr-defined]
+        sizes = [(one.numel(), one.requires_grad) for one in pl_module.parameters()]
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        if trainer.is_global_zero:
+            whole = sum(size for size, _ in sizes)
+            logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
+        self._began_at = self._told_at = time.monotonic()
+        self._seconds, self._tokens = 0.0, 0
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts the clock of a batch; what lies between is loading, rolling out or validating."""
+        self._batch_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts tokens; where nothing is drawn, a line is logged every half minute."""
+        now = time.monotonic()
+        self._seconds += now - self._batch_at
+        ids = getattr(getattr(batch, "responses", batch), "ids", None)
+        self._tokens += 0 if ids is None else ids.numel() * trainer.world_size
+        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
+        if bars or not trainer.is_global_zero or now - self._told_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._told_at = now
+        logger.info("epoch %d, step %d: %s", trainer.current_epoch + 1, trainer.global_step,
+                    self.spoken(trainer))  # fmt: skip
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells the last values."""
+        if trainer.is_global_zero:
+            spent = timedelta(seconds=round(time.monotonic() - self._began_at))
+            logger.info("%d steps in %s: %s", trainer.global_step, spent, self.spoken(trainer))
+
+    def spoken(self, trainer: Trainer) -> str:
+        """The values in a line."""
+        values = self.values(trainer)
+        return ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing logged"
+
+    def values(self, trainer: Trainer) -> dict[str, str]:
+        """Loss, reward and accuracy as logged last, the learning rate, and tokens a second.
+
+        Tokens are those of the training batches of all processes, prompts and padding included,
+        over the time that their steps took.
+        """
+        found = {}
+        for name, value in trainer.callback_metrics.items():
+            stage, _, last = name.rpartition("/")
+            if last in _SHOWN:
+                last = {"correct": "accuracy", "nelbo": "loss"}.get(last, last)
+                found[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
+        if trainer.optimizers:
+            found["lr"] = f"{trainer.optimizers[0].param_groups[0]['lr']:.3g}"
+        if self._tokens and self._seconds:
+            found["tokens/s"] = f"{self._tokens / self._seconds:,.0f}"
+        return found
 
 
 class ProgressBar(RichProgressBar):
@@ -28,6 +109,8 @@ class ProgressBar(RichProgressBar):
     """
 
     _rollout_line: Any = None
+    _values: dict[str, str] = {}  # noqa: RUF012  (replaced, never changed)
+    _values_at = 0.0
     _told_at = 0.0
     _fit_began_at = 0.0
     _fit_began_with = 0.0
@@ -105,6 +188,12 @@ class ProgressBar(RichProgressBar):
         """The logged values, without the logger's version, which rich would show as a number."""
         items = super().get_metrics(trainer, pl_module)
         items.pop("v_num", None)
+        for one in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(one, TrainingLog) and trainer.training:
+                now = time.monotonic()
+                if not self._values or now - self._values_at > _SECONDS_BETWEEN_VALUES:
+                    self._values, self._values_at = one.values(trainer), now
+                items = {k: v for k, v in items.items() if "/" not in k} | self._values
         return items
 
     def refresh(self, hard: bool = False) -> None:
@@ -116,7 +205,9 @@ class ProgressBar(RichProgressBar):
         tasks = [task for task in self.progress.tasks if task.visible and not task.finished]
         if tasks and now - self._told_at >= _SECONDS_BETWEEN_LINES:
             if self._told_at:
-                logger.info(" · ".join(map(_line, tasks)))
+                logs = [one for one in self.trainer.callbacks if isinstance(one, TrainingLog)]  # type: ignore[attr-defined]
+                told = [one.spoken(self.trainer) for one in logs if self.trainer.training]
+                logger.info(" · ".join([*map(_line, tasks), *told]))
             self._told_at = now
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

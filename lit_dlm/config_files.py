@@ -21,12 +21,13 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from pydoc import locate
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from lit_dlm import source_index
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """The configurations of this package, in a checkout as in an installation."""
@@ -174,18 +175,18 @@ def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def is_kind_of(name: str, other: str | None) -> bool:
-    """Whether one class is another or a subclass of it, both by import path or short name."""
-    if name == other:
-        return True
-    one, two = (_class(each) for each in (name, other))
-    return one is not None and two is not None and issubclass(one, two)
+    """Whether one class is another or a subclass of it, both by import path or short name.
 
-
-def _class(name: str | None) -> type | None:
-    found = locate(name) if name and "." in name else None
-    for module in [] if found or not name else own_modules():
-        found = found or vars(module).get(name)
-    return found if isinstance(found, type) else None
+    Their sources tell, so nothing is imported.
+    """
+    if name == other or other is None:
+        return name == other
+    one, two = source_index.named(name), source_index.named(other)
+    if one is None or two is None:
+        return False
+    return any(
+        base and (base.module, base.name) == (two.module, two.name) for base in one.lineage()
+    )
 
 
 def own_modules() -> list[Any]:

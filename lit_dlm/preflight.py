@@ -11,7 +11,8 @@ import ctypes.util
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dlm import source_index
-from lit_dlm.config_files import load, merge, nearest, with_files
+from lit_dlm.config_files import FOLDER, load, merge, nearest, with_files
 from lit_dlm.source_index import ClassSource
 
 _RUN_KEYS = {"seed_everything", "trainer", "model", "data", "run_dir", "tf32", "ckpt_path"}
@@ -30,11 +31,12 @@ _INPUTS = {"path", "shards", "more_shards", "adapter", "ckpt_path", "tokenizer"}
 _FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".ckpt")
 _COUNTS = {
     *("batch_size", "val_batch_size", "rollout_batch_size", "response_length", "max_prompt_length"),
-    *("responses_per_prompt", "prompts_per_step", "limit", "num_workers_per_grader"),
+    *("responses_per_prompt", "prompts_per_step", "limit", "rank"),
 }
 """Options that are counts from 1, whatever class they are of."""
 _WANTED = {"predict": ("predict_step", "predict_dataloader")}
 _TRAINS = ("training_step", "train_dataloader")
+_MOST_BYTES = 20_000_000
 _PLAIN = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,)}
 
 
@@ -71,7 +73,10 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
     for key in document:
         if key not in known:
             raise ValueError(f"unknown key '{key}'{nearest(key, _RUN_KEYS)}")
-    document = _resolved(merge(load("base.yaml"), document))
+    document = _resolved(merge(load(str(FOLDER / "base.yaml")), document))
+    seed = document.get("seed_everything")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed_everything: expected a whole number, true or false, got {seed!r}")
     _check_trainer(document.get("trainer") or {})
     for key in ("model", "data"):
         if not document.get(key):
@@ -80,10 +85,12 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
                 "the shipped ones)"
             )
         _check_class(key, document[key], None)
-    _check_inputs("", {k: document[k] for k in ("model", "data", "ckpt_path") if k in document})
     method, loader = _WANTED.get(command, _TRAINS)
     for key, name in (("model", method), ("data", loader)):
         _require(key, document[key], name, command)
+    _check_inputs("", {k: document[k] for k in ("model", "data", "ckpt_path") if k in document})
+    for at, name, settings in _classes("data", document["data"]):
+        _check_rows(at, name, settings)
 
 
 def check_decoder(arguments: Sequence[str]) -> None:
@@ -142,15 +149,29 @@ def _put(place: Any, keys: list[str], value: Any) -> None:
         more = value if isinstance(value, list) else [value]
         place[last[:-1]] = [*(place.get(last[:-1]) or []), *more]
     elif isinstance(place.get(last), dict) and isinstance(value, str):
-        place[last] = {"class_path": value}  # the settings that stay are the parser's matter
+        place[last] = {"class_path": value, "init_args": _kept(place[last], value)}
     else:
         place[last] = merge(place.get(last), value)
+
+
+def _kept(old: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Settings that a class given by its name alone takes over from the one before it."""
+    found = source_index.named(name)
+    parameters = found.parameters() if found else None
+    settings = old.get("init_args") or {}
+    return {k: v for k, v in settings.items() if parameters is None or k in parameters}
 
 
 def _resolved(document: dict[str, Any]) -> dict[str, Any]:
     """References that files and options alone can tell; the others stay."""
     document.setdefault("run_dir", "runs/default")
-    whole = OmegaConf.create(document)
+    try:
+        whole = OmegaConf.create(document)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{error.full_key}: expected references like ${{run_dir}}, got "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
     def plain(value: Any, at: Any) -> Any:
         if isinstance(value, dict):
@@ -180,11 +201,19 @@ def _check_trainer(options: Any) -> None:
         if name not in parameters:
             raise ValueError(f"unknown key 'trainer.{name}'{nearest(name, parameters)}")
         _check_value(f"trainer.{name}", value, parameters[name].annotation, trainer.module)
+    for name in ("callbacks", "callbacks+", "logger"):
+        given = options.get(name)
+        for number, one in enumerate(given if isinstance(given, list) else [given]):
+            if isinstance(one, str | Mapping):
+                _check_class(f"trainer.{name.removesuffix('+')}[{number}]", one, None)
     _check_devices(options)
 
 
 def _check_devices(options: Mapping[str, Any]) -> None:
-    """Refuses GPUs that are not there, where NVIDIA's driver would show them."""
+    """Refuses no devices, and GPUs that are not there, where a driver would show them."""
+    devices = options.get("devices")
+    if _is_number(devices) and devices < 1 and devices != -1:
+        raise ValueError(f"trainer.devices: expected at least 1, auto or -1 for all, got {devices}")
     if options.get("accelerator") not in ("gpu", "cuda") or sys.platform == "darwin":
         return
     drivers = ("/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")
@@ -193,6 +222,10 @@ def _check_devices(options: Mapping[str, Any]) -> None:
             "trainer.accelerator: expected cpu or auto, as this machine has no GPU driver, got "
             f"'{options['accelerator']}'"
         )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = visible.split(",") if visible else list(Path("/proc/driver/nvidia/gpus").glob("*"))
+    if found and _is_number(devices) and devices > len(found):
+        raise ValueError(f"trainer.devices: expected at most {len(found)} GPUs, got {devices}")
 
 
 def _check_class(at: str, given: Any, expected: ClassSource | None) -> None:
@@ -379,11 +412,13 @@ def _members(annotation: ast.expr | None, module: str) -> list[tuple[str, Any]] 
         return None
     if annotation.id in _PLAIN:
         return [("plain", annotation.id)]
+    if annotation.id == "Tensor":  # which no configuration can hold
+        return []
     found = source_index.statement(module, annotation.id)
     if found is None:
         return None
     where, one = found
-    if isinstance(one, ast.Assign) and where.startswith("lit_dlm"):
+    if isinstance(one, ast.Assign):
         return _members(one.value, where)
     if isinstance(one, ast.ClassDef) and where.startswith("lit_dlm"):
         return [("class", ClassSource(one.name, where, one))]
@@ -451,6 +486,47 @@ def _check_inputs(at: str, value: Any, key: str = "") -> None:
             raise ValueError(f"{at}: there is no file or folder '{value}'")
         if path.is_file() and not path.stat().st_size:
             raise ValueError(f"{at}: '{value}' is empty")
+
+
+def _classes(at: str, value: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Every class in a value, with its place and settings."""
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _classes(f"{at}[{number}]", inner)
+    elif isinstance(value, Mapping):
+        settings = value.get("init_args") or {}
+        if isinstance(value.get("class_path"), str):
+            yield at, value["class_path"], settings
+        for name, inner in settings.items():
+            yield from _classes(f"{at}.{name}", inner)
+
+
+def _check_rows(at: str, name: str, settings: Mapping[str, Any]) -> None:
+    """Reads a local file of a task or of answered prompts, if that takes no time."""
+    path = settings.get("path")
+    if settings.get("num_shots"):  # from the hub, perhaps
+        return
+    if not isinstance(path, str) or any("${" in v for v in settings.values() if isinstance(v, str)):
+        return
+    place = Path(path).expanduser()
+    files = list(place.iterdir()) if place.is_dir() else [place]
+    if sum(file.stat().st_size for file in files if file.is_file()) > _MOST_BYTES:
+        return
+    found = _find_class(at, name)
+    if found is None or not place.exists():
+        return
+    try:
+        if found.name == "ResponsesFile":
+            split = settings.get("split") or "train"
+            for row in import_module("lit_dlm.tasks.sources").read_rows(
+                path, split=split, required=()
+            ):
+                import_module("lit_dlm.tasks.conversations").conversation(row)
+        elif found.module.startswith("lit_dlm.tasks."):
+            plain = {k: v for k, v in settings.items() if not isinstance(v, Mapping | list)}
+            getattr(import_module(found.module), found.name)(**plain)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}") from None
 
 
 def _looks_local(name: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 _CLASS_LINE = re.compile(r"^class (\w+)", re.MULTILINE)
 _SHORT_NAMES = ("lit_dlm", "lightning.pytorch", "torch.optim")
@@ -53,11 +54,14 @@ class ClassSource:
         return found
 
     def methods(self) -> set[str] | None:
-        """Names of all methods; ``None`` if a base is not known."""
-        lineage = [one for one in self.lineage() if one is None or one.module.startswith("lit_dlm")]
-        if None in lineage:
-            return None
-        return {name for one in lineage if one for name in _functions(one.node)}
+        """Names of the methods that Lightning's own classes do not have; ``None`` if not known."""
+        found: set[str] = set()
+        for one in self.lineage():
+            if one is None:
+                return None
+            if not one.module.startswith(("lightning.", "torch.")):
+                found |= _functions(one.node).keys()
+        return found
 
     def abstract_methods(self) -> set[str]:
         """Methods that a stand-in must have."""
@@ -126,14 +130,17 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
         elif isinstance(one, ast.Assign | ast.AnnAssign):
             targets = one.targets if isinstance(one, ast.Assign) else [one.target]
             for target in targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        yield name.id, one
+                yield from ((name.id, one) for name in ast.walk(target) if _is_bound(name))
         elif isinstance(one, ast.If | ast.Try | ast.With):
             for inner in (one.body, getattr(one, "orelse", [])):
                 yield from _bound(inner)
             for handler in getattr(one, "handlers", []):
                 yield from _bound(handler.body)
+
+
+def _is_bound(node: ast.AST) -> TypeGuard[ast.Name]:
+    """Not of ``name.attribute = ...``, which only reads the name."""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def statement(module: str, name: str) -> tuple[str, ast.stmt] | None:
@@ -201,6 +208,12 @@ def short_name(name: str) -> ClassSource | None:
         if (module := _modules_of(package).get(name)) is not None:
             return class_in(module, name)
     return None
+
+
+def named(name: str) -> ClassSource | None:
+    """The class that an import path or a short name means; ``None`` if no source tells."""
+    module, _, attribute = name.rpartition(".")
+    return class_in(module, attribute) if module else short_name(attribute)
 
 
 def _functions(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:

@@ -95,7 +95,8 @@ class CLI(LightningCLI):
         given = self.config_init[self.subcommand].trainer
         if not isinstance(given, Namespace):
             raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
-        self.trainer_defaults["callbacks"] = [lit_dlm.callbacks.Interruption(self.lock)]
+        own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
+        self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:
             self.trainer_defaults["callbacks"].append(lit_dlm.callbacks.ProgressBar())
         plugins = given.plugins or []
@@ -142,7 +143,15 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in record.getMessage()
     )
-    for message in (r"isinstance\(treespec, LeafSpec\)", "infer the batch indices", "`__len__`"):
+    # Lightning hands what it writes on to the root logger, too, which has a handler here.
+    if logging.getLogger().hasHandlers():
+        logging.getLogger("lightning").handlers.clear()
+    for message in (
+        r"isinstance\(treespec, LeafSpec\)",
+        "infer the batch indices",
+        "`__len__`",
+        "than the logging interval",
+    ):
         warnings.filterwarnings("ignore", message=f".*{message}")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.grading.answers import extract_choice, grade_choice
-from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import PLACE
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
@@ -68,6 +67,9 @@ class MultipleChoice(DatasetTask):
         if "Correct Answer" in fields:
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]
             order = list(range(len(texts)))
+            # Imported here: torch takes seconds, and tasks are looked at before it is needed.
+            from lit_dlm.ops.noise import sample_seed
+
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)
         given = fields.get("options", fields.get("choices"))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lit_dlm.callbacks import ProgressBar
+from lit_dlm.callbacks import ProgressBar, TrainingLog
 
 NUM_BATCHES = 4
 
@@ -108,3 +111,59 @@ def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) 
         "Epoch 1 of 2, 0:00:50 left, 3/4",
         "Epoch 2 of 2, 0:00:20 left, 2/4",
     ]
+
+
+class Tokens:
+    """A batch of 20 tokens."""
+
+    ids = torch.zeros(4, 5)
+
+
+class Logging(Model):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.log("train/loss", torch.tensor(0.25))
+        self.log("rollout/correct", torch.tensor(0.75))
+        self.log("train/entropy", torch.tensor(9.0))
+        return super().training_step(torch.ones(()))
+
+
+def lines_of(clock: Clock, caplog: pytest.LogCaptureFixture, folder: Path, bar: bool) -> list[str]:
+    log = [TrainingLog(), *([ProgressBar()] if bar else [])]
+    loader = DataLoader([Tokens()] * NUM_BATCHES, batch_size=None, collate_fn=lambda one: one)
+    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=CSVLogger(folder, name="", version=""),
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=bar,
+            callbacks=log,
+            max_epochs=2,
+        )
+        trainer.fit(Logging(clock), loader)
+    return [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
+
+
+VALUES = "loss 0.25, accuracy 0.75, lr 0.1, tokens/s 2"
+
+
+def test_training_tells_its_values_without_a_bar(
+    clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Eight batches of 20 tokens and 10 s; eight steps are fewer than are logged by default, 50."""
+    assert lines_of(clock, caplog, tmp_path, bar=False) == [
+        "training 1 of 1 parameters",
+        f"epoch 1, step 3: {VALUES}",
+        f"epoch 2, step 6: {VALUES}",
+        f"8 steps in 0:01:20: {VALUES}",
+    ]
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [row["train/loss"] for row in csv.DictReader(file)] == ["0.25"]
+
+
+def test_the_line_of_the_bar_has_the_values_too(
+    clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _, *lines = lines_of(clock, caplog, tmp_path, bar=True)
+    assert lines[0] == f"Epoch 1 of 2, 0:00:50 left, 3/4 · {VALUES}"
+    assert lines[-1] == f"8 steps in 0:01:20: {VALUES}"

@@ -154,8 +154,7 @@ def _plain(rank: int, folder: Path) -> None:
         accelerator="cpu", devices=2, strategy="ddp", callbacks=[ResultWriter(str(folder))],
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
-    module = trace_module()
-    module.level = None
+    module = trace_module(capture=False)
     trainer.predict(module, datamodule=data, return_predictions=False)
 
 
