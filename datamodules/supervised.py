@@ -24,7 +24,6 @@ from lit_dlm.datamodules.resuming import (
 )
 from lit_dlm.datamodules.supervised_sources import ModelFacts, SupervisedSource
 from lit_dlm.datamodules.trajectories import is_validation
-from lit_dlm.datamodules.updates import set_accumulation
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
