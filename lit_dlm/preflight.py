@@ -211,7 +211,7 @@ def _check_trainer(options: Any) -> None:
 
 def _check_devices(options: Mapping[str, Any]) -> None:
     """Refuses no devices, and GPUs that are not there, where a driver would show them."""
-    devices = options.get("devices")
+    devices: Any = options.get("devices")
     if _is_number(devices) and devices < 1 and devices != -1:
         raise ValueError(f"trainer.devices: expected at least 1, auto or -1 for all, got {devices}")
     if options.get("accelerator") not in ("gpu", "cuda") or sys.platform == "darwin":

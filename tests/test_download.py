@@ -37,11 +37,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
         fetched.append((repo_type, repo))
         return str(tmp_path)
 
+    class Loaded(list[dict[str, str]]):
+        features = None
+
     def load(source: str, config: str, *, split: str, streaming: bool) -> list[dict[str, str]]:
         if os.environ.get("HF_DATASETS_OFFLINE") == "1":
             raise ConnectionError("offline")
         fetched.append(("dataset", f"{source}/{config}/{split}"))
-        return [{"question": "1+1?", "answer": "#### 2"}]
+        return Loaded([{"question": "1+1?", "answer": "#### 2"}])
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")  # put back behind the test
     monkeypatch.setattr(location, "snapshot_download", snapshot)

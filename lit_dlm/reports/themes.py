@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
-from matplotlib import cycler
+from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.figure import Figure
 
 ThemeName = Literal["light", "dark"]
