@@ -120,6 +120,8 @@ class DatasetTask(Task):
         self._template = PromptTemplate(template, default=self.own_template)
         source = path or self.hub_id
         assert source is not None
+        given = Path(source).expanduser()
+        self._folder = given if given.is_dir() else given.parent
         if num_shots:
             text = self._shots(
                 num_shots, shots_path or source, is_same=shots_path in (None, source)
@@ -128,8 +130,6 @@ class DatasetTask(Task):
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
-        given = Path(source).expanduser()
-        self._folder = given if given.is_dir() else given.parent
         rows = read_rows(
             source,
             config=self.hub_config,
