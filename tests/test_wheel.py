@@ -94,8 +94,8 @@ def test_the_installed_command_does_a_users_first_hour(folder: Path):
     )
     _run(script, "report", "runs/tiny", cwd=folder)
     rows = json.loads((folder / "runs/tiny/summary.json").read_text())
-    assert {row["method"]: row["n"] for row in rows} == dict.fromkeys(
-        ["own", "tracelock_08", "tracelock_095", "tracelock_099"], 40
-    )
+    complete = {row["method"]: row["n"] for row in rows}
+    assert complete == dict.fromkeys(complete, 40)
+    assert {"own", "tracelock_099"} <= complete.keys()
     assert (folder / "runs/tiny/report.html").exists()
     assert (folder / "runs/tiny/traces.html").exists()

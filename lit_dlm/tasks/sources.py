@@ -55,9 +55,7 @@ class Row:
             ValueError: naming file and line, if there is no such file or the field is of another
                 kind.
         """
-        given = self.fields.get("images")
-        if given is None:
-            given = [image] if (image := self.fields.get("image")) is not None else []
+        given = self.fields.get("images") or self.fields.get("image") or []
         found = []
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, dict):
