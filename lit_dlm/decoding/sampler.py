@@ -90,7 +90,8 @@ class Sampler:
             spec: of the model.
         """
         first, end = self.allowed_ids or (0, spec.text_vocab_size)
-        denoised.logits[..., :first] = -torch.inf
+        if first > 0:
+            denoised.logits[..., :first] = -torch.inf
         if end is not None:
             denoised.logits[..., end:] = -torch.inf
 

@@ -240,9 +240,9 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
             "python_functions: grading runs model-written code; set allow_code_execution: true",
         ),
         (["--data.init_args.batch_sise=3"], "'batch_sise'; did you mean 'batch_size'?"),
-        (["--trainer.max_epochz=3"], "did you mean '--trainer.max_epochs'?"),
+        (["--trainer.max_epochz=3"], "'trainer.max_epochz'; did you mean 'max_epochs'?"),
         (["--data.init_args.tasks=[{class_path: Sudoko}]"], "did you mean 'Sudoku'?"),
-        (["--data.init_args.batch_size=x"], "batch_size: Expected a <class 'int'>. Got value: x"),
+        (["--data.init_args.batch_size=x"], "data.batch_size: expected"),
     ],
 )
 def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flags, message):
