@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lit_dlm.ops.masking import state_at
 from lit_dlm.trajectories import Trajectory, from_history
+from lit_dlm.trajectories.format import decode_block, encode_block
 from tests.trajectories.samples import MASK, VOCAB, random_history, random_record
 
 
@@ -127,7 +128,8 @@ def test_digest_tells_given_from_written_tokens():
         ({"commit_step": [1, 0, -1]}, "must hold the mask id"),
         ({"tokens": [4, 5, VOCAB]}, "tokens must be in"),
         ({"tokens": [4, 5, -2]}, "tokens must be in"),
-        ({"prompt_ids": [VOCAB]}, "prompt_ids must be in"),
+        ({"prompt_ids": [VOCAB + 1]}, "prompt_ids must be in"),
+        ({"prompt_ids": [VOCAB, 3, VOCAB + 2]}, "prompt_ids must be in"),
         ({"given": [True, False, False]}, "given position has a commit step"),
         ({"tokens": [4, 5, MASK]}, "ends as a mask after a write"),
         ({"superseded": [[2, 0, 7]]}, "not earlier than the last write"),
@@ -161,3 +163,16 @@ def test_states_outside_the_decode_are_refused():
         tiny().state_at(4)
     with pytest.raises(ValueError, match=r"step must be in 0\.\.2"):
         tiny().committed_at(3)
+
+
+def test_rows_of_pictures_count_up_from_the_end_of_the_vocabulary():
+    records = [
+        from_history([[MASK], [3]], uid=uid, prompt_ids=ids, mask_id=MASK, vocab_size=VOCAB)
+        for uid, ids in (("a", [1, VOCAB, VOCAB + 1, 2, VOCAB + 2]), ("b", [VOCAB, 1]))
+    ]
+    for record in records:
+        record.validate()
+    assert [one.prompt_ids.tolist() for one in decode_block(encode_block(records))] == [
+        [1, VOCAB, VOCAB + 1, 2, VOCAB + 2],
+        [VOCAB, 1],
+    ]
