@@ -9,9 +9,9 @@ figures, all of one process:
 - ``refill_speedup``: tokens per second with them over batch after batch. Where a step costs as much
   for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
 - ``out_of_phase_speedup``: tokens per second of 64 rows of about 1,400 keys in different phases of
-  their blocks, behind their prompts, over the code before: two forwards a step, each over a copy of
-  the cache of its own rows, whose keys are repeated for every query head. The model, the choice of
-  tokens and the loop are today's in both.
+  their blocks, behind their prompts, over an imitation of an older scheme: two forwards a step,
+  each over a copy of the cache of its rows, with keys repeated for every query head. Model, choice
+  of tokens and loop are today's in both, so it is faster than that older code was.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --json

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.modules.supervised_batch import SupervisedExample
+from lit_dlm.pictures import refuse_pictures
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
@@ -73,6 +74,7 @@ class TaskReferences(SupervisedSource):
         end_id = _end_id(model, self.end_token)
         for task in self.tasks:
             for example in task.examples():
+                refuse_pictures(example.images, example.uid)
                 if example.answer_start:
                     raise ValueError(
                         f"{example.uid}: the template of the task begins the answer, which its "
@@ -306,6 +308,7 @@ def _examples_of(
         if record.superseded is not None or record.given is not None:
             left_out[_REWRITTEN] += 1
             continue
+        refuse_pictures(record.meta.get("images"), record.uid)
         taken += 1
         yield SupervisedExample(
             uid=record.uid,

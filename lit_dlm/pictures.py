@@ -128,6 +128,20 @@ class Picture:
         return image
 
 
+def refuse_pictures(pictures: object, uid: str) -> None:
+    """Refuses a sample with pictures where a model is trained, which does not read them yet.
+
+    Args:
+        pictures: of the sample.
+        uid: of the sample, for the error.
+
+    Raises:
+        ValueError: it has some.
+    """
+    if pictures:
+        raise ValueError(f"{uid}: has pictures, which training does not read yet")
+
+
 class PictureFolder:
     """Pictures by their digests, beside the records that name them.
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.ops.batches import TensorBatch
+from lit_dlm.pictures import refuse_pictures
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -160,6 +161,8 @@ def _canvas(
     if len(mask_ids) > 1:
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
+    for trace in traces:
+        refuse_pictures(trace.meta.get("images"), trace.uid)
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
     num_generated = np.array([len(trace.tokens) for trace in traces])
     start = int(num_prompt.max())

@@ -29,6 +29,7 @@ from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.pictures import refuse_pictures
 from lit_dlm.rewards import GroupFilter, Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import ALONE, Ranks
@@ -93,6 +94,7 @@ def rollout_prompts(
     Returns:
         One entry per response; names differ between RL steps, so responses do.
     """
+    refuse_pictures(example.images, example.uid)
     return [
         RolloutPrompt(
             example=example,
