@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import secrets
 import socket
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 
 def in_two_processes(
@@ -119,3 +122,15 @@ def own_megabytes() -> float:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
+
+
+def mapping_of(tensor: Tensor) -> tuple[Path, int]:
+    """The file whose mapping holds a tensor's data, and the bytes there that were written to."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ +(\S.*)", line):
+            start, end, path = found.groups()
+            if int(start, 16) <= tensor.data_ptr() < int(end, 16):
+                written = next(text for text in lines[number:] if text.startswith("Anonymous:"))
+                return Path(path), int(written.split()[1]) * 1024
+    raise AssertionError("the tensor lies in no file's mapping")

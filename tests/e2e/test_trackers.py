@@ -65,6 +65,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     predict(tmp_path / "predict", "wandb")
     wandb.finish()
     fit(tmp_path / "fit", "wandb")
+    wandb.finish()  # otherwise the next logger of this process writes into the torn-down run
     wandb.teardown()
     kept = {}
     for name in ("predict", "fit"):

@@ -120,6 +120,7 @@ def test_wandb_works_without_a_network(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     points = profile_points(SUMMARIES)
     log_profile(make_logger("wandb", tmp_path, offline=True), points, picture(tmp_path, points))
+    wandb.finish()
     wandb.teardown()  # W&B's process writes the last records when it ends, as at our own end
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (recorded,) = run.glob("*.wandb")
