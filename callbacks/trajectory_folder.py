@@ -90,6 +90,7 @@ class TrajectoryFolder:
         # No process may start a shard while another still counts what the folder holds.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)
+        self._vision = getattr(module.backbone, "vision", None)
         self._writer = BackgroundWriter(
             TrajectoryShardWriter(
                 self.folder,
@@ -164,6 +165,8 @@ class TrajectoryFolder:
         """
         try:
             for row in self._not_held([record.uid for record in records]):
+                for digest in records[row].meta.get("images", ()):
+                    self._pictures.put(self._vision.found(digest))
                 self._writer.put(records[row])
         except SizeLimitError as error:
             raise self._too_large() from error

@@ -308,7 +308,7 @@ def _examples_of(
         if record.superseded is not None or record.given is not None:
             left_out[_REWRITTEN] += 1
             continue
-        refuse_pictures(record.meta.get("images"), record.uid)
+        refuse_pictures((record.prompt_ids >= record.vocab_size).any(), record.uid)
         taken += 1
         yield SupervisedExample(
             uid=record.uid,

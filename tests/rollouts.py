@@ -151,6 +151,8 @@ def direct_log_probs(
         ids = torch.from_numpy(record.canvas(step).astype(np.int64))[None]
         with torch.no_grad():
             logits = backbone.denoise(ids, response_start=record.num_prompt).logits[0]
+        if (words := backbone.spec.text_vocab_size) is not None:  # pictures are never proposed
+            logits[:, words:] = -torch.inf
         log_probs = (logits[record.num_prompt :] / temperature).log_softmax(-1)
         for cell in record.committed_at(step).tolist():
             found[cell] = log_probs[cell, record.tokens[cell]]

@@ -215,6 +215,7 @@ class HFBackbone(StoredDecoder, Backbone):
         position_ids: Tensor | None = None,
         response_start: int | None = None,
         forbidden_ids: Sequence[int] | None = None,
+        id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
     ) -> TokenStats:
         """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
@@ -232,6 +233,8 @@ class HFBackbone(StoredDecoder, Backbone):
             position_ids: ``(B, L)`` int64; by default as in :meth:`denoise` or :meth:`forward`.
             response_start: see :meth:`denoise`.
             forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
+            id_range: first id that has some, and the first one behind them, as in sampling
+                (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
             temperature: the logits are divided by it.
 
         Returns:
@@ -246,7 +249,7 @@ class HFBackbone(StoredDecoder, Backbone):
         _check_cells(ids, targets, rows)
         cells = _cells(rows)
         hidden = self._rows(ids, cells, mask, position_ids, response_start)
-        return self._score(hidden, targets[cells], forbidden_ids, temperature)
+        return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature)
 
     def score_with_rows(
         self,
@@ -258,6 +261,7 @@ class HFBackbone(StoredDecoder, Backbone):
         position_ids: Tensor | None = None,
         response_start: int | None = None,
         forbidden_ids: Sequence[int] | None = None,
+        id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
     ) -> tuple[TokenStats, Tensor]:
         """:meth:`score_tokens`, and the hidden rows that were scored.
@@ -270,7 +274,7 @@ class HFBackbone(StoredDecoder, Backbone):
         _check_cells(ids, targets, rows)
         cells = _cells(rows)
         hidden = self._rows(ids, cells, mask, position_ids, response_start)
-        return self._score(hidden, targets[cells], forbidden_ids, temperature), hidden
+        return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature), hidden
 
     def encode_rows(
         self,
@@ -322,6 +326,7 @@ class HFBackbone(StoredDecoder, Backbone):
         hidden: Tensor,
         wanted: Tensor,
         forbidden_ids: Sequence[int] | None,
+        id_range: tuple[int, int | None],
         temperature: float,
     ) -> TokenStats:
         """Scores of hidden rows ``(N, D)``."""
@@ -333,13 +338,18 @@ class HFBackbone(StoredDecoder, Backbone):
                 f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
                 "the head are not supported"
             )
+        part, weight, bias = slice(*id_range), head.weight, head.bias
+        known = range(self.vocab_size)[part]
+        if len(known) < self.vocab_size:
+            weight, bias = weight[part], None if bias is None else bias[part]
+        forbidden = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
         return token_stats(
             hidden,
-            head.weight,
-            wanted,
-            bias=head.bias,
+            weight,
+            wanted - known.start,
+            bias=bias,
             logit_scale=self.spec.logit_scale / temperature,
-            forbidden_ids=self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids,
+            forbidden_ids=[number - known.start for number in forbidden if number in known],
         )
 
     def _hidden_index(self, index: int) -> int:

@@ -49,6 +49,8 @@ class Vision(nn.Module):
         self.settings = settings
         self.folders: list[PictureFolder] = []
         """Where pictures of records are looked for."""
+        self.known: dict[str, Picture] = {}
+        """Pictures of samples that are trained on, by digest."""
 
     place = ""
     """What goes before the text for each picture that has no place in it."""
@@ -123,6 +125,23 @@ class Vision(nn.Module):
         """
         del digests
         return list(ids)
+
+    def found(self, digest: str) -> Picture:
+        """A picture that is known or lies in one of :attr:`folders`.
+
+        Args:
+            digest: SHA-256 of its file.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if digest in self.known:
+            return self.known[digest]
+        for folder in self.folders:
+            if digest in folder:
+                return folder.get(digest)
+        places = ", ".join(str(one.folder) for one in self.folders) or "no folder"
+        raise ValueError(f"picture {digest[:12]}: expected it in {places}")
 
     def release(self, ids: Iterable[int]) -> None:
         """Lets go of the pictures of a prompt that is done with.
@@ -341,7 +360,7 @@ class TowerVision(Vision):
 
     def recorded(self, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
         """The ids with those of the table in place of the record's own numbers."""
-        rows = [row for digest in digests for row in self.picture_ids(self._found(digest))]
+        rows = [row for digest in digests for row in self.picture_ids(self.found(digest))]
         places = [number for number in ids if number >= self.vocab_size]
         if len(rows) != len(places):
             self.release(rows)
@@ -350,13 +369,6 @@ class TowerVision(Vision):
             )
         numbers = iter(rows)
         return [number if number < self.vocab_size else next(numbers) for number in ids]
-
-    def _found(self, digest: str) -> Picture:
-        for folder in self.folders:
-            if digest in folder:
-                return folder.get(digest)
-        places = ", ".join(str(one.folder) for one in self.folders) or "no folder"
-        raise ValueError(f"picture {digest[:12]}: expected it in {places}")
 
     def release(self, ids: Iterable[int]) -> None:
         """Lets go of the pictures among some ids; their rows make room when it is needed."""

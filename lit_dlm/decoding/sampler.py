@@ -70,7 +70,7 @@ class Sampler:
         self.top_p = top_p
         self.score_on = score_on
         self.score_dtype = score_dtype
-        self.allowed_ids = None if allowed_ids is None else tuple(allowed_ids)
+        self.allowed_ids = None if allowed_ids is None else (allowed_ids[0], allowed_ids[1])
         if self.allowed_ids is not None and not 0 <= self.allowed_ids[0] < self.allowed_ids[1]:
             raise ValueError(f"allowed_ids: expected two rising ids, got {allowed_ids}")
 
@@ -82,6 +82,14 @@ class Sampler:
             if name != "allowed_ids" or value is not None
         }
 
+    def id_range(self, spec: BackboneSpec) -> tuple[int, int | None]:
+        """First id that may be proposed, and the first one behind them; ``None``: all of the rest.
+
+        Args:
+            spec: of the model.
+        """
+        return self.allowed_ids or (0, spec.text_vocab_size)
+
     def restrict(self, denoised: Denoised, spec: BackboneSpec) -> None:
         """Takes all probability from ids that may not be proposed, in place.
 
@@ -89,7 +97,7 @@ class Sampler:
             denoised: of a step.
             spec: of the model.
         """
-        first, end = self.allowed_ids or (0, spec.text_vocab_size)
+        first, end = self.id_range(spec)
         if first > 0:
             denoised.logits[..., :first] = -torch.inf
         if end is not None:

@@ -162,7 +162,7 @@ def _canvas(
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
     for trace in traces:
-        refuse_pictures(trace.meta.get("images"), trace.uid)
+        refuse_pictures((trace.prompt_ids >= trace.vocab_size).any(), trace.uid)
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
     num_generated = np.array([len(trace.tokens) for trace in traces])
     start = int(num_prompt.max())

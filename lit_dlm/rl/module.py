@@ -296,13 +296,16 @@ class TraceRLModule(TrainableModule):
             "response_start": rows.response_start,
         }
         scored = (rows.ids, rows.targets, rows.rows)
+        options: dict[str, Any] = {
+            **attention,
+            "temperature": self.temperature,
+            "id_range": self.decoders[self.method].sampler.id_range(self.backbone.spec),
+        }
         hidden = None
         if with_value and self.value is not None and self.value.backbone == "head":
-            stats, hidden = self.backbone.score_with_rows(
-                *scored, **attention, temperature=self.temperature
-            )
+            stats, hidden = self.backbone.score_with_rows(*scored, **options)
         else:
-            stats = self.backbone.score_tokens(*scored, **attention, temperature=self.temperature)
+            stats = self.backbone.score_tokens(*scored, **options)
         values = None
         if with_value:
             values = self._values(rows.ids, rows.rows, attention, hidden)

@@ -26,7 +26,7 @@ from torch import Tensor
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.observers import QueueObserver
 from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import refuse_pictures
@@ -94,7 +94,6 @@ def rollout_prompts(
     Returns:
         One entry per response; names differ between RL steps, so responses do.
     """
-    refuse_pictures(example.images, example.uid)
     return [
         RolloutPrompt(
             example=example,
@@ -106,6 +105,7 @@ def rollout_prompts(
                 "rl_step": step,
                 "place": place,
                 "response": number,
+                **image_facts(example),
             },
         )
         for number in range(num_responses)
@@ -452,9 +452,13 @@ def encoded_prompts(
     check_uids(examples)
     for example in chain.from_iterable(examples.values()):
         ids = module.encode(example)
+        if max(ids, default=0) >= module.backbone.vocab_size:
+            refuse_pictures(example.images, example.uid)
         if len(ids) > max_length:
             dropped += 1
             continue
+        if module.backbone.vision is not None:
+            module.backbone.vision.known |= {one.digest: one for one in example.images}
         found.append(EncodedPrompt(example=example, ids=ids))
     if dropped:
         logger.warning(

@@ -277,8 +277,10 @@ def test_capped_rows_cap_the_values(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert capped[0] == capped[1] == 12
 
 
-def test_old_log_probs_are_those_of_the_training_forward() -> None:
-    backbone = policy().eval()
+@pytest.mark.parametrize("words", [None, 12])
+def test_old_log_probs_are_those_of_the_training_forward(words: int | None) -> None:
+    """Those of the sampler, too, which never proposes tokens of pictures."""
+    backbone = policy(text_vocab_size=words).eval()
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
     batches = shard_items([item.size for item in items], batch_size=5)[0]
