@@ -94,7 +94,8 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
     square = 1.96**2 / n
     middle = share + square / 2
     half = math.sqrt(square * (share * (1.0 - share) + square / 4))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+    low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
+    return max(0.0, min(share, low)), min(1.0, max(share, high))  # rounding may pass the share
 
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:

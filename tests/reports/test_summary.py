@@ -45,6 +45,9 @@ def test_the_interval_is_that_of_wilson():
     """
     assert wilson_interval(1.0, 10) == pytest.approx((1 / 1.38416, 1.0))
     assert wilson_interval(0.0, 10) == pytest.approx((0.0, 1 - 1 / 1.38416))
+    for n in range(1, 500):
+        assert wilson_interval(1.0, n)[1] == 1.0
+        assert wilson_interval(0.0, n)[0] == 0.0
     assert wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
 
 
