@@ -45,7 +45,7 @@ COMMANDS = {
 """Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
 the exit status, and what it does."""
 
-CHECKED = ("fit", "validate", "test", "predict", "generate")
+CHECKED = ("fit", "validate", "test", "predict", "generate", "chat", "eval")
 """Commands whose configuration is looked through first."""
 
 HELP = """usage: lit-dlm COMMAND [options]

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from lit_dlm.backbones import graphs
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.decoding import (
     BlockCache,

@@ -22,7 +22,7 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.plan import GIB, plan_of
 
 CASES: dict[str, dict[str, Any]] = {

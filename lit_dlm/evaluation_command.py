@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         The exit status, 0.
 
     Raises:
-        ValueError: lm-eval is not installed, a task is unknown or runs code, or the model or
-            decoder does not fit.
+        ValueError: a task is unknown or runs code, or the model or decoder does not fit.
     """
-    if find_spec("lm_eval") is None:
-        raise ValueError("eval: expected lm-eval, which is absent; pip install 'lit-dlm[eval]'")
     parser = _parser()
     config = parser.parse_args(list(arguments))
     # Read when ``datasets`` is imported: model-written code runs in our sandbox only.

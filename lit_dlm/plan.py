@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.location import in_hub_cache, is_local, locate
-from lit_dlm.backbones.lora import LoRASettings, read_adapter_settings
+from lit_dlm.backbones.lora_settings import LoRASettings, read_adapter_settings
 from lit_dlm.backbones.resolution import FromAR, resolve
 from lit_dlm.backbones.visibility import attention_visibility
 from lit_dlm.heads.projection import ProjectorConfig

@@ -11,8 +11,11 @@ import ctypes.util
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +34,26 @@ _INPUTS = {"path", "shards", "more_shards", "adapter", "ckpt_path", "tokenizer"}
 _FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".ckpt")
 _COUNTS = {
     *("batch_size", "val_batch_size", "rollout_batch_size", "response_length", "max_prompt_length"),
-    *("responses_per_prompt", "prompts_per_step", "limit", "rank"),
+    *("responses_per_prompt", "prompts_per_step", "limit"),
 }
 """Options of our classes that are counts from 1."""
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+STRATEGIES = {
+    *("auto", "single_device", "fsdp", "fsdp_cpu_offload", "single_tpu", "single_xla", "xla"),
+    *("xla_debug", "deepspeed", "deepspeed_stage_1", "deepspeed_stage_3_offload_nvme"),
+    *(f"deepspeed_stage_{stage}{rest}" for stage in (2, 3) for rest in ("", "_offload")),
+    *(f"ddp{how}{rest}" for how in ("", "_spawn", "_fork", "_notebook") for rest in (
+        "", "_find_unused_parameters_true", "_find_unused_parameters_false")),
+}  # fmt: skip
+"""What Lightning knows by name."""
+_EXTRAS = {
+    "TensorBoardLogger": ("tensorboard", "log"),
+    "WandbLogger": ("wandb", "log"),
+    "MBPPPlus": ("evalplus", "code"),
+    "load_in_4bit": ("bitsandbytes", "4bit"),
+    "eval": ("lm_eval", "eval"),
+}
+"""Package and extra that a class, an option or a command needs."""
 _WANTED = {"predict": ("predict_step", "predict_dataloader")}
 _TRAINS = ("training_step", "train_dataloader")
 _MOST_BYTES = 20_000_000
@@ -44,7 +64,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
     """Looks for mistakes in the files and options of a command.
 
     Args:
-        command: ``generate``, or one that :func:`check_run` knows.
+        command: one that :func:`check_run` knows, or one that takes a decoder.
         arguments: what follows it.
 
     Raises:
@@ -52,10 +72,11 @@ def check(command: str, arguments: Sequence[str]) -> None:
     """
     if any(a.startswith(("--help", "-h", "--print")) or ".help" in a for a in arguments):
         return
-    if command == "generate":
-        check_decoder(arguments)
-    else:
+    if command in ("fit", "validate", "test", "predict"):
         check_run(command, arguments)
+    else:
+        _check_extra(command, command)
+        check_decoder(arguments)
 
 
 def check_run(command: str, arguments: Sequence[str]) -> None:
@@ -91,10 +112,25 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
     _check_inputs("", {k: document[k] for k in ("model", "data", "ckpt_path") if k in document})
     for at, name, settings in _classes("data", document["data"]):
         _check_rows(at, name, settings)
+    _check_checkpoint(document.get("ckpt_path"))
+    model, data = (document[key].get("init_args") or {} for key in ("model", "data"))
+    methods = data.get("methods")
+    for kind in ("decoders", "sweep"):
+        model[kind] = {
+            name: decoder
+            for name, decoder in (model.get(kind) or {}).items()
+            if methods is None or any(f"{one}_".startswith(f"{name}_") for one in methods)
+        }
+    _check_backbone("model.backbone", model.get("backbone"), _classes("model", document["model"]))
+    folder = Path(document["run_dir"])
+    is_first = all(os.environ.get(rank, "0") == "0" for rank in _RANKS)
+    if is_first and (folder / f".{command}.lock").exists():
+        with import_module("lit_dlm.run_lock").locked(folder, command):
+            pass
 
 
 def check_decoder(arguments: Sequence[str]) -> None:
-    """Looks for mistakes in the decoder of ``generate``.
+    """Looks for mistakes in the decoder and the model of ``generate`` and its like.
 
     Raises:
         ValueError: one was found.
@@ -102,9 +138,11 @@ def check_decoder(arguments: Sequence[str]) -> None:
     decoder = source_index.short_name("Decoder")
     assert decoder is not None
     parameters = decoder.parameters() or {}
-    for key, value in _resolved(_document(arguments)).items():
+    document = _resolved(_document(arguments))
+    for key, value in document.items():
         if key in parameters:
             _check_value(key, value, parameters[key].annotation, decoder.module)
+    _check_backbone("backbone", document.get("backbone", "tiny"), _classes("", document))
 
 
 def _document(arguments: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +248,12 @@ def _check_trainer(options: Any) -> None:
 
 
 def _check_devices(options: Mapping[str, Any]) -> None:
-    """Refuses no devices, and GPUs that are not there, where a driver would show them."""
+    """Refuses unknown strategies, no devices, and GPUs that no driver shows."""
+    strategy = options.get("strategy", "auto")
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        raise ValueError(
+            f"trainer.strategy: Lightning has no '{strategy}'{nearest(strategy, STRATEGIES)}"
+        )
     devices: Any = options.get("devices")
     if _is_number(devices) and devices < 1 and devices != -1:
         raise ValueError(f"trainer.devices: expected at least 1, auto or -1 for all, got {devices}")
@@ -245,6 +288,7 @@ def _check_class(at: str, given: Any, expected: ClassSource | None) -> None:
             name = spec["class_path"].rsplit(".", 1)[-1]
             raise ValueError(f"{at}: expected {key} below init_args of {name}, not beside it")
     name = spec["class_path"]
+    _check_extra(at, name.rsplit(".", 1)[-1])
     found = _find_class(at, name)
     if found is None:
         return
@@ -311,6 +355,8 @@ def _check_settings(at: str, owner: ClassSource, settings: Mapping[str, Any]) ->
         is_count = name in _COUNTS and owner.module.startswith("lit_dlm")
         if is_count and _is_number(value) and value < 1:
             raise ValueError(f"{at}.{name}: expected at least 1, got {value}")
+        if value:
+            _check_extra(f"{at}.{name}", name)
         one = parameters[name]
         _check_value(f"{at}.{name}", value, one.annotation, one.module)
     left = [name for name, one in parameters.items() if one.is_required and name not in settings]
@@ -501,11 +547,75 @@ def _classes(at: str, value: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]
         for number, inner in enumerate(value):
             yield from _classes(f"{at}[{number}]", inner)
     elif isinstance(value, Mapping):
-        settings = value.get("init_args") or {}
+        settings = value
         if isinstance(value.get("class_path"), str):
+            settings = value.get("init_args") or {}
             yield at, value["class_path"], settings
         for name, inner in settings.items():
-            yield from _classes(f"{at}.{name}", inner)
+            yield from _classes(f"{at}.{name}".lstrip("."), inner)
+
+
+def _check_extra(at: str, name: str) -> None:
+    package, extra = _EXTRAS.get(name, ("sys", ""))
+    if find_spec(package) is None:
+        raise ValueError(
+            f"{at}: expected {package}, which is not installed; pip install 'lit-dlm[{extra}]'"
+        )
+
+
+def _check_checkpoint(given: Any) -> None:
+    """Refuses a damaged checkpoint file, as far as that takes no time; ``last`` has one before."""
+    path = Path(str(given))
+    if given is None or path.stem == "last" or not path.is_file():
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip() if path.stat().st_size < _MOST_BYTES else None
+        problem = f"checksum of {record}" if record else ""
+    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        problem = str(error)
+    if problem:
+        raise ValueError(
+            f"ckpt_path: {path}: the checkpoint is damaged ({problem}); expected another one"
+        )
+
+
+def _check_backbone(
+    at: str, given: Any, classes: Iterator[tuple[str, str, Mapping[str, Any]]]
+) -> None:
+    """Refuses a backbone that is nowhere, and adapters, policies and projectors of another one.
+
+    Args:
+        at: place of the backbone.
+        given: its class and settings, or its path.
+        classes: all classes of the model, with place and settings.
+    """
+    options = given.get("init_args") or {} if isinstance(given, Mapping) else {"path": given}
+    if lora := options.get("lora"):
+        try:
+            import_module("lit_dlm.backbones.lora_settings").LoRASettings(**lora)
+        except ValueError as error:
+            raise ValueError(f"{at}.{error}") from None
+    path, is_made = options.get("path"), options.get("architecture") or options.get("from_ar")
+    if not isinstance(path, str) or "${" in path or is_made:
+        return
+    learned = [
+        (f"{place}.{key}", facts)
+        for place, name, settings in classes
+        for key, facts in _trained_for(name, settings)
+    ]
+    assets = Path(__file__).parent / "assets"
+    if not learned and (_looks_local(path) or Path(path).exists() or (assets / path).exists()):
+        return
+    base = import_module("lit_dlm.backbones.base")
+    try:
+        found = import_module("lit_dlm.backbones.resolution").resolve(
+            path, spec_overrides=options.get("spec_overrides")
+        )
+    except ValueError as error:
+        raise ValueError(f"{at}.{error}") from None
+    for place, trained_for in learned:
+        base.check_facts(place, trained_for, base.backbone_facts(found.spec, found.architecture))
 
 
 def _check_rows(at: str, name: str, settings: Mapping[str, Any]) -> None:
@@ -534,6 +644,17 @@ def _check_rows(at: str, name: str, settings: Mapping[str, Any]) -> None:
             getattr(import_module(found.module), found.name)(**plain)
     except ValueError as error:
         raise ValueError(f"{at}: {error}") from None
+
+
+def _trained_for(name: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options of a class that name folders of what was trained for one backbone, and for which."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # told where it is read
+        if name.endswith("TraceLockPolicy"):
+            file = Path(settings["path"]).expanduser() / "config.json"
+            yield "path", json.loads(file.read_text())["backbone"]
+        key = "projector" if "projector" in settings else "projector_dir"
+        file = Path(settings[key]).expanduser() / "projector.json"
+        yield key, {"hidden_size": json.loads(file.read_text())["config"]["hidden_size"]}
 
 
 def _looks_local(name: str) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import cli
 from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.decoding import Decoder, FixedQuota, NoQuota, RandomPolicy, Sampler, ThresholdPolicy
 from lit_dlm.generation import generate
@@ -208,13 +206,6 @@ def test_bad_requests_are_one_line(lm_eval: Any, capsys: Any, tmp_path: Path, mo
     assert "runs model-written code, which lm-eval does unprotected" in fails(capsys, *asked)
     (tmp_path / "answers.jsonl").write_text("{}\n")
     assert "answers.jsonl, line 1: expected a name" in fails(capsys, *asked)
-
-
-def test_without_lm_eval_the_command_says_what_to_install(capsys: Any, monkeypatch: Any):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setattr("lit_dlm.evaluation_command.find_spec", lambda name: None)
-    assert "pip install 'lit-dlm[eval]'" in fails(capsys, "eval", "--tasks=[gsm8k]")
-    assert cli.COMMANDS["eval"]
 
 
 @pytest.mark.slow

@@ -47,6 +47,10 @@ FILES = {
     "broken.jsonl": '{"prompt": "2+3"}\n{oops\n',
     "key.jsonl": '{"prmpt": "2+3"}\n',
     "shards/train.jsonl": '{"prompt": "2+3"}\n',
+    "other/config.json": '{"backbone": {"hidden_size": 999}}',
+    "other/projector.json": '{"config": {"hidden_size": 999}}',
+    "other/adapter_config.json": '{"peft_type": "IA3"}',
+    "torn.ckpt": "PK",
 }
 
 
@@ -153,12 +157,38 @@ MISTAKES = [
     ),
     (f"{SFT} --model.backbone.lora.rank 0", "model.backbone.lora.rank: expected at least 1, got 0"),
     (
+        f"{SFT} --model.backbone.lora.targets=[qkv]",
+        "model.backbone.lora.targets: expected 'attn', 'all' or some of ['attn_out', 'down_proj', ",
+    ),
+    (
         f"{PREDICT} --seed_everything x",
         "seed_everything: expected a whole number, true or false, got 'x'",
     ),
     # devices
     (f"{PREDICT} --trainer.devices 0", "trainer.devices: expected at least 1, auto or -1 for all"),
     (f"{PREDICT} --trainer.precision 17", "trainer.precision: expected one of 64, 32, 16 or one"),
+    (
+        f"{LOCK} --trainer.strategy dpp",
+        "trainer.strategy: Lightning has no 'dpp'; did you mean 'ddp'?",
+    ),
+    # what was trained for another model
+    (
+        f"{MINE} decode/tracelock.yaml --model.decoders.mine.policy.path other",
+        "model.decoders.mine.policy.path: it was trained for a backbone with hidden_size=999, got "
+        "hidden_size=96",
+    ),
+    (
+        "generate x --config decode/tracelock --policy.init_args.path other",
+        "policy.path: it was trained for a backbone with hidden_size=999, got hidden_size=96",
+    ),
+    (
+        f"{PREDICT} --model.projector_dir other",
+        "model.projector_dir: it was trained for a backbone with hidden_size=999, got hidden_size=",
+    ),
+    (
+        f"{LOCK} --model.projector other",
+        "model.projector: it was trained for a backbone with hidden_size=999, got hidden_size=96",
+    ),
     # a command with the configuration of another
     (
         "fit --config exp/generate_tiny",
@@ -176,6 +206,7 @@ MISTAKES = [
         "model.backbone.path: there is no file or folder './nowhere'",
     ),
     (f"{PREDICT} --model.tokenizer /no/t", "model.tokenizer: there is no file or folder '/no/t'"),
+    (f"{PREDICT} --ckpt_path torn.ckpt", "ckpt_path: torn.ckpt: the checkpoint is damaged (File "),
     (f"{PREDICT} --ckpt_path no.ckpt", "ckpt_path: there is no file or folder 'no.ckpt'"),
     (
         "fit --config exp/tracelock_tiny --data.shards runs/no/traces",
@@ -278,7 +309,8 @@ def test_what_is_right_passes(imported: list[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(".")
     preflight.check("predict", shlex.split(f"{MINE}.policy own.Leftmost")[1:])
     preflight.check("generate", ["x", "--config=decode/threshold_09", "--policy", "own.Leftmost"])
-    wants = ("there is no file or folder", "this machine has no GPU driver")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    wants = ("there is no file or", "this machine has no GPU driver", "the hub did not deliver")
     for name in config_files.packaged("exp"):
         for command in ("fit", "predict"):
             try:
@@ -289,6 +321,89 @@ def test_what_is_right_passes(imported: list[str], monkeypatch: pytest.MonkeyPat
                 if not any(want in str(error) for want in wants):
                     raise
             break
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "told"),
+    [
+        (f"{PREDICT} --config trainer/tensorboard", "tensorboard", "trainer.logger[1]: expected "),
+        (f"{PREDICT} --config trainer/wandb", "wandb", "trainer.logger[1]: expected wandb, which "),
+        (_tasks("MBPPPlus", "answers.jsonl"), "evalplus", "data.tasks[0]: expected evalplus, whi"),
+        (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes", "model.backbone.load_in_4b"),
+        ("eval --tasks [gsm8k]", "lm_eval", "eval: expected lm_eval, which is not installed; pip "),
+    ],
+)
+def test_a_missing_extra_is_told_first(
+    command: str,
+    package: str,
+    told: str,
+    imported: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(shlex.split(command))
+    error = capsys.readouterr().err
+    assert error.startswith(f"lit-dlm: error: {told}")
+    assert "which is not installed; pip install 'lit-dlm[" in error
+    assert imported == ["lit_dlm.preflight"]
+
+
+@pytest.mark.parametrize(
+    ("command", "at"),
+    [
+        (f"{PREDICT} --model.backbone.path some/model", "model.backbone.path"),
+        ("generate x --backbone some/model", "backbone.path"),
+    ],
+)
+def test_a_hub_that_does_not_deliver_is_one_line(
+    command: str,
+    at: str,
+    imported: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(shlex.split(command))
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith(
+        f"lit-dlm: error: {at}: 'some/model' is no existing folder, and the hub did not deliver it"
+    )
+    assert imported == ["lit_dlm.preflight"]
+
+
+def test_a_run_folder_in_use_is_one_line(
+    imported: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the first process of a run alone: the others of that run find its own lock."""
+    command = shlex.split(f"{PREDICT} --run_dir used")
+    code = (
+        "import sys; from pathlib import Path; from lit_dlm.run_lock import locked\n"
+        "with locked(Path('used'), 'predict'):\n    print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(command)
+        error = capsys.readouterr().err
+        assert error.startswith(f"lit-dlm: error: used: is in use by process {holder.pid} on ")
+        assert error.count("\n") == 1
+        assert imported == ["lit_dlm.preflight"]
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        preflight.check(command[0], command[1:])
+
+
+def test_every_strategy_of_lightning_is_known() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    assert set(StrategyRegistry.available_strategies()) | {"auto"} == preflight.STRATEGIES
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda"])

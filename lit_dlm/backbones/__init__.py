@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lit_dlm.backbones.architecture import Architecture
     from lit_dlm.backbones.hf import HFBackbone, build, load_backbone
     from lit_dlm.backbones.location import load_tokenizer
-    from lit_dlm.backbones.lora import LoRASettings
+    from lit_dlm.backbones.lora_settings import LoRASettings
     from lit_dlm.backbones.resolution import FromAR, Resolved, resolve
 
 __all__ = [
@@ -37,7 +37,7 @@ _ON_FIRST_USE = {
     "Architecture": "architecture",
     "FromAR": "resolution",
     "HFBackbone": "hf",
-    "LoRASettings": "lora",
+    "LoRASettings": "lora_settings",
     "Resolved": "resolution",
     "build": "hf",
     "load_backbone": "hf",

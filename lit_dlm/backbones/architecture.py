@@ -9,24 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-import transformers
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DecoderType = Literal["qwen2", "llama", "qwen3"]
 
-_CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {
-    "qwen2": Qwen2Config,
-    "llama": LlamaConfig,
-    "qwen3": Qwen3Config,
-}
+_DECODERS = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}
+"""How transformers' classes begin, which are imported at first use: it takes seconds."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -36,11 +30,6 @@ _SIZES = (
     "num_kv_heads",
     "head_dim",
 )
-_CAUSAL_LM_NAMES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +87,9 @@ class Architecture:
     positions: Literal["cumsum", "arange"] = "cumsum"
 
     def __post_init__(self) -> None:
-        if self.decoder not in _CONFIG_CLASSES:
+        if self.decoder not in _DECODERS:
             raise ValueError(
-                f"Architecture.decoder: expected one of {sorted(_CONFIG_CLASSES)}, "
-                f"got {self.decoder!r}"
+                f"Architecture.decoder: expected one of {sorted(_DECODERS)}, got {self.decoder!r}"
             )
         for name in _SIZES:
             value = getattr(self, name)
@@ -169,7 +157,7 @@ class Architecture:
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         return {
             "model_type": self.decoder,
-            "architectures": [_CAUSAL_LM_NAMES[self.decoder]],
+            "architectures": [f"{_DECODERS[self.decoder]}ForCausalLM"],
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -198,7 +186,7 @@ class Architecture:
         # padding is hidden from attention anyway, and its id is often the end-of-text id.
         dropped = ("model_type", "is_causal", "pad_token_id")
         values = {k: v for k, v in self.config_fields().items() if k not in dropped}
-        config = _CONFIG_CLASSES[self.decoder](**values)
+        config = _of_transformers(self.decoder, "Config")(**values)
         # Not a field of these classes: the mask builders and the layers look the attribute up.
         config.is_causal = False
         return config
@@ -206,7 +194,7 @@ class Architecture:
     @property
     def model_class(self) -> type[PreTrainedModel]:
         """Transformers' class of the decoder with its head."""
-        return getattr(transformers, _CAUSAL_LM_NAMES[self.decoder])
+        return _of_transformers(self.decoder, "ForCausalLM")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Keys and shapes of all weights, without allocating any.
@@ -214,6 +202,8 @@ class Architecture:
         Returns:
             Key under transformers' names to shape; a tied head is not listed.
         """
+        import torch
+
         with torch.device("meta"):
             named = self.model_class(self.hf_config()).named_parameters()
         return {key: tuple(parameter.shape) for key, parameter in named}
@@ -230,3 +220,7 @@ class Architecture:
         document = {"config": self.config_fields(), "spec": self.spec_fields()}
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _of_transformers(decoder: str, kind: str) -> Any:
+    return getattr(import_module("transformers"), _DECODERS[decoder] + kind)

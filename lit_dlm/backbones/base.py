@@ -5,11 +5,12 @@ Model families differ only inside this package. Nothing outside asks which famil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+if TYPE_CHECKING:  # checks before a run need the facts alone
+    from torch import Tensor
 
 UNKNOWN_ID = -1
 """Stands for a special token that the files do not name; no token has this id."""
@@ -129,3 +130,39 @@ class Span(NamedTuple):
     begin: int
     end: int
     kv_end: int
+
+
+def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
+    """Facts that tell whether a policy fits a backbone: family, sizes and special tokens.
+
+    Args:
+        spec: of the backbone.
+        sizes: the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
+    """
+    return {
+        "family": spec.family,
+        "hidden_size": sizes.hidden_size,
+        "num_layers": sizes.num_layers,
+        "vocab_size": sizes.vocab_size,
+        "mask_id": spec.mask_id,
+        "shift": spec.shift,
+    }
+
+
+def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Compares a backbone with the one that something was trained for.
+
+    Args:
+        what: was trained, for the message.
+        trained_for: facts about that one.
+        facts: about the backbone at hand; keys unknown to either side are ignored.
+
+    Raises:
+        ValueError: a fact differs.
+    """
+    for key, expected in trained_for.items():
+        if key in facts and facts[key] != expected:
+            raise ValueError(
+                f"{what}: it was trained for a backbone with {key}={expected!r}, got "
+                f"{key}={facts[key]!r}"
+            )

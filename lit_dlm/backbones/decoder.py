@@ -32,7 +32,11 @@ from lit_dlm.backbones.families import (
     vision_key,
 )
 from lit_dlm.backbones.location import locate
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import (
+    LoRASettings,
+    differing_base,
+    read_adapter_settings,
+)
 from lit_dlm.backbones.resolution import EXPORT_KEY, FromAR, Resolved, resolve
 from lit_dlm.backbones.vision import TokenVision, TowerSizes, TowerVision, Vision, VisionSettings
 from lit_dlm.backbones.weights import (
@@ -337,10 +341,10 @@ class StoredDecoder(nn.Module):
             ValueError: the folder is unusable, or the adapter is not one for this model.
         """
         folder = locate(path_or_id)
-        self.add_adapter(adapters.read_adapter_settings(folder))
+        self.add_adapter(read_adapter_settings(folder))
         self._adapter_file = adapters.load_adapter(self.model, folder, keys=self._keys)
         self._digests.pop("adapter", None)
-        trained_on = adapters.differing_base(folder, self._base_name)
+        trained_on = differing_base(folder, self._base_name)
         if trained_on is not None:
             logger.warning(
                 "%s: this adapter was trained on %s, but runs on %s",

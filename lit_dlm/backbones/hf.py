@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lit_dlm.backbones.attention import added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.visibility import (
     attention_visibility,

@@ -64,8 +64,9 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
             match["repo"], revision=match["revision"], allow_patterns=_patterns(weights)
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().split("\n", maxsplit=1)[0]
         raise ValueError(
-            f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {error}"
+            f"path: {path_or_id!r} is no existing folder, and the hub did not deliver it: {reason}"
         ) from error
     return Path(found)
 

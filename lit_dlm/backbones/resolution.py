@@ -14,15 +14,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing import TYPE_CHECKING, Any, Literal
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.base import UNKNOWN_ID, BackboneSpec
 from lit_dlm.backbones.families import FAMILIES, PLAIN_DECODERS, KeyMap, SpecialIds, family_of
 from lit_dlm.backbones.location import locate, read_json_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -280,11 +280,14 @@ def _hf_sizes(config: Mapping[str, Any], source: str, *, decoder: str) -> dict[s
     kind = scaling.get("rope_type", "default")
     if kind == "default":
         scaling = {}
-    elif kind not in ROPE_INIT_FUNCTIONS:
-        raise ValueError(
-            f"{source}config.json: option rope_scaling.rope_type={kind!r} is not supported, "
-            f"expected one of {sorted(['default', *ROPE_INIT_FUNCTIONS])}"
-        )
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes seconds
+
+        if kind not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"{source}config.json: option rope_scaling.rope_type={kind!r} is not supported, "
+                f"expected one of {sorted(['default', *ROPE_INIT_FUNCTIONS])}"
+            )
     return {
         "vocab_size": _need(config, "vocab_size", source),
         "hidden_size": _need(config, "hidden_size", source),

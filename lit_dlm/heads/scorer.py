@@ -68,7 +68,7 @@ class AcceptanceScorer(nn.Module):
             head: architecture of the network.
             settings: what the network is shown.
             backbone: facts about the backbone it was trained for (JSON types), checked by
-                :meth:`check_backbone`.
+                :func:`~lit_dlm.backbones.base.check_facts`.
             training: provenance (JSON types), for the reader only.
         """
         super().__init__()
@@ -124,22 +124,6 @@ class AcceptanceScorer(nn.Module):
         if self.settings.layout == "masked":
             return visible & (state == PositionState.GEN)
         return visible & (state != PositionState.PROMPT)
-
-    def check_backbone(self, facts: Mapping[str, Any]) -> None:
-        """Compares a backbone with the one that the policy was trained for.
-
-        Args:
-            facts: facts about the backbone at hand; keys unknown to either side are ignored.
-
-        Raises:
-            ValueError: a fact differs.
-        """
-        for key, expected in self.backbone.items():
-            if key in facts and facts[key] != expected:
-                raise ValueError(
-                    f"acceptance policy: it was trained for a backbone with {key}={expected!r}, "
-                    f"got {key}={facts[key]!r}"
-                )
 
     def digest(self) -> str:
         """SHA-256 over the settings and the bytes of all weights (hexadecimal)."""

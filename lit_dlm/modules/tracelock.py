@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import SumMetric
 
-from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.base import Backbone, backbone_facts
 from lit_dlm.decoding import Decoder
-from lit_dlm.decoding.policies.tracelock import backbone_facts
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
 from lit_dlm.heads.augmentation import FeatureNoise, noisy_features
 from lit_dlm.heads.projection import Projector
@@ -159,7 +158,7 @@ class TraceLockModule(DecodeModule):
             projector,
             head=head,
             settings=settings,
-            backbone=backbone_facts(backbone),
+            backbone=backbone_facts(backbone.spec, backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
         self.register_buffer(

@@ -10,7 +10,7 @@ import torch
 
 from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lit_dlm.backbones.base import backbone_facts
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     BlockCache,
@@ -28,7 +29,7 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
     prompt_canvas,
 )
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, backbone_facts
+from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
@@ -204,7 +205,7 @@ def _scorer(backbone: HFBackbone) -> AcceptanceScorer:
         Projector.random_orthogonal(config),
         head=AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16),
         settings=ScorerSettings(hidden_layers=(-3, -2, -1)),
-        backbone=backbone_facts(backbone),
+        backbone=backbone_facts(backbone.spec, backbone),
     )
     with torch.no_grad():
         built.head.logit_head.weight *= 8.0

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.backbones import Architecture, HFBackbone
-from lit_dlm.backbones.lora import LoRASettings, base_parameters_adapted
+from lit_dlm.backbones.lora import base_parameters_adapted
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from lit_dlm.losses.nelbo import masked_nelbo
 from lit_dlm.modules.decode import DecodeModule

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.callbacks import RewardCurve
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone
+from lit_dlm.backbones.base import Backbone, backbone_facts, check_facts
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
@@ -170,25 +170,13 @@ class TraceLockPolicy(CommitPolicy):
         Raises:
             ValueError: family, sizes or special tokens differ.
         """
-        self.scorer.check_backbone(backbone_facts(backbone))
+        facts = backbone_facts(backbone.spec, backbone)
+        check_facts("acceptance policy", self.scorer.backbone, facts)
 
     def _scorer_on(self, device: torch.device) -> AcceptanceScorer:
         if self.scorer.projector.hidden_bias.device != device:
             self.scorer.to(device)
         return self.scorer
-
-
-def backbone_facts(backbone: Backbone) -> dict[str, Any]:
-    """Facts that tell whether a policy fits a backbone: family, sizes and special tokens."""
-    spec = backbone.spec
-    return {
-        "family": spec.family,
-        "hidden_size": backbone.hidden_size,
-        "num_layers": backbone.num_layers,
-        "vocab_size": backbone.vocab_size,
-        "mask_id": spec.mask_id,
-        "shift": spec.shift,
-    }
 
 
 def position_states(state: DecodeState) -> Tensor:
