@@ -1,0 +1,366 @@
+"""What fine-tuning, reinforcement learning, a learned policy and a cache add to each other.
+
+Models are chains of stages, each trained on what the model before it decoded: ``sft`` (on its own
+right answers), ``tabom`` (the same answers with their order) and ``rl`` (TraceRL). Every model gets
+a TraceLock policy that is trained on its own traces, and decodes one fresh list of problems with
+thresholds, entropy order and TraceLock, with and without a cache. All of it runs through the
+command line. Parts that are on disk are not made again, so a stopped run goes on, and several
+processes may make different ``--seeds`` of one folder.
+
+Methods are compared at the same numbers of forwards, on the straight line between the two
+neighbouring points of their front. Standard errors are over 1,000 resamples of problems and of
+training seeds, the same ones for all, so that differences are paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from tabom_effect import EXP, call, problems
+
+import cli
+from lit_dlm.reports.plots import family, tidy_axes
+from lit_dlm.reports.results import ResultFolder, write_atomically
+
+CHAINS = ("base", "sft", "tabom", "rl", "sft-tabom", "sft-rl", "tabom-rl", "sft-tabom-rl")
+"""Models: their stages in order, ``base`` without any."""
+
+FORWARDS = (6.0, 8.0, 12.0)
+"""Where fronts are compared."""
+
+FAMILIES = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
+"""Fronts that are compared: families of the methods of ``stack_tiny.yaml``."""
+
+Front = Callable[[NDArray[Any], NDArray[Any]], float]
+"""Accuracy for resampled seeds and problems."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Results of one chain: arrays of shape (seeds, problems) by method."""
+
+    correct: dict[str, NDArray[Any]]
+    forwards: dict[str, NDArray[Any]]
+    seconds: dict[str, NDArray[Any]]
+
+    def at(self, name: str, forwards: float) -> Front:
+        """Accuracy of a family at an average number of forwards.
+
+        Returns:
+            Of resampled seeds and problems (indices); not a number where the front does not reach.
+        """
+        methods = [method for method in self.correct if family(method) == name]
+
+        def front(seeds: NDArray[Any], rows: NDArray[Any]) -> float:
+            cells = np.ix_(seeds, rows)
+            points = sorted(
+                (self.forwards[method][cells].mean(), self.correct[method][cells].mean())
+                for method in methods
+            )
+            steps, rates = zip(*points, strict=True)
+            return float(np.interp(forwards, steps, rates, left=np.nan, right=np.nan))
+
+        return front
+
+
+def main() -> None:
+    """Makes what is missing, then reports on what is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder of the model to start from")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of training")
+    parser.add_argument("--distil", type=int, default=4000, help="problems to decode for a stage")
+    parser.add_argument(
+        "--examples", type=int, default=1800, help="that a stage trains on, at most"
+    )
+    parser.add_argument("--rl-steps", type=int, default=12)
+    parser.add_argument("--traces", type=int, default=1600, help="problems to trace for TraceLock")
+    parser.add_argument("--size", type=int, default=1000, help="problems of the test list")
+    parser.add_argument("--list-seed", type=int, default=7, help="of the test list")
+    parser.add_argument("--verify", type=int, default=200, help="records of a model decided again")
+    parser.add_argument("--only-report", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.only_report:
+        for seed, chain in itertools.product(options.seeds, options.chains):
+            measure(options, chain, seed)
+    models = read(options)
+    if "base" not in models:
+        parser.error(f"--chains: {options.out} has no results of base to compare with")
+    report = condense(models)
+    write_atomically(options.out / "stack.json", json.dumps(report, indent=2) + "\n")
+    write_atomically(options.out / "stack.md", markdown(report))
+    draw(models, options.out / "stack.png")
+    print(markdown(report))
+
+
+def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
+    """Trains a model and its policy, decodes the test list and verifies records.
+
+    Args:
+        options: of the command line.
+        chain: one of :data:`CHAINS`.
+        seed: of training and of what is trained on.
+    """
+    folder = options.out / f"{chain}-s{seed}"
+    path = ["--model.backbone.init_args.path", trained(options, chain, seed)]
+    seeds = ["--seed_everything", seed, "--model.seed", seed, "--run_dir", folder]
+    call(
+        folder / "traced",
+        *("predict", "--config", EXP / "generate_tiny.yaml", *path, *seeds),
+        *("--data.tasks", problems("WordProblems", "train", options.traces, seed=seed)),
+    )
+    call(
+        folder / "policy" / "done",
+        *("fit", "--config", EXP / "tracelock_tiny.yaml", *path, *seeds, "--data.seed", seed),
+    )
+    call(
+        folder / "decoded",
+        *("predict", "--config", EXP / "stack_tiny.yaml", *path, "--run_dir", folder),
+        *("--data.tasks", problems("WordProblems", "test", options.size, seed=options.list_seed)),
+    )
+    if options.verify and not (folder / "verified").exists():
+        verify = ["traj", "verify", str(folder / "stack" / "trajectories"), "--level", "3"]
+        verify += ["--backbone", str(path[1]), "--policy", str(folder / "policy")]
+        cli.main([*verify, "--sample", str(options.verify)])
+        write_atomically(folder / "verified", " ".join(verify) + "\n")
+
+
+def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
+    """Folder of a chain's weights, after whatever is missing of its stages was trained.
+
+    Args:
+        options: of the command line.
+        chain: stages with hyphens between them, or ``base``.
+        seed: of training.
+
+    Returns:
+        The folder.
+    """
+    if chain == "base":
+        return str(options.model)
+    before, _, stage = chain.rpartition("-")
+    start = trained(options, before or "base", seed)
+    folder = options.out / "models" / f"{chain}-s{seed}"
+    adapter = folder / "adapter"
+    path = ["--model.backbone.init_args.path", start]
+    common = ["--seed_everything", seed, "--model.seed", seed, "--data.seed", seed]
+    if stage == "rl":
+        adapter = folder / "policy" / "last"
+        call(
+            folder / "trained",
+            *("fit", "--config", EXP / "tracerl_tiny.yaml", *path, *common, "--run_dir", folder),
+            *("--trainer.max_epochs", options.rl_steps),
+            *("--trainer.check_val_every_n_epoch", options.rl_steps),
+        )
+    else:
+        distilled = options.out / "distilled" / f"{before or 'base'}-s{seed}"
+        call(
+            distilled / "done",
+            *("predict", "--config", EXP / "distill_tiny.yaml", *path, "--run_dir", distilled),
+            *("--data.tasks", problems("WordProblems", "train", options.distil, seed=seed)),
+        )
+        config = {"sft": "sft_sd_tiny.yaml", "tabom": "tabom_tiny.yaml"}[stage]
+        call(
+            folder / "trained",
+            *("fit", "--config", EXP / config, *path, *common, "--run_dir", distilled),
+            *("--trainer.default_root_dir", folder, "--trainer.callbacks", "[]"),
+            *("--trainer.enable_checkpointing", "false", "--trainer.logger", "false"),
+            *("--model.export_dir", adapter, "--data.limit", options.examples),
+        )
+    merged = folder / "model"
+    if not (merged / "config.json").exists():
+        merge = ["merge", start, str(merged), "--adapter", str(adapter), "--layout", "hf"]
+        cli.main([*merge, "--dtype", "float32"])
+    return str(merged)
+
+
+def read(options: argparse.Namespace) -> dict[str, Model]:
+    """Results of the chains that every seed has.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        By chain.
+    """
+    models = {}
+    for chain in CHAINS:
+        folders = [options.out / f"{chain}-s{seed}" for seed in options.seeds]
+        if not all((folder / "decoded").exists() for folder in folders):
+            continue
+        tables: list[dict[str, dict[str, Any]]] = []
+        for folder in folders:
+            results = ResultFolder(folder / "stack" / "results")
+            tables.append(
+                {
+                    method: {row.uid: row for row in results.rows(task, method)}
+                    for task, method in results.pairs()
+                }
+            )
+        uids = sorted(next(iter(tables[0].values())))
+
+        def gathered(name: str, tables: Any = tables, uids: Any = uids) -> dict[str, NDArray[Any]]:
+            return {
+                method: np.array(
+                    [[float(getattr(table[method][uid], name)) for uid in uids] for table in tables]
+                )
+                for method in tables[0]
+            }
+
+        models[chain] = Model(gathered("correct"), gathered("nfe"), gathered("seconds"))
+    return models
+
+
+def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
+    """Accuracies at equal forwards, and what pairs of methods add to each other.
+
+    Args:
+        models: by chain.
+        resamples: of problems and of seeds.
+
+    Returns:
+        ``fronts``: by chain, family and forwards, (accuracy, standard error). ``pairs``: by two
+        names and forwards, the gains of each alone, of both, and of both beyond the sum of each
+        alone, with errors. ``points``: every method of every chain.
+    """
+    shape = next(iter(models["base"].correct.values())).shape
+    generator = np.random.default_rng(0)
+    draws = [
+        (generator.integers(shape[0], size=shape[0]), generator.integers(shape[1], size=shape[1]))
+        for _ in range(resamples)
+    ]
+    everything = (np.arange(shape[0]), np.arange(shape[1]))
+    known: dict[tuple[str, str, float], NDArray[Any]] = {}
+
+    def values(chain: str, name: str, forwards: float) -> NDArray[Any]:
+        """The estimate, then one of each resample."""
+        key = (chain, name, forwards)
+        if key not in known:
+            front = models[chain].at(name, forwards)
+            known[key] = np.array([front(*draw) for draw in (everything, *draws)])
+        return known[key]
+
+    def estimate(found: NDArray[Any]) -> list[float] | None:
+        if np.isnan(found[0]):
+            return None
+        return [round(float(found[0]), 5), round(float(np.nanstd(found[1:], ddof=1)), 5)]
+
+    report: dict[str, Any] = {"fronts": {}, "pairs": {}, "points": {}}
+    for chain, model in models.items():
+        report["points"][chain] = {
+            method: {
+                "accuracy": float(model.correct[method].mean()),
+                "forwards": float(model.forwards[method].mean()),
+                "seconds": float(model.seconds[method].mean()),
+            }
+            for method in model.correct
+        }
+        report["fronts"][chain] = {
+            name: {str(at): estimate(values(chain, name, at)) for at in FORWARDS}
+            for name in FAMILIES
+        }
+    for one, two, cells in pairs(models):
+        found = {}
+        for at in FORWARDS:
+            none, first, second, both = (values(chain, name, at) for chain, name in cells)
+            found[str(at)] = {
+                one: estimate(first - none),
+                two: estimate(second - none),
+                "both": estimate(both - none),
+                "beyond the sum": estimate(both - first - second + none),
+            }
+        report["pairs"][f"{one} + {two}"] = found
+    return report
+
+
+def pairs(
+    models: dict[str, Model],
+) -> list[tuple[str, str, Sequence[tuple[str, str]]]]:
+    """Pairs of methods, with the cells (chain, family) of none, one, the other and both."""
+    found: list[tuple[str, str, Sequence[tuple[str, str]]]] = []
+    for one, two in itertools.combinations(("sft", "tabom", "rl"), 2):
+        if {one, two, f"{one}-{two}"} <= set(models):
+            chains = ("base", one, two, f"{one}-{two}")
+            found.append((one, two, [(chain, "threshold") for chain in chains]))
+    for one, two in (("tracelock", "threshold_dual"), *itertools.product(models, FAMILIES[1:3])):
+        if one == "tracelock":
+            names = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
+            found.append((one, "cache", [("base", name) for name in names]))
+        elif one != "base":
+            plain, other = ("base", one), ("threshold", two)
+            cells = [(plain[0], other[0]), (plain[1], other[0]), (plain[0], other[1])]
+            label = "cache" if two == "threshold_dual" else two
+            found.append((one, label, [*cells, (plain[1], other[1])]))
+    return found
+
+
+def draw(models: dict[str, Model], path: Path) -> None:
+    """Fronts against forwards and against time: thresholds dashed, TraceLock solid."""
+    figure = Figure(figsize=(10.4, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    shown = [chain for chain in ("base", "sft", "tabom", "rl", "sft-tabom-rl") if chain in models]
+    for number, chain in enumerate(shown):
+        model = models[chain]
+        for name, line in (("threshold", "--"), ("tracelock", "-")):
+            methods = [method for method in model.correct if family(method) == name]
+            for axis, cost in ((left, model.forwards), (right, model.seconds)):
+                scale = 1.0 if axis is left else 1000.0
+                points = sorted(
+                    (scale * cost[method].mean(), 100 * model.correct[method].mean())
+                    for method in methods
+                )
+                axis.plot(
+                    *zip(*points, strict=True),
+                    line,
+                    marker="o",
+                    markersize=3,
+                    color=f"C{number}",
+                    label=f"{chain}, {name}",
+                )
+    left.set(xlabel="forwards", ylabel="right answers, %")
+    right.set(xlabel="ms a problem", xscale="log")
+    tidy_axes(left, right)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as two tables, in percent and points."""
+    columns = [(name, at) for name in FAMILIES for at in map(str, FORWARDS)]
+    lines = [["model", *(f"{name}, {float(at):g}" for name, at in columns)]]
+    for chain, fronts in report["fronts"].items():
+        lines.append([chain, *(_shown(fronts[name][at]) for name, at in columns)])
+    names = ["one", "the other", "both", "beyond the sum"]
+    more = [["pair", "forwards", *names]]
+    for pair, found in report["pairs"].items():
+        for at, gains in found.items():
+            if all(gains.values()):
+                values = [_shown(gain, "+") for gain in gains.values()]
+                more.append([pair, f"{float(at):g}", *values])
+    return _table(lines) + "\n" + _table(more)
+
+
+def _shown(found: Sequence[float] | None, sign: str = "") -> str:
+    return f"{100 * found[0]:{sign}.1f} ± {100 * found[1]:.1f}" if found else ""
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    head, *rows = (f"| {' | '.join(cells)} |\n" for cells in lines)
+    return head + "|---" * len(lines[0]) + "|\n" + "".join(rows)
+
+
+if __name__ == "__main__":
+    main()
