@@ -60,7 +60,7 @@ def main() -> None:
                 for theme in ("light", "dark"):
                     colours = f"{fragment}&theme={theme}" if page == "traces" else ""
                     shown = picture(driver, f"{address}#{colours}", width, theme)
-                    few = shown.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+                    few = shown.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT)
                     few.save(options.out / f"{page}_{width}_{theme}.png", optimize=True)
     finally:
         driver.quit()
