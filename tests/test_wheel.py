@@ -1,4 +1,7 @@
-"""The installed wheel works in an empty folder: the quickstart and a user's own files."""
+"""The installed wheel works in an empty folder: what a user does in the first hour, own files too.
+
+Each thing is at most three commands; imports cost more than all of them, so most share a process.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,59 @@ pytestmark = pytest.mark.slow
 TRAIN = "[{class_path: WordProblems, init_args: {split: train, num_examples: 40}}]"
 OWN_DATA = "[{class_path: ResponsesFile, init_args: {path: own.jsonl}}]"
 IN_ONE_PROCESS = f"""
+generate "Tom has 3 pens, finds 4. How many pens?" --config=mine --response_length=16
 predict --config=exp/generate_tiny --run_dir=runs/tiny "--data.init_args.tasks={TRAIN}"
 fit --config=exp/tracelock_tiny --run_dir=runs/tiny --trainer.max_steps=4
     --trainer.val_check_interval=2 --data.init_args.batch_size=8
 fit --config=exp/sft_gt_tiny --run_dir=runs/sft --trainer.max_steps=2
     "--data.init_args.sources={OWN_DATA}"
-"""  # which saves the imports
+merge tiny merged --adapter=runs/sft/adapter --dtype=float32
+"""
+EVAL = """
+eval --tasks=[words] --include_path=tasks --config=mine --response_length=16 --run_dir=runs/eval
+"""
+LOADED = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from lit_dlm.backbones import HFBackbone
+ids = torch.tensor([AutoTokenizer.from_pretrained("merged")("Tom has 3 pens")["input_ids"]])
+theirs = AutoModelForCausalLM.from_pretrained("merged", attn_implementation="sdpa")
+ours = HFBackbone("tiny", adapter="runs/sft/adapter", merge_adapter=True)
+with torch.no_grad():
+    assert torch.equal(theirs(ids).logits, ours(ids))
+"""
+OWN = {
+    "own.jsonl": 8
+    * '{"prompt": "Tom has 3 pens, finds 4. How many?", "answer": "3+4=7\\n#### 7"}\n',
+    "own_policy.py": """
+from lit_dlm.decoding import Selection
+
+
+class Leftmost:
+    def __init__(self, count=2):
+        self.count = count
+
+    def select(self, state, candidates, proposal, quota):
+        rank = candidates.cumsum(1)
+        return Selection(candidates & (rank <= self.count), -rank.float())
+""",
+    "mine.yaml": "policy: {class_path: own_policy.Leftmost, init_args: {count: 4}}\nquota: NoQuota",
+    "tasks/words.jsonl": 3 * '{"text": "Tom has 3 pens, finds 4. How many pens?", "answer": "7"}\n',
+    "tasks/words.yaml": """
+task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: tasks/words.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: []}
+metric_list: [{metric: exact_match}]
+""",
+}
+"""Files of a user: data, a policy without annotations or base class, a task of lm-eval."""
+EVAL_PACKAGES = next(ROOT.glob(".venv-eval/lib/python3*/site-packages"), None)
+"""Where ``make test-eval`` has put lm-eval."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +114,11 @@ def _run(*command: str | Path, cwd: Path) -> str:
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env={**environment, "MASTER_PORT": str(free_port())},
+        env={
+            **environment,
+            "MASTER_PORT": str(free_port()),
+            "HF_DATASETS_CACHE": str(cwd.parent / "cache"),
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -74,28 +128,48 @@ def _run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_installed_command_does_a_users_first_hour(folder: Path):
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> str:
+    """What the commands print that run in one process, the last of them with lm-eval in reach."""
+    for name, text in OWN.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    calls, evaluation = (
+        [shlex.split(line) for line in text.strip().replace("\n    ", " ").splitlines()]
+        for text in (IN_ONE_PROCESS, EVAL if EVAL_PACKAGES else "")
+    )
+    code = (
+        f"import sys, cli, lit_dlm\nprint(lit_dlm.__file__)\n"
+        f"for words in {calls}: cli.main(words)\n{LOADED}\n"
+        f"sys.path.append('{EVAL_PACKAGES}')\nfor words in {evaluation}: cli.main(words)"
+    )
+    return _run(folder.parent / "venv" / "bin" / "python", "-c", code, cwd=folder)
+
+
+def test_the_installed_command_does_a_users_first_hour(folder: Path, printed: str):
     """Traces, a policy, a benchmark on two processes with an own policy, own data, a report."""
-    python, script = (folder.parent / "venv" / "bin" / name for name in ("python", "lit-dlm"))
-    where = _run(python, "-c", "import lit_dlm, cli; print(lit_dlm.__file__)", cwd=folder)
-    assert str(folder.parent / "venv") in where
-    answer = {"prompt": "Tom has 3 pens, finds 4. How many pens?", "answer": "3+4=7\n#### 7"}
-    (folder / "own.jsonl").write_text(8 * (json.dumps(answer) + "\n"))
-    shutil.copy(ROOT / "examples" / "commit_policy.py", folder / "own_policy.py")
-    commands = IN_ONE_PROCESS.strip().replace("\n    ", " ").splitlines()
-    calls = f"import cli\nfor words in {list(map(shlex.split, commands))}:\n    cli.main(words)"
-    _run(python, "-c", calls, cwd=folder)
+    assert printed.startswith(str(folder.parent / "venv"))
     assert list(folder.glob("runs/sft/adapter/adapter_model.safetensors"))
+    script = folder.parent / "venv" / "bin" / "lit-dlm"
     _run(
         *(script, "predict", "--config", "exp/benchmark_tiny", "--config", "trainer/ddp_cpu"),
         *("--run_dir", "runs/tiny", "--data.init_args.tasks", TRAIN.replace("train", "test")),
-        "--model.init_args.decoders={own: {policy: own_policy.SurePrefix, quota: NoQuota}}",
+        *("--model.decoders={own: mine.yaml}", "--data.methods=[own, tracelock_099]"),
         cwd=folder,
     )
     _run(script, "report", "runs/tiny", cwd=folder)
     rows = json.loads((folder / "runs/tiny/summary.json").read_text())
     complete = {row["method"]: row["n"] for row in rows}
     assert complete == dict.fromkeys(complete, 40)
-    assert {"own", "tracelock_099"} <= complete.keys()
+    assert complete.keys() == {"own", "tracelock_099"}
+    assert {row["nfe"] for row in rows if row["method"] == "own"} == {8.0}  # 32 cells, 4 a step
     assert (folder / "runs/tiny/report.html").exists()
     assert (folder / "runs/tiny/traces.html").exists()
+
+
+@pytest.mark.skipif(EVAL_PACKAGES is None, reason="lm-eval is not installed (make test-eval)")
+def test_lm_eval_runs_an_own_task_with_an_own_policy(folder: Path, printed: str):
+    found = json.loads((folder / "runs/eval/results.json").read_text())
+    assert found["num_steps"] == {"texts": 3, "mean": 4.0}
+    assert found["settings"]["decoder"]["policy"]["name"] == "own_policy.Leftmost"
+    assert 0.0 <= found["results"]["words"]["exact_match,none"] <= 1.0
