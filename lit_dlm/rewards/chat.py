@@ -6,14 +6,17 @@ endpoint.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from http.client import HTTPException
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class ChatEndpoint:
         self.headers = {"Content-Type": "application/json"}
         if api_key_env is not None:
             self.headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+        self._opener = urllib.request.build_opener(_Http, _Https)
         self._silent_since: float | None = None
 
     def ask(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
@@ -97,12 +101,8 @@ class ChatEndpoint:
         while True:
             begin = time.monotonic()
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                    reply = bytearray()
-                    while part := response.read1():
-                        reply += part
-                        if time.monotonic() > begin + self.timeout_s:
-                            raise TimeoutError(f"no whole reply in {self.timeout_s:g} s")
+                with self._opener.open(request, timeout=self.timeout_s) as response:
+                    reply: bytes = response.read()
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
                 if _is_refusal(error):
@@ -115,7 +115,60 @@ class ChatEndpoint:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._silent_since = None
-                return bytes(reply)
+                return reply
+
+
+class _Bounded(urllib.request.AbstractHTTPHandler):
+    """Opens addresses whose whole replies, headers too, must come within the timeout.
+
+    A timeout of a socket alone counts for each of its reads.
+    """
+
+    def do_open(
+        self, http_class: Callable[..., HTTPConnection], req: urllib.request.Request, **given: Any
+    ) -> HTTPResponse:
+        def connection(*args: Any, **kwargs: Any) -> HTTPConnection:
+            made = http_class(*args, **kwargs)
+            made.response_class = partial(_Reply, seconds=req.timeout)  # type: ignore[attr-defined, assignment]
+            return made
+
+        return super().do_open(connection, req, **given)  # type: ignore[arg-type]
+
+
+class _Http(_Bounded, urllib.request.HTTPHandler):
+    """Of plain addresses."""
+
+
+class _Https(_Bounded, urllib.request.HTTPSHandler):
+    """Of encrypted ones."""
+
+
+class _Reply(HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, seconds: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, seconds))
+
+
+class _Timed(io.RawIOBase):
+    """What a socket receives, up to a moment."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket, seconds: float) -> None:
+        self.raw, self.sock, self.seconds = raw, sock, seconds
+        self.end = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self.sock.settimeout(max(self.end - time.monotonic(), 1e-3))
+        try:
+            return self.raw.readinto(buffer)
+        except TimeoutError as error:
+            raise TimeoutError(f"no whole reply in {self.seconds:g} s") from error
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -18,7 +18,7 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
-    Each byte of a reply takes ``pause_s``.
+    Each byte of a reply takes ``pause_s``, and so does each of a header that ``drips``.
 
     Args:
         is_bad: what gets -1 and not 1; by default what has the word 13.
@@ -31,6 +31,7 @@ class JudgeServer:
         self.status = 500
         self.body: bytes | None = None
         self.pause_s = 0.0
+        self.drips = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,9 +46,11 @@ class JudgeServer:
                 text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
                 reply = {"choices": [{"message": {"content": text}}]}
                 self.send_response(200)
-                self.end_headers()
+                header = b"X: " + 400 * b"-" + b"\r\n" if outer.drips else b""
+                body = outer.body or json.dumps(reply).encode()
                 with suppress(OSError):
-                    for sign in outer.body or json.dumps(reply).encode():
+                    self.flush_headers()
+                    for sign in header + b"\r\n" + body:
                         self.wfile.write(bytes([sign]))
                         time.sleep(outer.pause_s)
 
