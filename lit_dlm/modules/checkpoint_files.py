@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ _KINDS = {
     "lr_schedulers": list,
 }
 _REQUIRED = ("pytorch-lightning_version", "state_dict", "loops")
+_COUNTS = ("ready", "started", "processed", "completed", "is_last_batch")
+"""What Lightning's progress counts; further names hold such counts."""
 
 _DIGESTS = "digests.json"
 _PLAN = ".metadata"
@@ -132,9 +134,7 @@ class CheckpointFiles(TorchCheckpointIO):
             raise ValueError(
                 f"{path}: expected a checkpoint of tensors and plain values ({_reason(error)})"
             ) from error
-        problem = _misfit(found)
-        if problem:
-            raise ValueError(f"{path}: expected a checkpoint of Lightning, got {problem}")
+        require_training(path, found)
         for key, value in found["state_dict"].items():
             if isinstance(value, torch.Tensor) and not is_finite(value):
                 raise ValueError(f"{path}: {key} has numbers that are not finite")
@@ -288,18 +288,82 @@ class _PlanReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _misfit(found: Any) -> str:
-    """What Lightning would stumble over, or nothing."""
+def require_training(path: Path, found: Any, *, without: str = "") -> None:
+    """Looks for what Lightning would stumble over, also later, or follow to other files.
+
+    Args:
+        path: of the checkpoint.
+        found: its content.
+        without: a required key that has been taken out.
+
+    Raises:
+        ValueError: naming what it is.
+    """
+    problem = _misfit(found, [key for key in _REQUIRED if key != without])
+    if problem:
+        raise ValueError(f"{path}: expected a checkpoint of Lightning, got {problem}")
+
+
+def _misfit(found: Any, required: Sequence[str]) -> str:
     if not isinstance(found, dict):
         return f"a {type(found).__name__}"
     for key, kind in _KINDS.items():
-        if key not in found and key not in _REQUIRED:
+        if key not in found and key not in required:
             continue
         value = found.get(key)
         inner = value if kind is list and isinstance(value, list) else []
         if not isinstance(value, kind) or not all(isinstance(one, dict) for one in inner):
             return f"{key} = {str(value)[:40]!r}" if key in found else f"no {key}"
-    return "" if "fit_loop" in found["loops"] else "loops without a fit_loop"
+    fit_loop = found["loops"].get("fit_loop")
+    if not isinstance(fit_loop, dict):
+        return "loops without a fit_loop"
+    for key, value in fit_loop.items():
+        if key.endswith("progress") and not _is_progress(value):
+            return f"{key} = {str(value)[:80]!r}"
+    for key, state in found.get("callbacks", {}).items():
+        if key.startswith("ModelCheckpoint") and isinstance(state, dict):
+            name = _misfit_of_saver(state)
+            if name:
+                return f"{name} = {str(state.get(name))[:80]!r} of a ModelCheckpoint"
+    return ""
+
+
+def _is_progress(value: Any) -> bool:
+    """Whether all that it counts are numbers from zero."""
+    return isinstance(value, dict) and all(
+        isinstance(one, int) and one >= 0 if name in _COUNTS else _is_progress(one)
+        for name, one in value.items()
+    )
+
+
+def _misfit_of_saver(state: dict[str, Any]) -> str:
+    """Which value of its state a ModelCheckpoint cannot have noted, or nothing.
+
+    It deletes files that it saved, by name, so that a name may not lead out of its folder.
+    """
+    kept = state.get("best_k_models", {})
+    if not (
+        isinstance(kept, dict) and all(map(_is_own, kept)) and all(map(_is_score, kept.values()))
+    ):
+        return "best_k_models"
+    for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+        if not _is_own(state.get(name, "")):
+            return name
+    if state.get("kth_best_model_path", "") not in ("", *kept):
+        return "kth_best_model_path"
+    for name in ("best_model_score", "kth_value"):
+        score = state.get(name)
+        if score is not None and not _is_score(score):
+            return name
+    return ""
+
+
+def _is_own(path: Any) -> bool:
+    return isinstance(path, str) and "://" not in path and ".." not in Path(path).parts
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _synced_digest(path: Path) -> str:

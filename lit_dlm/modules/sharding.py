@@ -37,6 +37,7 @@ from lit_dlm.modules.checkpoint_files import (
     local,
     put_in_place,
     remove,
+    require_training,
     sound,
     write_digests,
 )
@@ -104,6 +105,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if not isinstance(found, Path):
             raise found
         checkpoint = super().load_checkpoint(found, weights_only=True)
+        require_training(found, checkpoint, without="state_dict")
         self._require_finite(f"{found}:")
         return checkpoint
 

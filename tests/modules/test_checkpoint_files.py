@@ -32,7 +32,7 @@ def checkpoint(step: int, size: int = 3000) -> dict[str, Any]:
         "pytorch-lightning_version": "2.6.0",
         "state_dict": {"weight": weight},
         "global_step": step,
-        "loops": {"fit_loop": [1, 2.5]},
+        "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": 1}}}},
         "optimizer_states": [{"step": step}],
     }
 
@@ -166,11 +166,43 @@ def test_an_address_is_no_checkpoint(path: str) -> None:
         FILES.load_checkpoint(path)
 
 
+HERE = "/run/checkpoints"
+
+
+def progress(value: Any) -> dict[str, Any]:
+    """The state of loops, with a validation's progress."""
+    return {"loops": {"fit_loop": {"epoch_loop.val_loop.batch_progress": value}}}
+
+
+def saver(**changes: Any) -> dict[str, Any]:
+    """The state of a callback that saves, with changes."""
+    best, score = f"{HERE}/a", torch.tensor(0.5)
+    state = {"dirpath": HERE, "best_model_path": best, "last_model_path": ""}
+    state |= {"kth_best_model_path": best, "best_k_models": {best: score}, "kth_value": score}
+    return {"callbacks": {"ModelCheckpoint{}": state | changes}}
+
+
+def test_the_state_of_a_run_is_read(tmp_path: Path) -> None:
+    counts = {"ready": 2, "completed": 1}
+    for change in (saver(), progress({"current": counts, "is_last_batch": True})):
+        FILES.save_checkpoint({**checkpoint(1), **change}, tmp_path / "own.ckpt")
+        assert is_equal(FILES.load_checkpoint(tmp_path / "own.ckpt"), {**checkpoint(1), **change})
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"state_dict": None}, "state_dict = 'None'"),
         ({"loops": {}}, "loops without a fit_loop"),
+        (progress(5), "epoch_loop.val_loop.batch_progress = '5'"),
+        (progress({"current": 5}), "epoch_loop.val_loop.batch_progress = .*"),
+        (progress({"current": {"ready": -1}}), "epoch_loop.val_loop.batch_progress = .*"),
+        (saver(best_model_path=5), "best_model_path = '5' of a ModelCheckpoint"),
+        (saver(best_model_path=f"{HERE}/../x"), "best_model_path = .* of a ModelCheckpoint"),
+        (saver(last_model_path="s3://x"), "last_model_path = .* of a ModelCheckpoint"),
+        (saver(kth_best_model_path=f"{HERE}/b"), "kth_best_model_path = .* of a ModelCheckpoint"),
+        (saver(best_k_models={f"{HERE}/a": "x"}), "best_k_models = .* of a ModelCheckpoint"),
+        (saver(kth_value=[1]), r"kth_value = '\[1\]' of a ModelCheckpoint"),
         ({"pytorch-lightning_version": 7}, "pytorch-lightning_version = '7'"),
         ({"optimizer_states": [1]}, r"optimizer_states = '\[1\]'"),
         ({"callbacks": "x"}, "callbacks = 'x'"),
