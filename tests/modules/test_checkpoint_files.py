@@ -169,9 +169,14 @@ def test_an_address_is_no_checkpoint(path: str) -> None:
 HERE = "/run/checkpoints"
 
 
+def loop(**state: Any) -> dict[str, Any]:
+    """The state of loops."""
+    return {"loops": {"fit_loop": state}}
+
+
 def progress(value: Any) -> dict[str, Any]:
     """The state of loops, with a validation's progress."""
-    return {"loops": {"fit_loop": {"epoch_loop.val_loop.batch_progress": value}}}
+    return loop(**{"epoch_loop.val_loop.batch_progress": value})
 
 
 def saver(**changes: Any) -> dict[str, Any]:
@@ -197,6 +202,8 @@ def test_the_state_of_a_run_is_read(tmp_path: Path) -> None:
         (progress(5), "epoch_loop.val_loop.batch_progress = '5'"),
         (progress({"current": 5}), "epoch_loop.val_loop.batch_progress = .*"),
         (progress({"current": {"ready": -1}}), "epoch_loop.val_loop.batch_progress = .*"),
+        (loop(**{"epoch_loop.state_dict": {"_batches_that_stepped": "x"}}), "_batches_.* = 'x'"),
+        (loop(state_dict={"combined_loader": 5}), "combined_loader = '5'"),
         (saver(best_model_path=5), "best_model_path = '5' of a ModelCheckpoint"),
         (saver(best_model_path=f"{HERE}/../x"), "best_model_path = .* of a ModelCheckpoint"),
         (saver(last_model_path="s3://x"), "last_model_path = .* of a ModelCheckpoint"),
