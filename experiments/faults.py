@@ -667,6 +667,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="file whose table is replaced")
     options = parser.parse_args()
     os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & switches off
     options.out.mkdir(parents=True, exist_ok=True)
     cases = measured(options.out.resolve(), options.times, options.seed, options.only)
     text = table(cases)
