@@ -38,7 +38,7 @@ _KINDS = {
 _REQUIRED = ("pytorch-lightning_version", "state_dict", "loops")
 _COUNTS = ("ready", "started", "processed", "completed", "is_last_batch")
 """What Lightning's progress counts; further names hold such counts."""
-_OF_LOOPS = (
+_OF_LOOPS: tuple[tuple[str, str, type], ...] = (
     ("state_dict", "combined_loader", list),
     ("epoch_loop.state_dict", "_batches_that_stepped", int),
 )
@@ -324,9 +324,9 @@ def _misfit(found: Any, required: Sequence[str]) -> str:
     for key, value in fit_loop.items():
         if key.endswith("progress") and not _is_progress(value):
             return f"{key} = {str(value)[:80]!r}"
-    for key, name, kind in _OF_LOOPS:
-        value = fit_loop.get(key, {}).get(name, kind())
-        if not isinstance(value, kind):
+    for key, name, expected in _OF_LOOPS:
+        value = fit_loop.get(key, {}).get(name, expected())
+        if not isinstance(value, expected):
             return f"{name} = {str(value)[:80]!r}"
     for key, state in found.get("callbacks", {}).items():
         if key.startswith("ModelCheckpoint") and isinstance(state, dict):

@@ -127,12 +127,15 @@ class _Bounded(urllib.request.AbstractHTTPHandler):
     def do_open(
         self, http_class: Callable[..., HTTPConnection], req: urllib.request.Request, **given: Any
     ) -> HTTPResponse:
+        seconds = req.timeout
+        assert seconds is not None
+
         def connection(*args: Any, **kwargs: Any) -> HTTPConnection:
             made = http_class(*args, **kwargs)
-            made.response_class = partial(_Reply, seconds=req.timeout)  # type: ignore[attr-defined, assignment]
+            made.response_class = partial(_Reply, seconds=seconds)  # type: ignore[assignment]
             return made
 
-        return super().do_open(connection, req, **given)  # type: ignore[arg-type]
+        return super().do_open(connection, req, **given)
 
 
 class _Http(_Bounded, urllib.request.HTTPHandler):

@@ -44,6 +44,7 @@ def server() -> Iterator[Server]:
     running = Server()
     yield running
     running.server.shutdown()
+    running.server.server_close()
 
 
 def row(number: int, completion: str) -> ResultRow:

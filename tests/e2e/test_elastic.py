@@ -43,6 +43,18 @@ RL = [
     "--data.val_tasks=null",
 ]
 
+SHARDED = [
+    "fit",
+    "--config=configs/exp/sft_gt_tiny.yaml",
+    "--config=configs/trainer/fsdp_cpu.yaml",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.logger=false",
+    "--trainer.max_steps=6",
+    "--data.batch_size=2",
+    "--data.rows_per_update=4",
+    "--data.sources.init_args.tasks.init_args.num_examples=40",
+]
+
 
 def callbacks(at: Path) -> str:
     """What saves every RL step of a run, its curve and its weights."""
@@ -71,6 +83,15 @@ def learn(rank: int, count: int, folder: Path, cut: Path | None) -> None:
     at = folder / str(count)
     resume = [] if cut is None else [f"--ckpt_path={cut}"]
     run(*RL[:2], *on(count), *RL[2:], f"--run_dir={at}", callbacks(at), *resume)
+
+
+def fine_tune(rank: int, count: int, at: Path, cut: Path | None) -> None:
+    torch.set_num_threads(1)
+    init = {"dirpath": str(at), "filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
+    saver = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": init}
+    resume = [] if cut is None else [f"--ckpt_path={cut}"]
+    callbacks = f"--trainer.callbacks={json.dumps([saver])}"
+    run(*SHARDED, f"--trainer.devices={count}", f"--run_dir={at}", callbacks, *resume)
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +142,17 @@ def test_reinforcement_learning_goes_on_with_any_number_of_processes(folder: Pat
     assert all(point["rollout/reward_std"] > 0 for point in curves[0] if point["step"] > 1)
     moved = [value.abs().max() for key, value in weights[0].items() if "lora_B" in key]
     assert max(moved) > 1e-3
+
+
+def test_sharded_training_goes_on_with_any_number_of_processes(folder: Path) -> None:
+    """Checkpoint folders of FSDP2: two processes all the way; one after two steps; two again."""
+    whole, one, two = (folder / f"sharded {name}" for name in ("whole", "one", "two"))
+    in_processes(2, fine_tune, 2, whole, None)
+    in_processes(1, fine_tune, 1, one, whole / "step=2.ckpt")
+    in_processes(2, fine_tune, 2, two, one / "step=4.ckpt")
+    assert (one / "step=4.ckpt").is_dir()
+    expected = load_file(whole / "adapter" / "adapter_model.safetensors")
+    for at in (one, two):
+        found = load_file(at / "adapter" / "adapter_model.safetensors")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert max(value.abs().max() for key, value in expected.items() if "lora_B" in key) > 1e-3
