@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from lit_dlm.grading.bounded import shared_processes
@@ -176,6 +176,100 @@ def grade_exact(completion: str, gold: str) -> Verdict:
     right = answer == gold.strip()
     detail = "" if right else f"expected {gold.strip()}"
     return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+
+
+_VQA_NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4"}
+_VQA_NUMBERS |= {"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
+_VQA_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+_VQA_CONTRACTIONS = {
+    word.replace("'", ""): word
+    for word in re.findall(
+        r"\S+",
+        "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
+        "how'd how'll how's i'd've i'm i've isn't it'd it'll ma'am mightn't might've mustn't "
+        "must've needn't not've o'clock oughtn't shan't should've shouldn't somebody'll "
+        "somebody's someone'd someone'll someone's something'd something'll that's there'd "
+        "there're there's they'd they'll they're they've 'twas wasn't we've weren't what'll "
+        "what're what's what've when's where'd where's where've who'd who'll who's who've why'll "
+        "why're why's won't would've wouldn't y'all you'd you'll you're you've",
+    )
+}
+
+
+def normalised_vqa(answer: str) -> str:
+    """A short answer as VQA compares it (arXiv:1505.00468; its evaluation code).
+
+    Lower case, number words as digits, no articles, no full stops but in numbers, apostrophes of
+    contractions put back. Punctuation goes away where a space is beside it or a comma groups
+    digits, and becomes a space elsewhere.
+
+    Args:
+        answer: a word or a few.
+    """
+    text = " ".join(answer.split())
+    for mark in _VQA_MARKS:
+        drops = f"{mark} " in text or f" {mark}" in text or re.search(r"\d,\d", answer)
+        text = text.replace(mark, "" if drops else " ")
+    text = re.sub(r"\.(?!\d)", "", text).lower()
+    words = (_VQA_NUMBERS.get(word, word) for word in text.split())
+    kept = (word for word in words if word not in ("a", "an", "the"))
+    return " ".join(_VQA_CONTRACTIONS.get(word, word) for word in kept)
+
+
+def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
+    """Grades a short answer by those that people gave (VQA accuracy, arXiv:1505.00468).
+
+    Its score is the mean over all people of ``min(n / 3, 1)``, where ``n`` of the others gave the
+    same answer; right is what has half a point or more. Answers of both sides are
+    normalised; the evaluation code leaves those of people who all agree as they are.
+
+    Args:
+        completion: A model's answer and nothing else.
+        answers: Those of people, usually ten.
+    """
+    answer = normalised_vqa(completion)
+    if not answer:
+        return Verdict(status="no_answer", detail="the completion is empty", score=0.0)
+    same = [normalised_vqa(one) == answer for one in answers]
+    total = sum(same)
+    if len(answers) == 1:
+        score = float(total)
+    else:
+        score = sum(min((total - one) / 3, 1.0) for one in same) / len(same)
+    detail = "" if total else f"expected {max(set(answers), key=[*answers].count)}"
+    return Verdict(
+        status="right" if score >= 0.5 else "wrong", answer=answer, detail=detail, score=score
+    )
+
+
+def grade_relaxed(completion: str, gold: str) -> Verdict:
+    """Grades a short answer about a chart: numbers may be off by 5 % (ChartQA, arXiv:2203.10244).
+
+    A percentage is a hundredth. What is no number on both sides, and a gold answer of zero, must be
+    the same text in any case.
+
+    Args:
+        completion: A model's answer and nothing else.
+        gold: The true answer.
+    """
+    answer = completion.strip()
+    if not answer:
+        return Verdict(status="no_answer", detail="the completion is empty")
+    found, truth = (_plain_number(text) for text in (answer, gold.strip()))
+    if found is not None and truth:
+        right = abs(found - truth) <= abs(truth) / 20
+    else:
+        right = answer.lower() == gold.strip().lower()
+    detail = "" if right else f"expected {gold.strip()}"
+    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+
+
+def _plain_number(text: str) -> Fraction | None:
+    """A text that is a number and nothing else, exactly; ``12 %`` is a hundredth of ``12``."""
+    match = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+))(\s*%)?", text.replace(",", ""))
+    if match is None or len(match[1]) > _MAX_DIGITS:
+        return None
+    return Fraction(match[1]) / (100 if match[2] else 1)
 
 
 def extract_choice(completion: str, num_options: int) -> str | None:

@@ -76,6 +76,8 @@ class ResultRow:
     """Text of the prompt; empty in results from before it was kept."""
     response: int = 0
     """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
+    score: float | None = None
+    """Share of a full point, 0 to 1, where the task's accuracy is the mean of these."""
 
     @property
     def prompt_uid(self) -> str:

@@ -21,8 +21,8 @@ class MethodSummary:
     n: int
     """Samples: prompts times responses to each."""
     accuracy: float | None
-    """Fraction of right samples, avg@k with k responses to a prompt; ``None`` where nothing was
-    graded."""
+    """Fraction of right samples, or their mean score where the task has one; avg@k with k responses
+    to a prompt; ``None`` where nothing was graded."""
     stderr: float | None
     """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
     prompt the one that takes prompts as drawn at random and their responses as dependent."""
@@ -104,11 +104,14 @@ def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
     accuracy = stderr = interval = pass_at = None
     if any(row.verdict != "ungraded" for row in rows):
-        accuracy = sum(row.correct for row in rows) / n
+        points = [float(row.correct) if row.score is None else row.score for row in rows]
+        accuracy = sum(points) / n
         grades: defaultdict[str, list[bool]] = defaultdict(list)
-        for row in rows:
+        sums: defaultdict[str, float] = defaultdict(float)
+        for row, point in zip(rows, points, strict=True):
             grades[row.prompt_uid].append(row.correct)
-        errors = (sum(group) - len(group) * accuracy for group in grades.values())
+            sums[row.prompt_uid] += point
+        errors = (sums[uid] - len(group) * accuracy for uid, group in grades.items())
         stderr = math.sqrt(sum(error * error for error in errors)) / n
         # The spread of one response alone would be this many independent ones.
         spread = accuracy * (1.0 - accuracy)

@@ -59,6 +59,8 @@ class Task(Plug):
     """Whether grading executes model-written code (then ``allow_code_execution`` is required)."""
     is_graded: bool = True
     """Whether completions can be judged; plain prompts cannot."""
+    is_soft: bool = False
+    """Whether its accuracy is the mean of the verdicts' scores, not the share of right answers."""
     template: str | None = None
     """Text of the template given in place of the task's own (:mod:`lit_dlm.tasks.templates`)."""
 

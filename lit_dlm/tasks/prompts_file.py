@@ -12,6 +12,8 @@ from lit_dlm.grading.answers import (
     grade_exact,
     grade_math,
     grade_numeric,
+    grade_relaxed,
+    grade_vqa,
     parse_number,
 )
 from lit_dlm.tasks.base import DatasetTask, PromptExample
@@ -32,7 +34,8 @@ class PromptsFile(DatasetTask):
         streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
-            expression.
+            expression, ``vqa`` a short answer with the row's ``answers`` of several people (texts,
+            or objects with an ``answer``), ``chartqa`` a short answer that may be off by 5 %.
         name: name of the task in results and uids, to tell several files apart.
     """
 
@@ -40,17 +43,19 @@ class PromptsFile(DatasetTask):
         self,
         path: str,
         *,
-        grading: Literal["none", "exact", "numeric", "math"] = "none",
+        grading: Literal["none", "exact", "numeric", "math", "vqa", "chartqa"] = "none",
         name: str = "prompts",
         config: str | None = None,
         streamed: bool = False,
         **options: Any,
     ) -> None:
-        if grading not in ("none", "exact", "numeric", "math"):
-            raise ValueError(f"grading: expected none, exact, numeric or math, got {grading!r}")
+        known = ("none", "exact", "numeric", "math", "vqa", "chartqa")
+        if grading not in known:
+            raise ValueError(f"grading: expected one of {', '.join(known)}, got {grading!r}")
         self.name = name
         self.grading = grading
         self.is_graded = grading != "none"
+        self.is_soft = grading == "vqa"
         self.hub_config = config
         self.streamed = streamed
         super().__init__(path, **options)
@@ -72,9 +77,12 @@ class PromptsFile(DatasetTask):
         return str(value)
 
     def _example(self, row: Row) -> PromptExample:
-        turns, answer = conversation(row, needs_answer=self.is_graded, short=True)
-        reference = {}
-        if self.is_graded:
+        by_people = self.grading == "vqa"
+        turns, answer = conversation(row, needs_answer=self.is_graded and not by_people, short=True)
+        reference: dict[str, Any] = {}
+        if by_people:
+            reference["answers"] = _answers(row)
+        elif self.is_graded:
             assert answer is not None
             if self.grading == "numeric" and parse_number(answer) is None:
                 raise ValueError(f"{row.origin}: the answer must hold a number, got {answer!r}")
@@ -105,7 +113,11 @@ class PromptsFile(DatasetTask):
         Raises:
             ValueError: the file is not graded; ask ``is_graded`` first.
         """
+        if self.grading == "vqa":
+            return grade_vqa(completion, example.reference["answers"])
         answer = self._answer(example)
+        if self.grading == "chartqa":
+            return grade_relaxed(completion, answer)
         if self.grading == "numeric":
             return grade_numeric(completion, answer)
         if self.grading == "math":
@@ -117,4 +129,17 @@ class PromptsFile(DatasetTask):
             raise ValueError(
                 f"grading: the prompts of task {self.name!r} have no grader (grading: none)"
             )
+        if self.grading == "vqa":
+            answers = example.reference["answers"]
+            return str(max(answers, key=answers.count))
         return str(example.reference["answer"])
+
+
+def _answers(row: Row) -> list[str]:
+    """Those of several people."""
+    given = row.fields.get("answers")
+    found = [one.get("answer") if isinstance(one, dict) else one for one in given or []]
+    texts = [one for one in found if isinstance(one, str)]
+    if not texts or len(texts) < len(found):
+        raise ValueError(f"{row.origin}: field 'answers' must be a list of texts")
+    return texts

@@ -17,7 +17,10 @@ from lit_dlm.grading.answers import (
     grade_exact,
     grade_math,
     grade_numeric,
+    grade_relaxed,
+    grade_vqa,
     last_boxed,
+    normalised_vqa,
     parse_number,
     text_after_marker,
 )
@@ -195,3 +198,62 @@ def test_real_generations_are_graded_as_counted_by_hand():
         for row in usable
     )
     assert right == 890
+
+
+@pytest.mark.parametrize(
+    ("text", "normalised"),
+    [
+        ("The  Two\n dogs.", "2 dogs"),
+        ("dont know", "don't know"),
+        ("black/white", "black white"),  # no space beside the mark: it becomes one
+        ("yes, sir", "yes sir"),
+        ("1,000 a-b", "1000 ab"),  # a comma that groups digits takes all marks away
+        ("3.5", "3.5"),
+        ("none", "0"),
+    ],
+)
+def test_vqa_normalisation(text: str, normalised: str):
+    assert normalised_vqa(text) == normalised
+
+
+@pytest.mark.parametrize(
+    ("completion", "answers", "score"),
+    [
+        ("Two.", ["2"] * 10, 1.0),
+        # Two of ten said so: eight people see 2 others (2/3 each), two see 1 (1/3 each).
+        ("red", ["red"] * 2 + ["blue"] * 8, (8 * 2 / 3 + 2 * 1 / 3) / 10),
+        # Three: seven see 3, three see 2.
+        ("a red", ["red"] * 3 + ["blue"] * 7, (7 * 1 + 3 * 2 / 3) / 10),
+        ("green", ["red"] * 10, 0.0),
+        ("red", ["Red"], 1.0),
+    ],
+)
+def test_vqa_accuracy_by_hand(completion: str, answers: list[str], score: float):
+    verdict = grade_vqa(completion, answers)
+    assert verdict.score == pytest.approx(score)
+    assert verdict.is_correct == (score >= 0.5)
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "right"),
+    [
+        ("95", "100", True),
+        ("94.99", "100", False),
+        ("105.0", "100", True),
+        ("12 %", "0.12", True),
+        ("12", "12%", False),
+        ("1,050", "1000", True),
+        ("0.01", "0", False),  # five per cent of nothing
+        ("0", "0", True),
+        ("-95", "-100", True),
+        ("germany", "Germany", True),
+        ("Germany.", "Germany", False),
+        ("about 100", "100", False),
+    ],
+)
+def test_chartqa_relaxed_accuracy_by_hand(completion: str, gold: str, right: bool):
+    assert grade_relaxed(completion, gold).is_correct == right
+
+
+def test_empty_short_answers_are_none():
+    assert grade_vqa(" ", ["x"]).status == grade_relaxed(" ", "x").status == "no_answer"

@@ -31,10 +31,17 @@ def test_prompts_pass_unchanged_and_need_no_answers(tmp_path):
 
 @pytest.mark.parametrize(
     ("grading", "right", "wrong"),
-    [("exact", "2", "2."), ("numeric", "so 2.0", "3"), ("math", "\\boxed{4/2}", "\\boxed{3}")],
+    [
+        ("exact", "2", "2."),
+        ("numeric", "so 2.0", "3"),
+        ("math", "\\boxed{4/2}", "\\boxed{3}"),
+        ("chartqa", "2.1", "2.11"),
+        ("vqa", "Two", "3"),
+    ],
 )
 def test_gradings(tmp_path, grading, right, wrong):
-    task = PromptsFile(_file(tmp_path, ROWS[0]), grading=grading)
+    answers = {"answers": [{"answer": "2"}, "2", "2", "3"]}
+    task = PromptsFile(_file(tmp_path, ROWS[0] | answers), grading=grading)
     example = task.examples()[0]
     assert task.grade(example, right).is_correct
     assert not task.grade(example, wrong).is_correct
@@ -52,8 +59,9 @@ def test_gradings(tmp_path, grading, right, wrong):
         ([{"prompt": "p", "answer": [2]}], "exact", "line 1: field 'answer' must be a text or a n"),
         ([ROWS[1]], "numeric", "line 1: the answer must hold a number, got 'x'"),
         ([ROWS[0], ROWS[0]], "none", "line 2: id 'a' is taken by .*line 1"),
+        ([ROWS[0]], "vqa", "line 1: field 'answers' must be a list of texts"),
         ([], "none", "expected at least one row"),
-        ([ROWS[0]], "fuzzy", "grading: expected none, exact, numeric or math, got 'fuzzy'"),
+        ([ROWS[0]], "fuzzy", "grading: expected one of none, .*, chartqa, got 'fuzzy'"),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path, rows, grading, message):
