@@ -21,9 +21,11 @@ from rich.console import Console
 
 from lit_dlm.callbacks.grading_queue import GradedWriter, GradingQueue
 from lit_dlm.callbacks.shard_writer import ShardWriter, grade_facts
+from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder, require_all
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.pictures import drawn_picture
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
@@ -38,7 +40,8 @@ class ResultWriter(GradedWriter):
     """Writes one JSON line per sample, and at the end a summary, a table and a plot.
 
     With ``model.level`` and ``data.trajectories_dir`` set it also writes the trajectory of every
-    sample to that folder, with the grade, and the line names it.
+    sample to that folder, with the grade, and the line names it. Pictures that the model draws are
+    written as ``{run_dir}/pictures/{method}/{uid}.png`` too.
 
     Args:
         run_dir: folder of the run; results go to ``{run_dir}/results``.
@@ -111,13 +114,23 @@ class ResultWriter(GradedWriter):
     def write(self, decoded: DecodedBatch, verdicts: list[Verdict] | None) -> None:
         """Appends the rows of a batch, then queues its trajectories."""
         assert verdicts is not None
+        assert self._queue is not None
         rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
+        rows = [
+            replace(row, score=verdict.score) if self._queue.tasks[row.task].is_soft else row
+            for row, verdict in zip(rows, verdicts, strict=True)
+        ]
         if self._target is not None:
             folder = os.path.relpath(self._target.folder, self.run_dir)
             rows = [
                 replace(row, trajectory=_named(record, folder))
                 for row, record in zip(rows, decoded.trajectories, strict=True)
             ]
+        for row in rows:
+            if picture := drawn_picture(row.completion):
+                path = self.run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_name(path.name + ".png").write_bytes(picture.read())
         self.results.append(rows, rank=self._rank)
         if self._target is not None:
             self._target.put(decoded, [grade_facts(verdict) for verdict in verdicts])

@@ -141,7 +141,7 @@ class TracePictures(Callback):
         self._num_seen[outputs.method] += len(samples)
         self._samples += samples
         self._methods[outputs.method] = outputs.decoder
-        written = self._draw(samples, TokenPieces(pl_module.tokenizer), self.folder)
+        written = self._draw(samples, _pieces(pl_module), self.folder)
         for target in trainer.loggers:
             log_images(target, written, step=0)
 
@@ -158,7 +158,7 @@ class TracePictures(Callback):
             num_available=len(self._samples),
             methods=self._methods,
         )
-        pieces = TokenPieces(pl_module.tokenizer)
+        pieces = _pieces(pl_module)
         write_viewer(
             self.folder / "traces.html",
             [ViewedSet(samples=shown, pieces=pieces)],
@@ -186,7 +186,7 @@ class TracePictures(Callback):
             return
         self._methods[method] = pl_module.decoders[method].describe()
         folder = self.folder / f"step-{trainer.global_step:07d}"
-        written = self._draw(samples, TokenPieces(pl_module.tokenizer), folder)
+        written = self._draw(samples, _pieces(pl_module), folder)
         for target in trainer.loggers:
             log_images(target, written, step=trainer.global_step)
 
@@ -225,7 +225,7 @@ class TracePictures(Callback):
         """Pictures by the tag under which loggers show them: animations have none."""
         tagged: dict[str, Path] = {}
         for sample in samples:
-            base = folder / _file_name(sample.method) / _file_name(sample.example)
+            base = folder / file_name(sample.method) / file_name(sample.example)
             paths = {
                 kind: base.with_name(base.name + suffix)
                 for kind, suffix in SUFFIXES.items()
@@ -284,7 +284,11 @@ def _samples_of(decoded: DecodedBatch) -> list[Sample]:
     ]
 
 
-def _file_name(name: str) -> str:
+def _pieces(module: DecodeModule) -> TokenPieces:
+    return TokenPieces(module.tokenizer, getattr(module.backbone, "vision", None))
+
+
+def file_name(name: str) -> str:
     """A uid or method as a file name."""
     return re.sub(r"[^\w.+-]+", "_", name).strip(".") or "_"
 

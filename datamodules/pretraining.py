@@ -178,11 +178,14 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         return DrillBatch(ids=ids, pad_mask=ids != self.tokenizer.pad_token_id, hidden=hidden)
 
     def _hide_chances(self, line: Sequence[int]) -> list[float]:
-        """Chance of each token to be hidden: high for the digits behind an equals sign."""
+        """Chance of each token to be hidden: high for what an equals sign is followed by."""
         chances = []
-        in_result = False
+        in_result = after_digit = False
         for token in self.tokenizer.convert_ids_to_tokens(list(line)):
-            in_result = token == "=" or (in_result and token.isdigit())
+            # A number ends at the first word; words may carry the space behind them.
+            is_word = token.strip("Ġ").isalpha() and not after_digit
+            in_result = token == "=" or (in_result and (token.isdigit() or is_word))
+            after_digit = token.isdigit()
             is_result = in_result and token != "="
             chances.append(RESULT_HIDE_CHANCE if is_result else OTHER_HIDE_CHANCE)
         return chances

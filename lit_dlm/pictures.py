@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import os
@@ -24,6 +25,9 @@ MAX_PIXELS = 50_000_000
 MIN_SIDE = 4
 MAX_ASPECT = 200
 """Longest side over the shortest: beyond it nothing would be left of the short one."""
+
+DATA = "data:image/png;base64,"
+"""How the text of a drawn picture begins."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error)
 """What Pillow raises on damaged files."""
@@ -126,6 +130,24 @@ class Picture:
                 f"{self.name}: expected sides of at most 1 to {MAX_ASPECT}, got {width} x {height}"
             )
         return image
+
+
+def as_text(image: Image.Image) -> str:
+    """A drawn picture as the text of its response: a ``data:`` address of a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return DATA + base64.b64encode(file.getvalue()).decode()
+
+
+def drawn_picture(completion: str) -> Picture | None:
+    """The picture that a completion is, or ``None`` for text; see :func:`as_text`."""
+    if not completion.startswith(DATA):
+        return None
+    try:
+        data = base64.b64decode(completion.removeprefix(DATA), validate=True)
+    except ValueError:
+        return None
+    return Picture(data, name="the drawn picture")
 
 
 def refuse_pictures(pictures: object, uid: str) -> None:

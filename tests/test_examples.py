@@ -10,9 +10,17 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from jsonargparse import ArgumentParser
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerFast
 
 import cli
+from lit_dlm.pictures import as_text
+from lit_dlm.tasks import Task
+from tests.e2e.runs import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples"
@@ -112,3 +120,60 @@ def test_the_reward_is_paid(tmp_path: Path):
         step = next(csv.DictReader(file))
     assert 0 < float(step["rollout/reward/few_steps"]) < float(step["rollout/correct"])
     assert "reward.FewSteps" in (tmp_path / "fit.yaml").read_text()
+
+
+def test_the_scorer_judges_drawn_pictures(tmp_path: Path):
+    """Of a CLIP with random weights: the score is that of its own embeddings."""
+    sys.path.insert(0, str(FOLDER))
+    write_clip(tmp_path / "clip")
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a b"}])
+    spec = yaml.safe_load(shown("picture_scorer"))["tasks"][0]
+    spec["init_args"]["path"] = str(tmp_path / "prompts.jsonl")
+    spec["init_args"]["scorer"]["init_args"]["path"] = str(tmp_path / "clip")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Task, "task")
+    task = parser.instantiate(parser.parse_object({"task": spec})).task
+    image = Image.new("RGB", (30, 20), "red")
+    (example,) = task.examples()
+    verdict = task.grade(example, as_text(image))
+
+    model = CLIPModel.from_pretrained(tmp_path / "clip")
+    # The middle square of the picture is red: (x - mean) / std of each channel.
+    colour = (torch.tensor([1.0, 0.0, 0.0]) - 0.5) / 0.5
+    pixels = colour[None, :, None, None].expand(1, 3, 32, 32)
+    with torch.no_grad():
+        found = model(input_ids=torch.tensor([[0, 1, 2, 3]]), pixel_values=pixels)
+    cosine = float(torch.cosine_similarity(found.image_embeds, found.text_embeds))
+    assert verdict.score == pytest.approx(min(2.5 * max(cosine, 0.0), 1.0), abs=1e-4)
+    assert verdict.score > 0.0
+
+
+def write_clip(folder: Path) -> None:
+    """A CLIP of random weights whose words are a and b."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = CLIPConfig(
+        text_config={**sizes, "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 3},
+        vision_config={**sizes, "image_size": 32, "patch_size": 16},
+        projection_dim=8,
+    )
+    model = CLIPModel(config)
+    with torch.no_grad():  # so that the cosine is above zero
+        model.text_projection.weight.copy_(model.visual_projection.weight)
+    model.save_pretrained(folder)
+    half = [0.5, 0.5, 0.5]
+    size = {"shortest_edge": 32}
+    CLIPImageProcessorPil(
+        size=size, crop_size={"height": 32, "width": 32}, image_mean=half, image_std=half
+    ).save_pretrained(folder)
+    core = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 3)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)

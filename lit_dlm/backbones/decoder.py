@@ -38,7 +38,7 @@ from lit_dlm.backbones.lora_settings import (
     read_adapter_settings,
 )
 from lit_dlm.backbones.resolution import EXPORT_KEY, FromAR, Resolved, resolve
-from lit_dlm.backbones.vision import TokenVision, TowerSizes, TowerVision, Vision, VisionSettings
+from lit_dlm.backbones.vision import TowerSizes, TowerVision, Vision, VisionSettings, token_vision
 from lit_dlm.backbones.weights import (
     files_digest,
     load_weights,
@@ -244,7 +244,7 @@ class StoredDecoder(nn.Module):
     def _seeing(self, settings: VisionSettings) -> Vision:
         family = self.architecture.family
         if self.spec.text_vocab_size is not None:
-            return TokenVision(settings, first_id=self.spec.text_vocab_size)
+            return token_vision(self._base_name, settings, first_id=self.spec.text_vocab_size)
         if family != "llada_v" or self._source_config is None:
             raise ValueError(
                 f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got {family}"

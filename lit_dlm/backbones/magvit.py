@@ -185,6 +185,7 @@ class Magvit(nn.Module):
         self.num_codes = 2**sizes.num_bits
         self.scale = 2 ** (len(sizes.encoder) - 1)
         """Pixels on each side of a token."""
+        self.resolution = 32 * self.scale
         self.encoder = _Encoder(sizes)
         self.decoder = _Decoder(sizes)
         if files:
@@ -207,7 +208,7 @@ class Magvit(nn.Module):
             ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; the first of the
             13 numbers is the highest binary digit.
         """
-        positive = self.encoder(pixels) > 0
+        positive = self.encoder(pixels.to(self.encoder.conv_in.weight)) > 0
         return (positive.permute(0, 2, 3, 1).long() * self._powers(pixels.device)).sum(-1)
 
     @torch.no_grad()
@@ -220,8 +221,10 @@ class Magvit(nn.Module):
         Returns:
             ``(B, 3, rows * scale, columns * scale)`` float32, about in [-1, 1].
         """
-        bits = (codes[..., None] & self._powers(codes.device) > 0).float() * 2 - 1
-        return self.decoder(bits.permute(0, 3, 1, 2).contiguous())
+        weight = self.decoder.conv_in.weight
+        codes = codes.to(weight.device)
+        bits = (codes[..., None] & self._powers(codes.device) > 0).to(weight.dtype) * 2 - 1
+        return self.decoder(bits.permute(0, 3, 1, 2).contiguous()).float()
 
     def _powers(self, device: torch.device) -> Tensor:
         return 2 ** torch.arange(self.num_bits - 1, -1, -1, device=device)

@@ -8,6 +8,7 @@ row is there as long as something that was encoded is not released.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections import Counter
@@ -22,7 +23,10 @@ from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from lit_dlm.backbones.anyres import AnyRes
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.magvit import Magvit
+from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.backbones.resolution import read_added_tokens, resolve
 from lit_dlm.pictures import PLACE, Picture, PictureFolder
 
 
@@ -35,8 +39,8 @@ class VisionSettings:
     path: str | None = None
     """Weights of the picture tokenizer where the model's own folder has none (MMaDA:
     ``showlab/magvitv2``)."""
-    resolution: int = 512
-    """Pixels on each side of a picture that becomes tokens."""
+    resolution: int | None = None
+    """Pixels on each side of a picture that becomes tokens; by default 512 with MAGVIT-v2."""
     max_pictures: int = 16
     """Most pictures in a prompt."""
 
@@ -152,47 +156,93 @@ class Vision(nn.Module):
 
 
 class TokenVision(Vision):
-    """MMaDA: a picture is the tokens of MAGVIT-v2 in front of the words (arXiv:2505.15809)."""
-
-    START, END, ASKED = 126084, 126085, 126089
-    """``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, the task of answering about a picture."""
+    """A picture is tokens in front of the words, as MMaDA has it (arXiv:2505.15809)."""
 
     def __init__(
-        self, settings: VisionSettings, *, first_id: int, tokenizer: Magvit | None = None
+        self,
+        settings: VisionSettings,
+        *,
+        first_id: int,
+        tokenizer: Magvit | PatchTokenizer,
+        marks: Mapping[str, int] | None = None,
     ) -> None:
-        """Reads the picture tokenizer.
+        """Sets the picture tokenizer.
 
         Args:
-            settings: with its ``path``.
-            first_id: that of the first picture token; 126,464 in the release.
-            tokenizer: in place of the one at ``path``.
+            settings: how it sees.
+            first_id: that of the first picture token; 126,464 in MMaDA's release.
+            tokenizer: of the pictures.
+            marks: ids of ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, the task of answering about a
+                picture; those of MMaDA, whose text tokenizer does not name them, by default.
 
         Raises:
-            ValueError: there is no ``path``, or something is to be trained.
+            ValueError: something is to be trained.
         """
         super().__init__(settings)
         if settings.train != "none":
             raise ValueError("vision.train: expected none, since pictures are tokens here")
-        if tokenizer is None and settings.path is None:
-            raise ValueError(
-                "vision.path: expected the picture tokenizer, such as showlab/magvitv2"
-            )
-        self.tokenizer = tokenizer or Magvit(settings.path)
+        self.tokenizer = tokenizer
+        self.resolution = settings.resolution or tokenizer.resolution
         self.first_id = first_id
+        self.marks = {"<|soi|>": 126084, "<|eoi|>": 126085, "<|mmu|>": 126089, **(marks or {})}
 
     def picture_ids(self, picture: Picture) -> list[int]:
         """Its tokens, line by line, of the picture made square with white margins."""
-        pixels = square_pixels(picture, self.settings.resolution)
-        weight = next(self.tokenizer.parameters())
-        codes = self.tokenizer.encode(pixels[None].to(weight))
+        codes = self.tokenizer.encode(square_pixels(picture, self.resolution)[None])
         return (codes.flatten() + self.first_id).tolist()
 
     def joined(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
         """Task, pictures between their marks, words."""
-        ids = [self.ASKED]
+        ids = [self.marks["<|mmu|>"]]
         for picture in pictures:
-            ids += [self.START, *picture, self.END]
+            ids += [self.marks["<|soi|>"], *picture, self.marks["<|eoi|>"]]
         return ids + [number for piece in pieces for number in piece]
+
+    def pictures(self, ids: Tensor) -> list[Image.Image]:
+        """The pictures that tokens mean.
+
+        Args:
+            ids: ``(B, N)`` int64, square pictures line by line; anything else than a picture token
+                is drawn grey, so that unfinished ones can be looked at.
+        """
+        side = math.isqrt(ids.shape[1])
+        codes = (ids - self.first_id).view(-1, side, side)
+        is_drawn = (codes >= 0) & (codes < self.tokenizer.num_codes)
+        pixels = self.tokenizer.decode(codes.where(is_drawn, 0))
+        scale = pixels.shape[-1] // side
+        shown = is_drawn[:, None].repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+        return [picture_of(one) for one in pixels.cpu().where(shown.cpu(), 0.0)]
+
+
+def token_vision(
+    path: str | None, settings: VisionSettings, *, first_id: int | None = None
+) -> TokenVision:
+    """The picture tokens of a model, which itself is not loaded.
+
+    Args:
+        path: embedded name, folder or hub id of the model; its folder may hold the picture
+            tokenizer.
+        settings: how it sees, with the tokenizer's ``path`` where it lies elsewhere.
+        first_id: that of the first picture token; what the model's files say by default.
+
+    Raises:
+        ValueError: there is no tokenizer of pictures, or pictures are no tokens of the model.
+    """
+    folder = None if path is None else locate(path, weights=False)
+    if first_id is None:
+        first_id = None if folder is None else resolve(folder).spec.text_vocab_size
+    if first_id is None:
+        raise ValueError(f"{path}: expected a model whose pictures are tokens")
+    found = folder if settings.path is None else locate(settings.path)
+    tokenizer: Magvit | PatchTokenizer
+    if found is not None and (found / CODEBOOK).is_file():
+        tokenizer = PatchTokenizer(found / CODEBOOK)
+    elif settings.path is not None:
+        tokenizer = Magvit(settings.path)
+    else:
+        raise ValueError("vision.path: expected the picture tokenizer, such as showlab/magvitv2")
+    marks = {} if folder is None else read_added_tokens(folder)
+    return TokenVision(settings, first_id=first_id, tokenizer=tokenizer, marks=marks)
 
 
 def square_pixels(picture: Picture, resolution: int) -> Tensor:

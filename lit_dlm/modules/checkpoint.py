@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.location import locate, read_json_object
 from lit_dlm.backbones.lora import adapter_parameters
+from lit_dlm.backbones.patches import CODEBOOK
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    CODEBOOK,
 )
 """Files of a tokenizer folder that an export carries along."""
 

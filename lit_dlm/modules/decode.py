@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.vision import TokenVision
 from lit_dlm.decoding import (
     Decoder,
     DecodeResult,
@@ -46,6 +47,7 @@ from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.pictures import as_text
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
@@ -450,7 +452,8 @@ class DecodeModule(LightningModule):
 
         Returns:
             The texts, cut at the first end of text (with a layout, that of every part of it) unless
-            ``cut_at_eos`` is off, and the numbers of tokens before that end.
+            ``cut_at_eos`` is off, and the numbers of tokens before that end. A response of picture
+            tokens becomes the picture (:func:`~lit_dlm.pictures.as_text`).
         """
         given = None if result.given is None else result.given[:, result.start :].cpu()
         return self._texts(result.ids[:, result.start :].cpu(), given)
@@ -475,4 +478,10 @@ class DecodeModule(LightningModule):
             str(self.tokenizer.decode(row[cells], skip_special_tokens=True))
             for row, cells in zip(response, kept, strict=True)
         ]
+        vision = getattr(self.backbone, "vision", None)
+        if isinstance(vision, TokenVision):
+            for number in (response >= vision.first_id).any(1).nonzero()[:, 0].tolist():
+                # The mark of the end is no part of the picture.
+                (image,) = vision.pictures(response[number : number + 1, :-1])
+                texts[number] = as_text(image)
         return texts, is_text.sum(1).tolist()

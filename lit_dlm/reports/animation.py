@@ -17,6 +17,8 @@ from lit_dlm.trajectories.record import Trajectory
 
 MAX_FRAMES = 120
 """A longer decode shows its steps in strides."""
+_PICTURE_LINES = 9
+"""Lines of text that a drawn picture takes."""
 HOLD_SECONDS = 2.5
 """How long the last frame stands."""
 
@@ -62,7 +64,8 @@ def write_gif(
 ) -> None:
     """Writes an animation of one decode, or of several one below the other.
 
-    Special tokens are not drawn; their places go empty. Several decodes run at the same pace, so
+    Special tokens are not drawn; their places go empty. A response of picture tokens is shown as
+    the picture, grey where it is not drawn yet. Several decodes run at the same pace, so
     the one with fewer steps stands still sooner.
 
     Raises:
@@ -167,11 +170,18 @@ class _Painter:
         self.prompt = _wrapped(
             pieces.line(samples[0].record.prompt_ids.tolist()).strip(), style.columns, most=6
         )
-        self.cells = [lay_out(sample.record, pieces, columns=style.columns) for sample in samples]
+        self.drawn = [pieces.drawn(sample.record) for sample in samples]
+        self.cells = [
+            [] if drawn else lay_out(sample.record, pieces, columns=style.columns)
+            for sample, drawn in zip(samples, self.drawn, strict=True)
+        ]
         self.states = [sample.record.all_states() for sample in samples]
         self.special = pieces.is_special
         self.width = round(2 * self.margin + style.columns * self.advance)
-        rows = [max((cell.row for cell in cells), default=0) + 1 for cells in self.cells]
+        rows = [
+            _PICTURE_LINES if drawn else max((cell.row for cell in cells), default=0) + 1
+            for cells, drawn in zip(self.cells, self.drawn, strict=True)
+        ]
         self.heights = [round(self.line * (1.35 + count)) for count in rows]
         top = self.margin + self.line * len(self.prompt) + self.margin // 2
         gaps = self.margin * len(samples)
@@ -187,6 +197,12 @@ class _Painter:
         top = float(self.top)
         for number, sample in enumerate(self.samples):
             self._panel(draw, number, sample.record, step, since, top)
+            if drawn := self.drawn[number]:
+                side = self.line * (_PICTURE_LINES - 1)
+                picture = drawn[min(step, sample.record.num_steps)].resize(
+                    (side, side), Image.Resampling.NEAREST
+                )
+                image.paste(picture, (self.margin, round(top + 1.35 * self.line)))
             top += self.heights[number] + self.margin
         return image
 

@@ -10,6 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from PIL import Image
+
+from lit_dlm.trajectories.record import Trajectory
+
 _LOST = "\ufffd"
 """What decoders write for bytes that are no character."""
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -32,14 +37,16 @@ _ALPHABET: Mapping[str, int] = _byte_alphabet()
 
 
 class TokenPieces:
-    """Text of single tokens, decoded once each."""
+    """Text of single tokens, decoded once each, and pictures of those that mean some."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, vision: Any | None = None) -> None:
         """Takes a tokenizer.
 
         Args:
             tokenizer: a tokenizer of transformers; ``None`` shows token ids instead of text.
+            vision: a :class:`~lit_dlm.backbones.vision.TokenVision`, where the model draws.
         """
+        self._vision = vision if hasattr(vision, "pictures") else None
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self._partial: set[int] = set()
@@ -59,6 +66,13 @@ class TokenPieces:
         if token not in self._texts:
             self._texts[token] = self._decode_one(token)
         return self._texts[token]
+
+    def drawn(self, record: Trajectory) -> list[Image.Image]:
+        """The picture that a response draws, after no step and after each; none for a text."""
+        if self._vision is None or not (record.tokens >= self._vision.first_id).any():
+            return []
+        states = record.all_states()[:, :-1]  # the mark of the end is no part of it
+        return self._vision.pictures(torch.from_numpy(states).long())
 
     def is_special(self, token: int) -> bool:
         """Whether the vocabulary marks a token as special, such as an end of text."""

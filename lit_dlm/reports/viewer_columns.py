@@ -11,6 +11,7 @@ key          type         content
 ``signals``  f16 each     values per response position, NaN where there is none
 ``seen``     token        proposal at every masked position of every step, by step
 ``sure``     u8           probability of that proposal in 1/254, 255 where unknown
+``frames``   u8 each      drawn picture, square RGB, after no step and after each
 ===========  ===========  =============================================================
 
 ``token`` is u16 or u32 and indexes the page's table of tokens, which holds only what occurs.
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.regions import regions_of
@@ -34,6 +36,8 @@ from lit_dlm.trajectories.record import Trajectory
 META_SIGNALS = ("value", "advantage", "token_rewards")
 """Entries of a record's ``meta`` that hold a number (or null) per response position, from the first
 on; a shorter list leaves the others without one."""
+MAX_SIDE = 64
+"""Pixels on each side of a drawn picture in the page; larger ones are made smaller."""
 NEVER = 0xFFFF
 """Commit step of a position that no step wrote."""
 
@@ -126,6 +130,11 @@ def sample_columns(
         },
         "regions": [[part.name, part.start, part.end] for part in regions_of(record, method)],
     }
+    if drawn := table.pieces.drawn(record):
+        side = min(drawn[0].width, MAX_SIDE)
+        content["frames"] = [
+            _packed(np.array(one.resize((side, side), Image.Resampling.BOX)), "u1") for one in drawn
+        ]
     if isinstance(record.meta.get("reward"), (int, float)):
         content["reward"] = record.meta["reward"]
     if record.given is not None:

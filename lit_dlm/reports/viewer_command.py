@@ -11,7 +11,7 @@ from typing import Any
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import NoSampleError, SampleSet, load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
-from lit_dlm.trajectories.commands import tokenizer_of
+from lit_dlm.trajectories.commands import run_of_shard, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,24 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     Raises:
         ValueError: there is no such tokenizer, or the run names none that is here.
     """
-    loaded: Any = None if tokenizer == "none" else tokenizer_of(shards, tokenizer)
-    return TokenPieces(loaded)
+    if tokenizer == "none":
+        return TokenPieces(None)
+    loaded: Any = tokenizer_of(shards, tokenizer)
+    run = run_of_shard(shards[0])[0]
+    settings = run.model.get("vision")
+    if settings is None:
+        return TokenPieces(loaded)
+    from lit_dlm.backbones.resolution import resolve
+    from lit_dlm.backbones.vision import VisionSettings, token_vision
+
+    path = tokenizer or run.tokenizer["path"]
+    if resolve(path).spec.text_vocab_size is None:
+        return TokenPieces(loaded)  # it sees pictures and draws none
+    try:
+        return TokenPieces(loaded, token_vision(path, VisionSettings(**settings)))
+    except ValueError as error:
+        logger.warning("drawn pictures are shown as tokens: %s", error)
+        return TokenPieces(loaded)
 
 
 def _beside(shown: SampleSet, options: argparse.Namespace) -> SampleSet:

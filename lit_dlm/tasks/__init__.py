@@ -6,6 +6,7 @@ from typing import Any
 from lit_dlm.tasks.alpaca import Alpaca
 from lit_dlm.tasks.base import PromptExample, Task, require_code_execution, tasks_by_name
 from lit_dlm.tasks.code_tests import CodeTests
+from lit_dlm.tasks.drawings import DrawingPrompts, PictureScorer
 from lit_dlm.tasks.gsm8k import GSM8K
 from lit_dlm.tasks.humaneval import HumanEval, HumanEvalPlus
 from lit_dlm.tasks.kodcode import KodCode
@@ -23,6 +24,7 @@ __all__ = [
     "MMMU",
     "Alpaca",
     "CodeTests",
+    "DrawingPrompts",
     "HumanEval",
     "HumanEvalPlus",
     "KodCode",
@@ -30,6 +32,7 @@ __all__ = [
     "MBPPPlus",
     "MMLUPro",
     "MultipleChoice",
+    "PictureScorer",
     "PromptExample",
     "PromptsFile",
     "SEEDBench",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
+from lit_dlm.pictures import Picture
 from lit_dlm.tasks.base import PromptExample, Task
 from lit_dlm.tasks.templates import PromptTemplate
 
@@ -33,6 +34,8 @@ class Problem:
     """The user turn."""
     reference: dict[str, Any]
     """What grading needs (JSON types only)."""
+    images: tuple[Picture, ...] = ()
+    """What the text asks about."""
 
 
 class TrainingSource(Protocol):
@@ -71,6 +74,8 @@ class GeneratedTask(Task):
         ValueError: the split is unknown, or the number is negative.
     """
 
+    splits: tuple[str, ...] = ("train", "test")
+
     def __init__(
         self,
         split: str = "test",
@@ -79,8 +84,9 @@ class GeneratedTask(Task):
         *,
         template: str | None = None,
     ) -> None:
-        if split not in ("train", "test"):
-            raise ValueError(f"{self.name}.split: expected 'train' or 'test', got {split!r}")
+        if split not in self.splits:
+            known = " or ".join(map(repr, self.splits))
+            raise ValueError(f"{self.name}.split: expected {known}, got {split!r}")
         if num_examples < 0:
             raise ValueError(f"{self.name}.num_examples: expected 0 or more, got {num_examples}")
         self.split = split
@@ -139,6 +145,7 @@ class GeneratedTask(Task):
             uid=f"{self.name}/{self.split}/{key}",
             task=self.name,
             reference=problem.reference,
+            images=problem.images,
             **self._template.render({**problem.reference, "question": problem.text}),
         )
 

@@ -9,6 +9,7 @@ with the end of text. Any other text still encodes, byte by byte.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +19,8 @@ from lit_dlm.toy.generated import TrainingSource
 
 PAD, END, MASK = "<|pad|>", "<|endoftext|>", "<|mask|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
+PICTURE_MARKS = ("<|mmu|>", "<|soi|>", "<|eoi|>")
+"""A question about pictures follows; a picture begins; it ends (as MMaDA has them)."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -25,6 +28,13 @@ CHAT_TEMPLATE = (
     "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+# Pictures go before the turn, where TokenVision puts them.
+PICTURE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "<|user|>{{ message['content'] }}",
+    "{% set parts = message['content'].rpartition('<|eoi|>') %}"
+    "{{ parts[0] ~ parts[1] }}<|user|>{{ parts[2] }}",
 )
 
 _PIECES = (
@@ -39,7 +49,11 @@ _PIECES = (
 
 
 def build_tokenizer(
-    sources: Sequence[TrainingSource], *, num_texts: int = 6_000, seed: int = 0
+    sources: Sequence[TrainingSource],
+    *,
+    num_texts: int = 6_000,
+    seed: int = 0,
+    num_picture_tokens: int = 0,
 ) -> PreTrainedTokenizerFast:
     """Builds the tokenizer of the embedded models. Equal arguments give equal files.
 
@@ -47,6 +61,8 @@ def build_tokenizer(
         sources: tasks whose prompts and completions define the vocabulary, in equal shares.
         num_texts: number of pairs it is trained on.
         seed: seed of those pairs.
+        num_picture_tokens: adds the marks of pictures and so many of their tokens, ``<|p0|>`` and
+            so on, behind all others.
 
     Returns:
         A fast tokenizer with left padding and a chat template.
@@ -78,11 +94,16 @@ def build_tokenizer(
         model_max_length=512,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    if num_picture_tokens:
+        codes = [f"<|p{code}|>" for code in range(num_picture_tokens)]
+        tokenizer.add_tokens([*PICTURE_MARKS, *codes], special_tokens=True)
+        tokenizer.chat_template = PICTURE_CHAT_TEMPLATE
     return tokenizer
 
 
 def _texts(sources: Sequence[TrainingSource], *, num_texts: int, seed: int) -> Iterator[str]:
-    """Yields prompts and completions of all sources in turn."""
+    """Yields prompts and completions of all sources in turn, without special tokens."""
     rng = random.Random(f"vocabulary/{seed}")
     for index in range(num_texts):
-        yield from sources[index % len(sources)].draw_pair(rng)
+        for text in sources[index % len(sources)].draw_pair(rng):
+            yield re.sub(r"<\|\w+\|>", "", text)

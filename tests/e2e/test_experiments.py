@@ -158,6 +158,7 @@ def write_data(folder: Path) -> None:
     write("livecodebench.jsonl", [contest])
     prompts = [{"id": n, "prompt": question.format(n)} for n in numbers]
     write("ling_coder_prompts.jsonl", prompts)
+    write("prompts.jsonl", prompts[:2])
     write(
         "yahma/alpaca-cleaned/train.jsonl",
         [{"instruction": r["prompt"], "input": "", "output": "It is 3."} for r in prompts],
@@ -286,6 +287,8 @@ class Workplace:
             flags += [f"--data.shards={config['run_dir']}/traces"]  # any traces will do
         if "showlab/magvitv2" in text:  # its twin has a token for two pixels
             flags += ["--model.backbone.vision.resolution=8"]
+        if "PictureLayout" in text:  # a square and the mark of its end
+            flags += ["--data.response_length=17"]
         SEEN.clear()
         cli.main([command, "--config", str(path), *flags])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]

@@ -34,7 +34,15 @@ class Canvas {
     this.response.setAttribute("role", "group");
     this.response.setAttribute("aria-label", "Response");
     this.cells = [];
-    this.root.append(this.counts, this.response, this.paceChart());
+    this.root.append(this.counts);
+    if (sample.raw.frames) {
+      this.picture = make("canvas", "picture");
+      this.picture.width = this.picture.height = Math.sqrt(sample.frame(0).length / 3);
+      this.picture.setAttribute("role", "img");
+      this.picture.setAttribute("aria-label", "Drawn picture");
+      this.root.append(this.picture);
+    }
+    this.root.append(this.response, this.paceChart());
     this.groups = new Map();
     for (const [first, length, text] of sample.raw.joined || []) {
       for (let i = 0; i < length; i++) this.groups.set(first + i, [first, length, text]);
@@ -168,6 +176,16 @@ class Canvas {
     });
     this.counts.textContent = `step ${done} of ${sample.steps} \u00b7 ${filled} of ${state.length} filled \u00b7 ${fresh.size} new`;
     this.state = state;
+    if (this.picture) this.paint(sample.frame(done));
+  }
+
+  paint(pixels) {
+    const pen = this.picture.getContext("2d");
+    const image = pen.createImageData(this.picture.width, this.picture.height);
+    for (let i = 0; i < pixels.length / 3; i++) {
+      image.data.set([...pixels.subarray(3 * i, 3 * i + 3), 255], 4 * i);
+    }
+    pen.putImageData(image, 0, 0);
   }
 
   draw(i, state, isNew, ghost) {

@@ -91,6 +91,9 @@ class Sample {
     return this.signals.get(name);
   }
 
+  // Pixels of the drawn picture after `step` steps.
+  frame(step) { return bytesOf(this.raw.frames[step]); }
+
   // The canvas after `step` steps: 0 is the start, `this.steps` the end.
   stateAt(step) {
     const state = Uint32Array.from(this.tokens);

@@ -1,0 +1,72 @@
+"""A picture tokenizer that fits into a line: a token is the nearest of some patches of pixels.
+
+The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.backbones.magvit`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+CODEBOOK = "codebook.png"
+"""In a model's folder: the patches one below the other, so as wide as one of them."""
+_PATCHES_ACROSS = 4
+
+
+class PatchTokenizer(nn.Module):
+    """Pictures to tokens and back.
+
+    Args:
+        path: of the codebook.
+    """
+
+    _patches: Tensor
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        with Image.open(path) as image:
+            strip = np.array(image.convert("RGB"))  # (C * S, S, 3)
+        self.scale = strip.shape[1]
+        """Pixels on each side of a token."""
+        self.resolution = _PATCHES_ACROSS * self.scale
+        self.num_codes = len(strip) // self.scale
+        patches = torch.from_numpy(strip).view(self.num_codes, self.scale, self.scale, 3)
+        # As bytes, which no change of the model's dtype rounds.
+        self.register_buffer("_patches", patches.permute(0, 3, 1, 2).contiguous(), persistent=False)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Tokens of pictures.
+
+        Args:
+            pixels: ``(B, 3, height, width)`` floats in [-1, 1]; sides are multiples of
+                :attr:`scale`.
+
+        Returns:
+            ``(B, height / scale, width / scale)`` int64 below :attr:`num_codes`; of equally near
+            patches the first.
+        """
+        size = self.scale
+        levels = ((pixels.to(self._patches.device).double() + 1.0) * 127.5).round()
+        cells = levels.unfold(2, size, size).unfold(3, size, size).permute(0, 2, 3, 1, 4, 5)
+        # Whole numbers in float64: exact, so that ties are ties everywhere.
+        codes = self._patches.flatten(1).double()
+        flat = cells.flatten(3)
+        return (codes.square().sum(1) - 2.0 * flat @ codes.T).argmin(-1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Pixels of tokens.
+
+        Args:
+            codes: ``(B, rows, columns)`` int64.
+
+        Returns:
+            ``(B, 3, rows * scale, columns * scale)`` float32 in [-1, 1].
+        """
+        rows, columns = codes.shape[1:]
+        cells = self._patches[codes.to(self._patches.device)].permute(0, 3, 1, 4, 2, 5)
+        pixels = cells.reshape(len(codes), 3, rows * self.scale, columns * self.scale)
+        return pixels.float() / 127.5 - 1.0

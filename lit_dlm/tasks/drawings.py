@@ -1,0 +1,69 @@
+"""Prompts that ask for a picture, which a scorer judges."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lit_dlm.grading.verdict import Status, Verdict
+from lit_dlm.pictures import Picture, drawn_picture
+from lit_dlm.plugs import Plug
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.prompts_file import PromptsFile
+
+
+class PictureScorer(Plug):
+    """Judges drawn pictures; given by class path."""
+
+    @abstractmethod
+    def score(self, picture: Picture, example: PromptExample) -> float:
+        """How well a picture fits its prompt.
+
+        Args:
+            picture: as it was drawn.
+            example: what was asked for.
+
+        Returns:
+            0 to 1, higher is better.
+        """
+
+
+class DrawingPrompts(PromptsFile):
+    """Prompts of your own that ask for pictures, whose mean score counts.
+
+    Other options are those of :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
+
+    Args:
+        path: see :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
+        scorer: judges the pictures. As a reward the score counts with ``Graded`` and ``credit:
+            fraction``.
+        right_from: score from which a picture counts as right.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        scorer: PictureScorer,
+        right_from: float = 0.5,
+        name: str = "drawings",
+        **options: Any,
+    ) -> None:
+        self.scorer = scorer
+        self.right_from = right_from
+        super().__init__(path, name=name, **options)
+        self.is_graded = self.is_soft = True
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The score of the picture."""
+        picture = drawn_picture(completion)
+        return None if picture is None else f"{self.scorer.score(picture, example):.4f}"
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Right from a score on."""
+        answer = self.extract(example, completion)
+        if answer is None:
+            return Verdict(status="no_answer", detail="the response is no picture", score=0.0)
+        score = float(answer)
+        status: Status = "right" if score >= self.right_from else "wrong"
+        return Verdict(status=status, answer=answer, score=score)

@@ -1,0 +1,368 @@
+"""Small pictures for the embedded picture model: handwritten digits and drawn shapes.
+
+The digits are the 1,797 of scikit-learn's ``load_digits`` (8 x 8 pixels, 17 levels): "Optical
+Recognition of Handwritten Digits" of E. Alpaydin and C. Kaynak (UCI, 1998, CC BY 4.0). Shapes are
+drawn here, one in each quarter of 8 x 8 pixels. A digest of the pixels decides the split of a
+digit, one of the shapes and their colours that of a drawing. Digits of the splits ``test`` and
+``validation`` lie beside the model; those of ``train`` need scikit-learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import re
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+from lit_dlm.backbones.location import ASSETS
+from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.grading import Verdict
+from lit_dlm.pictures import Picture, drawn_picture
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.drawings import PictureScorer
+from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
+from lit_dlm.toy.vocabulary import PICTURE_MARKS
+
+FOLDER = ASSETS / "tiny-pictures"
+SPLITS = ("train", "validation", "test")
+SIDE = 8
+"""Pixels on each side of a picture."""
+COLOURS = {
+    "red": (230, 40, 40),
+    "green": (40, 200, 60),
+    "blue": (60, 90, 255),
+    "yellow": (240, 220, 40),
+    "purple": (170, 60, 200),
+}
+SHAPES = {  # 3 x 3 pixels
+    "square": ("###", "###", "###"),
+    "ring": ("###", "#.#", "###"),
+    "plus": (".#.", "###", ".#."),
+    "cross": ("#.#", ".#.", "#.#"),
+}
+_ANSWER = re.compile(r"[a-z]+|\d+")
+
+Pixels = NDArray[np.uint8]
+Kind = Literal["digit", "sum", "colour", "count"]
+
+
+def split_of(data: bytes) -> str:
+    """The split that pixels or a description belong to: 15 % test, 10 % validation."""
+    fold = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") % 20
+    return "test" if fold < 3 else "validation" if fold < 5 else "train"
+
+
+@cache
+def digits(split: str) -> list[tuple[Pixels, int]]:
+    """The handwritten digits of a split: ``(8, 8)`` uint8, white on black, and what they are.
+
+    Raises:
+        ValueError: those of ``train`` are asked for, and scikit-learn is absent.
+    """
+    if split != "train":
+        return stored_digits(FOLDER / f"digits-{split}.png")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ValueError(
+            "digits of the split train: expected scikit-learn, which is absent; "
+            "pip install 'lit-dlm[pictures]'"
+        ) from None
+    found = load_digits()
+    grey = np.round(found.images * 255 / 16).astype(np.uint8)
+    return [
+        (one, int(label))
+        for one, label in zip(grey, found.target, strict=True)
+        if split_of(one.tobytes()) == split
+    ]
+
+
+def stored_digits(path: Path) -> list[tuple[Pixels, int]]:
+    """Digits of a sheet with a row of them for 0, one for 1 and so on, black where there is none.
+
+    Args:
+        path: of the sheet.
+    """
+    with Image.open(path) as image:
+        sheet = np.array(image)
+    tiles = sheet.reshape(10, SIDE, -1, SIDE).transpose(0, 2, 1, 3)
+    return [(tile, label) for label, row in enumerate(tiles) for tile in row if tile.any()]
+
+
+def augmented(digit: Pixels, rng: random.Random) -> Pixels:
+    """A digit turned, sheared, resized and moved a little, made as the data set was.
+
+    Its pixels count the ink in 4 x 4 cells of a black and white picture.
+    """
+    size = 4 * SIDE
+    scale, angle = rng.uniform(0.9, 1.12), rng.uniform(-0.2, 0.2)
+    shear = rng.uniform(-0.15, 0.15)
+    matrix = np.array([[1.0, -angle + shear], [angle, 1.0]]) / (4.0 * scale)
+    centre = SIDE / 2 + np.array([rng.uniform(-0.5, 0.5), rng.uniform(-0.3, 0.3)])
+    offset = centre - matrix @ np.full(2, size / 2)
+    affine = (*matrix[0], offset[0], *matrix[1], offset[1])
+    large = Image.fromarray(digit).transform(
+        (size, size), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
+    )
+    ink = (np.array(large) > 127).reshape(SIDE, 4, SIDE, 4).sum((1, 3))
+    return np.round(ink * 255 / 16).astype(np.uint8)
+
+
+def draw_shapes(shapes: Sequence[tuple[int, int, int, str, str]]) -> Pixels:
+    """Pixels ``(8, 8, 3)`` of shapes on black.
+
+    Args:
+        shapes: quarter of the picture in reading order, offset down and across in it, colour and
+            shape of each.
+    """
+    pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
+    for quarter, down, across, colour, shape in shapes:
+        top, left = 4 * (quarter // 2) + down, 4 * (quarter % 2) + across
+        ink = np.array([[cell == "#" for cell in row] for row in SHAPES[shape]])
+        pixels[top : top + 3, left : left + 3][ink] = COLOURS[colour]
+    return pixels
+
+
+def png(pixels: Pixels) -> bytes:
+    """Pixels ``(8, 8)`` or ``(8, 8, 3)`` as a file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@cache
+def _tokenizer() -> PatchTokenizer:
+    return PatchTokenizer(FOLDER / CODEBOOK)
+
+
+def as_tokens(pixels: Pixels) -> str:
+    """The tokens of a picture as the embedded model's tokenizer writes them."""
+    colour = np.broadcast_to(pixels[..., None], (SIDE, SIDE, 3)) if pixels.ndim == 2 else pixels
+    values = torch.from_numpy(colour.copy()).permute(2, 0, 1)[None].double() / 127.5 - 1.0
+    return "".join(f"<|p{code}|>" for code in _tokenizer().encode(values).flatten().tolist())
+
+
+class _PictureTask(GeneratedTask):
+    splits = SPLITS
+
+    def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
+        return self._drawn(rng, split)[0]
+
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of the task's split."""
+        return self._draw_of_split(rng, self.split)
+
+    def _drawn(
+        self, rng: random.Random, split: str, *, augments: bool = False
+    ) -> tuple[Problem, list[Pixels]]:
+        raise NotImplementedError
+
+    def reference_completion(self, example: PromptExample) -> str:
+        """The answer as it is written in training."""
+        return str(example.reference["completion"])
+
+
+class PictureQuestions(_PictureTask):
+    """Questions about a picture, or two of digits; other options as for any generated task.
+
+    Args:
+        kind: ``digit``: which one it is; ``sum``: of two; ``colour``: of one shape; ``count``: of
+            all shapes or those of a colour, which the answer lists first.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        split: str = "test",
+        num_examples: int = 200,
+        seed: int = 0,
+        *,
+        template: str | None = None,
+    ) -> None:
+        self.kind = kind
+        self.name = f"picture_{kind}"
+        super().__init__(split, num_examples, seed, template=template)
+
+    def _drawn(
+        self, rng: random.Random, split: str, *, augments: bool = False
+    ) -> tuple[Problem, list[Pixels]]:
+        if self.kind in ("digit", "sum"):
+            chosen = rng.choices(digits(split), k=1 if self.kind == "digit" else 2)
+            pictures = [
+                augmented(one, rng) if augments and rng.random() < 0.7 else one for one, _ in chosen
+            ]
+            labels = [label for _, label in chosen]
+            question, completion = "Which digit is this?", str(labels[0])
+            if self.kind == "sum":
+                question = "What is the sum of the two digits?"
+                completion = f"{labels[0]}+{labels[1]}={sum(labels)}"
+        else:
+            shapes = _shapes(rng, split)
+            pictures = [draw_shapes(shapes)]
+            question, completion = (_colour if self.kind == "colour" else _count)(rng, shapes)
+        key = question + "".join(one.tobytes().hex() for one in pictures)
+        reference = {"completion": completion, "answer": _ANSWER.findall(completion)[-1]}
+        images = () if augments else tuple(Picture(png(one)) for one in pictures)
+        return Problem(key=key, text=question, reference=reference, images=images), pictures
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        """Draws a training question, its pictures in front as tokens, and the answer."""
+        problem, pictures = self._drawn(rng, "train", augments=True)
+        asked, start, end = PICTURE_MARKS
+        shown = "".join(f"{start}{as_tokens(one)}{end}" for one in pictures)
+        return f"{asked}{shown}{problem.text}", str(problem.reference["completion"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The last word or number."""
+        found = _ANSWER.findall(completion)
+        return found[-1] if found else None
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Right if the last word or number is the answer."""
+        return grade_exactly(
+            self.extract(example, completion),
+            example.reference["answer"],
+            missing="no word in the completion",
+        )
+
+
+def _shapes(rng: random.Random, split: str) -> list[tuple[int, int, int, str, str]]:
+    while True:
+        quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
+        shapes = [
+            (q, rng.randint(0, 1), rng.randint(0, 1), rng.choice([*COLOURS]), rng.choice([*SHAPES]))
+            for q in quarters
+        ]
+        # Places do not matter: the same shapes elsewhere are of the same split.
+        if split_of(str([shape[3:] for shape in shapes]).encode()) == split:
+            return shapes
+
+
+def _colour(
+    rng: random.Random, shapes: Sequence[tuple[int, int, int, str, str]]
+) -> tuple[str, str]:
+    kinds = [shape for *_, shape in shapes]
+    alone = [one for one in shapes if kinds.count(one[-1]) == 1]
+    if not alone:  # two of each
+        first = shapes[0]
+        return "What colour is the first shape?", first[-2]
+    *_, colour, shape = rng.choice(alone)
+    return f"What colour is the {shape}?", colour
+
+
+def _count(rng: random.Random, shapes: Sequence[tuple[int, int, int, str, str]]) -> tuple[str, str]:
+    wanted = rng.choice([None, None, *COLOURS, *(colour for *_, colour, _ in shapes)])
+    listed = [one for one in shapes if wanted in (None, one[-2])]
+    named = ", ".join(f"{colour} {shape}" for *_, colour, shape in listed) or "none"
+    of_colour = "" if wanted is None else f"{wanted} "
+    return f"How many {of_colour}shapes are there?", f"{named}: {len(listed)}"
+
+
+class PictureDrills:
+    """Drills for the start: lines of three pictures, each with what it shows behind a ``=``."""
+
+    def draw_drill(self, rng: random.Random) -> str:
+        """Draws one line, of digits or of shapes."""
+        _, start, end = PICTURE_MARKS
+        line = ""
+        for _ in range(3):
+            if rng.random() < 0.5:
+                pixels, label = rng.choice(digits("train"))
+                pixels, told = augmented(pixels, rng) if rng.random() < 0.7 else pixels, str(label)
+            else:
+                shapes = _shapes(rng, "train")
+                pixels = draw_shapes(shapes)
+                told = " ".join(f"{colour} {shape}" for *_, colour, shape in shapes)
+            line += f"{start}{as_tokens(pixels)}{end}={told}"
+        return line
+
+
+class DigitScorer(PictureScorer):
+    """Whether a drawn digit is the one asked for, by a classifier trained on real ones.
+
+    It is scikit-learn's ``MLPClassifier`` of 64 hidden units, fitted to the training digits by
+    ``experiments/picture_model_files.py``.
+    """
+
+    @cached_property
+    def _classifier(self) -> nn.Module:
+        weights = load_file(FOLDER / "classifier.safetensors")
+        layers = [nn.Linear(*weights[f"{n}.weight"].shape[::-1]) for n in (0, 2)]
+        classifier = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        classifier.load_state_dict(weights)
+        return classifier.requires_grad_(False)
+
+    def seen(self, picture: Picture) -> int:
+        """The digit that the classifier sees."""
+        grey = np.array(picture.decoded().convert("L").resize((SIDE, SIDE)), np.float32) / 255.0
+        return int(self._classifier(torch.from_numpy(grey).flatten()).argmax())
+
+    def score(self, picture: Picture, example: PromptExample) -> float:
+        """1 if it is the digit of the prompt, else 0."""
+        return float(self.seen(picture) == example.reference["digit"])
+
+
+class DigitDrawings(_PictureTask):
+    """Asks for pictures of digits, graded by :class:`DigitScorer`.
+
+    Other options are those of any generated task. There are ten prompts; several responses to each
+    are asked for with ``responses_per_prompt``.
+    """
+
+    name = "digit_drawings"
+    scorer = DigitScorer()
+
+    def __init__(
+        self,
+        split: str = "test",
+        num_examples: int = 10,
+        seed: int = 0,
+        *,
+        template: str | None = None,
+    ) -> None:
+        super().__init__(split, num_examples, seed, template=template)
+
+    def examples(self) -> Sequence[PromptExample]:
+        """The first of the ten prompts, in order."""
+        return [self._example(_drawing(digit), str(digit)) for digit in range(10)][
+            : self.num_examples
+        ]
+
+    def _drawn(
+        self, rng: random.Random, split: str, *, augments: bool = False
+    ) -> tuple[Problem, list[Pixels]]:
+        pixels, label = rng.choice(digits(split))
+        return _drawing(label), [pixels]
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        """Draws a prompt and the tokens of a training digit; one in ten does not say which."""
+        problem, (pixels,) = self._drawn(rng, "train")
+        text = problem.text if rng.random() < 0.9 else "Draw a digit."
+        return text, as_tokens(pixels)
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        """The digit that the classifier sees."""
+        picture = drawn_picture(completion)
+        return None if picture is None else str(self.scorer.seen(picture))
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        """Right if the classifier sees the digit that was asked for."""
+        return grade_exactly(
+            self.extract(example, completion), example.reference["digit"], missing="no picture"
+        )
+
+
+def _drawing(digit: int) -> Problem:
+    reference: dict[str, Any] = {"digit": digit, "completion": ""}
+    return Problem(key=str(digit), text=f"Draw the digit {digit}.", reference=reference)

@@ -1,0 +1,142 @@
+"""Digits and shapes of the embedded picture model: splits, questions, grades and the classifier."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from lit_dlm.backbones import load_tokenizer
+from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
+from lit_dlm.backbones.vision import picture_of
+from lit_dlm.pictures import Picture, as_text
+from lit_dlm.toy.pictures import (
+    COLOURS,
+    FOLDER,
+    SHAPES,
+    DigitDrawings,
+    PictureQuestions,
+    as_tokens,
+    digits,
+    draw_shapes,
+    png,
+    split_of,
+)
+
+KINDS = ("digit", "sum", "colour", "count")
+
+
+@pytest.mark.parametrize(("split", "count"), [("validation", 195), ("test", 279)])
+def test_stored_digits_are_those_of_the_split(split: str, count: int):
+    found = digits(split)
+    assert len(found) == count
+    assert all(split_of(one.tobytes()) == split for one, _ in found)
+    assert {label for _, label in found} == set(range(10))
+
+
+def test_all_digits_are_in_one_split():
+    pytest.importorskip("sklearn")
+    counts = [len(digits(split)) for split in ("train", "validation", "test")]
+    assert sum(counts) == 1797
+    assert all(split_of(one.tobytes()) == "train" for one, _ in digits("train"))
+
+
+def test_without_scikit_learn_training_digits_are_refused(monkeypatch: pytest.MonkeyPatch):
+    digits.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match=r"expected scikit-learn, .* pip install"):
+        digits("train")
+
+
+def test_drawn_shapes_keep_their_pixels_as_tokens():
+    """Every patch of a shape is in the codebook."""
+    tokenizer = PatchTokenizer(FOLDER / CODEBOOK)
+    for colour, shape, down, across in product(COLOURS, SHAPES, (0, 1), (0, 1)):
+        pixels = draw_shapes([(3, down, across, colour, shape)])
+        values = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 127.5 - 1.0
+        drawn = tokenizer.decode(tokenizer.encode(values))
+        assert np.array_equal(np.array(picture_of(drawn[0])), pixels)
+
+
+def test_a_shape_by_hand():
+    pixels = draw_shapes([(1, 1, 0, "red", "plus")])
+    ink = (pixels == COLOURS["red"]).all(-1)
+    assert [(int(row), int(column)) for row, column in np.argwhere(ink)] == [
+        (1, 5),
+        (2, 4),
+        (2, 5),
+        (2, 6),
+        (3, 5),
+    ]
+    assert not pixels[~ink].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_grade_as_right_and_prompts_are_stable(kind: str):
+    task = PictureQuestions(kind, "test", num_examples=30)
+    examples = task.examples()
+    assert [one.text for one in examples[:10]] == [
+        one.text for one in PictureQuestions(kind, "test", num_examples=10).examples()
+    ]
+    for example in examples:
+        assert task.grade(example, task.reference_completion(example)).is_correct
+        assert not task.grade(example, "none: 42").is_correct
+        assert len(example.images) == (2 if kind == "sum" else 1)
+        assert all(picture.size == (8, 8) for picture in example.images)
+
+
+@pytest.mark.parametrize("kind", ["colour", "count"])
+def test_training_prompts_read_as_the_model_reads_pictures(kind: str):
+    """Marks and tokens of pictures, then the turn: what ``TokenVision`` makes of a question."""
+    tokenizer = load_tokenizer(str(FOLDER))
+    prompt, completion = PictureQuestions(kind, "train").draw_pair(random.Random(3))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+    )
+    texts = tokenizer.convert_ids_to_tokens(ids)
+    assert texts[:2] == ["<|mmu|>", "<|soi|>"]
+    assert texts[18:20] == ["<|eoi|>", "<|user|>"]
+    assert texts[-1] == "<|assistant|>"
+    assert len(tokenizer(completion)["input_ids"]) < 17
+
+
+def test_counts_and_colours_say_what_is_drawn():
+    task = PictureQuestions("count", "validation", num_examples=40)
+    for example in task.examples():
+        pixels = np.array(example.images[0].decoded())
+        quarters = [pixels[4 * (q // 2) :, 4 * (q % 2) :][:4, :4] for q in range(4)]
+        words = example.text.split()
+        wanted = COLOURS.get(words[2])
+        shown = sum(
+            bool((part == wanted).all(-1).any() if wanted else part.any()) for part in quarters
+        )
+        assert example.reference["answer"] == str(shown)
+
+
+def test_the_classifier_knows_held_out_digits_also_as_tokens():
+    """Figures of the model's card: all of 279, and 0.97 once they were tokens."""
+    task = DigitDrawings()
+    prompts = task.examples()
+    assert [one.text for one in prompts[:2]] == ["Draw the digit 0.", "Draw the digit 1."]
+    found = digits("test")
+    right = [
+        task.grade(prompts[label], as_text(Picture(png(one)).decoded())) for one, label in found
+    ]
+    assert all(verdict.is_correct for verdict in right)
+    assert task.grade(prompts[3], "a three").status == "no_answer"
+    assert as_tokens(found[0][0]).count("<|p") == 16
+
+
+@pytest.mark.slow
+def test_the_shipped_tokenizer_is_what_the_builder_makes(tmp_path):
+    pytest.importorskip("sklearn")
+    from lit_dlm.toy.vocabulary import build_tokenizer
+
+    sources = [*(PictureQuestions(kind, "train") for kind in KINDS), DigitDrawings("train")]
+    num_codes = PatchTokenizer(FOLDER / CODEBOOK).num_codes
+    build_tokenizer(sources, num_picture_tokens=num_codes).save_pretrained(str(tmp_path))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
