@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.decoding.windows import masks_first
 from lit_dlm.ops.greedy import arg_max
 from lit_dlm.ops.noise import gumbel_noise
 from lit_dlm.ops.sampling import survivors
@@ -125,7 +124,7 @@ class Sampler:
         return torch.cat(parts).view(denoised.logits.shape)
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Proposes a token for the masked columns that were denoised, with ``region`` for all.
+        """Proposes a token for the columns that were denoised.
 
         The cells are scored some at a time, so that this takes little memory beside the logits.
 
@@ -133,23 +132,15 @@ class Sampler:
             state: the state before the step.
             denoised: aligned logits at some columns.
             requires: which scores to compute: ``entropy``, ``margin``, ``drawn``, ``raw_prob``,
-                ``raw_entropy`` and ``raw_margin``; and ``region``.
+                ``raw_entropy`` and ``raw_margin``.
 
         Returns:
-            Proposals spread over the canvas, 0 where nothing was looked at (on a GPU columns
-            without a mask may be looked at too).
+            Proposals spread over the canvas, 0 where nothing was denoised.
         """
-        columns, order = denoised.columns, None
-        if "region" not in requires and columns.device.type == "cpu":
-            # Each column left out saves a softmax over the vocabulary.
-            order = masks_first(state, columns)
-            if order.shape[1] == columns.shape[1]:
-                order = None  # the logits are read where they are
-            else:
-                columns = columns.gather(1, order)
+        columns = denoised.columns
         scores: dict[str, Tensor] = {}
         first = 0
-        for raw, keys in self._chunks(state, denoised.logits, columns, order):
+        for raw, keys in self._chunks(state, denoised.logits, columns):
             part = slice(first, first + len(raw))
             first = part.stop
             found = self._scores(raw, *keys, requires)
@@ -168,28 +159,21 @@ class Sampler:
         return Proposal(hidden=denoised.hidden, **spread_scores)
 
     def _chunks(
-        self, state: DecodeState, logits: Tensor, columns: Tensor, order: Tensor | None = None
+        self, state: DecodeState, logits: Tensor, columns: Tensor
     ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]:
-        """Yields logits ``(n, V)``, steps and seeds ``(n,)`` and positions ``(n, 1)`` of cells.
-
-        ``order`` picks ``(b, k)`` of the logits' columns; all by default.
-        """
-        b, K, V = logits.shape
+        """Yields logits ``(n, V)``, steps and seeds ``(n,)`` and positions ``(n, 1)`` of cells."""
+        V = logits.shape[-1]
         flat, dtype = logits.reshape(-1, V), getattr(torch, self.score_dtype)
         steps = state.step[:, None].expand_as(columns).flatten()
         seeds = state.seeds[:, None].expand_as(columns).flatten()
         positions = seeds
         if self.temperature > 0.0:
             positions = state.positions.gather(1, columns).flatten()
-        picked = None
-        if order is not None:
-            picked = (order + K * torch.arange(b, device=order.device)[:, None]).flatten()
         elements = CHUNK_ELEMENTS if logits.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
         size = max(elements // V, 1)
         for first in range(0, len(seeds), size):
             part = slice(first, first + size)
-            raw = flat[part] if picked is None else flat.index_select(0, picked[part])
-            yield raw.to(dtype), (steps[part], seeds[part], positions[part, None])
+            yield flat[part].to(dtype), (steps[part], seeds[part], positions[part, None])
 
     def _filtered(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits that proposals are drawn from, and their ids; see :func:`survivors`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_LARGE = 4096
+"""Ids from which on a whole softmax, which is one kernel, costs half of a sum of exponentials."""
+
 
 def confidence(logits: Tensor, ids: Tensor) -> Tensor:
     """Softmax probability of the given tokens.
@@ -17,6 +20,8 @@ def confidence(logits: Tensor, ids: Tensor) -> Tensor:
         ``(...)`` in the dtype of ``logits``, float32 at least.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.shape[-1] >= _LARGE:
+        return logits.softmax(-1).gather(-1, ids[..., None])[..., 0]
     picked = logits.gather(-1, ids[..., None])[..., 0]
     return (picked - logits.logsumexp(-1)).exp()
 

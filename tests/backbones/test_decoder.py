@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
-from lit_dlm.backbones.decoder import FusedRMSNorm
+from lit_dlm.backbones.decoder import FusedRMSNorm, Linear
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.folders import IDS as WIDE_IDS
@@ -59,6 +59,32 @@ def test_a_fused_norm_stays_in_the_dtype_of_its_input():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_products_of_inference_are_those_of_training(bias: bool):
+    """Rounding apart; small ones and those of half precision have the same bits."""
+    torch.manual_seed(0)
+    large, small = Linear(512, 640, bias=bias), Linear(512, 32, bias=bias)
+    x = torch.randn(2, 5, 512)
+    with torch.no_grad():
+        found = large(x)
+        torch.testing.assert_close(found, large.double()(x.double()).float())
+        assert found.stride() == (3200, 640, 1)
+        assert torch.equal(small(x), torch.nn.functional.linear(x, small.weight, small.bias))
+        large.bfloat16()
+        expected = torch.nn.functional.linear(x.bfloat16(), large.weight, large.bias)
+        assert torch.equal(large(x.bfloat16()), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert large.float()(x).dtype == torch.bfloat16
+    large(x).sum().backward()
+    assert large.weight.grad is not None
+
+
+def test_a_decoder_takes_the_faster_products(make_backbone: Maker):
+    backbone = make_backbone()
+    products = [m for m in backbone.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert {type(product) for product in products} == {Linear}
+
+
 def test_loading_needs_the_weights_and_one_shard(tmp_path: Path):
     """8 layers of 4 MiB and two tables of 4 MiB in shards of 6: at most 40 + 6 MiB, not 80."""
     reset = Path("/proc/self/clear_refs")

@@ -27,6 +27,17 @@ def test_scores_do_not_move_when_all_logits_move():
         torch.testing.assert_close(score(logits + 1000.0), score(logits), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_confidence_of_a_large_vocabulary_is_the_share_of_the_exponentials(dtype: torch.dtype):
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    logits[:, 7] = -torch.inf
+    ids = torch.tensor([0, 4999, 7])
+    shares = logits.double().exp() / logits.double().exp().sum(1, keepdim=True)
+    expected = shares[torch.arange(3), ids].to(dtype)
+    torch.testing.assert_close(confidence(logits, ids), expected)
+    assert confidence(logits, ids)[2] == 0.0
+
+
 def test_half_precision_logits_are_scored_in_float32():
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert entropy(logits).dtype == torch.float32
