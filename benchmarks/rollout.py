@@ -10,8 +10,9 @@ figures, all of one process:
   for few rows as for many, as on a GPU, it is the ratio of the two occupancies;
 - ``out_of_phase_speedup``: tokens per second of 64 rows of about 1,400 keys in different phases of
   their blocks, behind their prompts, over an imitation of an older scheme: two forwards a step,
-  each over a copy of the cache of its rows, with keys repeated for every query head. Model, choice
-  of tokens and loop are today's in both, so it is faster than that older code was.
+  each over a copy of the cache of its rows, with keys repeated for every query head under a boolean
+  mask. Model, choice of tokens and loop are today's in both. The model of this figure is wider than
+  that of the others, so that it has two key heads: one alone is repeated without a copy.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --json
@@ -247,7 +248,8 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
 
 def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
     """64 rows of long prompts that are in different phases of their blocks; none ends early."""
-    options = argparse.Namespace(**{**vars(options), "prompt": options.phase_prompt})
+    phase = {name: getattr(options, f"phase_{name}") for name in ("hidden", "layers", "prompt")}
+    options = argparse.Namespace(**{**vars(options), **phase})
     prompts = prompts_of(options, 64, shortest=0.9)
     response = options.phase_response
     never = torch.full((64,), response + 1)
@@ -306,8 +308,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32, help="rows decoded together")
     parser.add_argument("--scale", type=float, default=20.0, help="divides the lengths")
-    parser.add_argument("--phase-prompt", type=int, default=1368, help="of the 64 rows")
-    parser.add_argument("--phase-response", type=int, default=32, help="cells of the 64 rows")
+    parser.add_argument("--phase-hidden", type=int, default=256, help="of the model of 64 rows")
+    parser.add_argument("--phase-layers", type=int, default=2)
+    parser.add_argument("--phase-prompt", type=int, default=1400, help="of the 64 rows")
+    parser.add_argument("--phase-response", type=int, default=16, help="cells of the 64 rows")
     parser.add_argument("--phase-repetitions", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
