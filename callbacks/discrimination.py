@@ -16,6 +16,7 @@ from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.pictures import placed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_atomically
 
@@ -110,20 +111,27 @@ class DiscriminationScore(Callback):
         assert isinstance(module, TrainableModule)
         assert self.method is not None
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        prompts = datamodule.probe_prompts(self.num_prompts)[
+        examples = datamodule.probe_prompts(self.num_prompts)[
             trainer.global_rank :: trainer.world_size
         ]
         observer = DiscriminationObserver()
         training = module.training
         module.eval()
         with whole_weights(module.backbone):
-            for first in range(0, len(prompts), self.batch_size):
-                chosen = prompts[first : first + self.batch_size]
+            for first in range(0, len(examples), self.batch_size):
+                chosen = examples[first : first + self.batch_size]
                 numbers = range(first, first + len(chosen))
                 decode_prompts(
                     module.backbone,
                     module.decoders[self.method],
-                    chosen,
+                    [
+                        placed(
+                            module.backbone,
+                            one.prompt_ids.tolist(),
+                            one.pictures.digests if one.pictures else (),
+                        )
+                        for one in chosen
+                    ],
                     response_length=datamodule.response_length,
                     seeds=[sample_seed(module.seed, f"probe:{number}") for number in numbers],
                     observers=[observer],

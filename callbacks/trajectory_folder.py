@@ -90,7 +90,7 @@ class TrajectoryFolder:
         # No process may start a shard while another still counts what the folder holds.
         trainer.strategy.barrier("shards_counted")
         self._pictures = PictureFolder(self.folder / PICTURES)
-        self._vision = getattr(module.backbone, "vision", None)
+        self._vision: Any = getattr(module.backbone, "vision", None)
         self._writer = BackgroundWriter(
             TrajectoryShardWriter(
                 self.folder,

@@ -53,7 +53,8 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
                 reward.device = str(trainer.strategy.root_device)
         if self.shards is not None:
             self.warn_of_unread()
-            self._source = StoredRollouts(self.shards, mask_id=module.backbone.spec.mask_id)
+            backbone, mask_id = module.backbone, module.backbone.spec.mask_id
+            self._source = StoredRollouts(self.shards, mask_id=mask_id, backbone=backbone)
         else:
             self._source = OnlineRollouts.of(module, module.method, self)
         if self.val_tasks:

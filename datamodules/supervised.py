@@ -199,6 +199,7 @@ class SupervisedDataModule(ElasticDataModule):
             spec=module.backbone.spec,
             vocab_size=module.backbone.vocab_size,
             missing_order=self.missing_order,
+            backbone=module.backbone,
         )
         examples = list(self._read(facts))
         for example in examples:
@@ -324,19 +325,18 @@ class SupervisedDataModule(ElasticDataModule):
             self._dataset, self.val_numbers, batch_size=self.val_batch_size
         )
 
-    def probe_prompts(self, count: int) -> list[list[int]]:
-        """Prompts on which scores of decoding are taken, the same ones at every call.
+    def probe_prompts(self, count: int) -> list[SupervisedExample]:
+        """Examples on whose prompts scores of decoding are taken, the same ones at every call.
 
         Args:
             count: how many, at most.
 
         Returns:
-            Token ids of validation prompts, or of training prompts where there is no validation.
+            Those of validation, or of training where there is no validation.
         """
         assert self._dataset is not None
         numbers = self.val_numbers if len(self.val_numbers) else self.train_numbers
-        chosen = [self._dataset.examples[number] for number in numbers[:count].tolist()]
-        return [example.prompt_ids.tolist() for example in chosen]
+        return [self._dataset.examples[number] for number in numbers[:count].tolist()]
 
 
 def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
@@ -357,7 +357,8 @@ def check_learnable(
     leave the others waiting.
     """
     for what, ids in (("prompt", example.prompt_ids), ("response", example.response_ids)):
-        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        has_pictures = what == "prompt" and example.pictures is not None
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size) & ~np.bool_(has_pictures))
         if len(outside):
             raise ValueError(
                 f"{example.uid}: expected token ids from 0 to {vocab_size - 1}, which the model "

@@ -8,15 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import BackboneSpec
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.modules.decode import encoded_turns
+from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import SupervisedExample
-from lit_dlm.pictures import refuse_pictures
+from lit_dlm.pictures import PLACE, Picture, PromptPictures, know, look_in, take_up
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
@@ -38,6 +41,27 @@ class ModelFacts:
     vocab_size: int
     missing_order: Literal["none", "ltr"] = "none"
     """The data's option, for files that hold steps: whether rows without them are taken."""
+    backbone: HFBackbone | None = None
+    """The model, which has to see where prompts have pictures."""
+
+    def prompt(
+        self, uid: str, turns: list[dict[str, str]], pictures: Sequence[Picture] = ()
+    ) -> dict[str, Any]:
+        """``prompt_ids`` and ``pictures`` of an example.
+
+        Args:
+            uid: of the example.
+            turns: the chat up to where the model answers.
+            pictures: in the order of their places in it.
+
+        Raises:
+            ValueError: a picture cannot be read, or the model sees none; names the example.
+        """
+        ids = encoded_turns(self.tokenizer, turns, pictures, backbone=self.backbone, uid=uid)
+        know(self.backbone, uid, pictures)
+        digests = tuple(picture.digest for picture in pictures)
+        shown = PromptPictures(digests=digests, first_id=self.vocab_size) if digests else None
+        return {"prompt_ids": np.array(ids, dtype=np.int32), "pictures": shown}
 
 
 class SupervisedSource(Plug):
@@ -74,17 +98,15 @@ class TaskReferences(SupervisedSource):
         end_id = _end_id(model, self.end_token)
         for task in self.tasks:
             for example in task.examples():
-                refuse_pictures(example.images, example.uid)
                 if example.answer_start:
                     raise ValueError(
                         f"{example.uid}: the template of the task begins the answer, which its "
                         "reference gives whole; training on references needs one that does not"
                     )
+                turns = [*example.history, {"role": "user", "content": example.text}]
                 yield SupervisedExample(
                     uid=example.uid,
-                    prompt_ids=_prompt_ids(
-                        model, [*example.history, {"role": "user", "content": example.text}]
-                    ),
+                    **model.prompt(example.uid, turns, example.images),
                     response_ids=_response_ids(model, task.reference_completion(example), end_id),
                 )
 
@@ -140,33 +162,43 @@ class ResponsesFile(SupervisedSource):
             required=(),
             most=self.limit if self.streamed else None,
         )
+        folder = Path(self.path)
+        folder = folder if folder.is_dir() else folder.parent
         for number, row in enumerate(rows[: self.limit]):
             turns, response = conversation(row)
             assert response is not None
             response_ids = _response_ids(model, response, end_id)
+            uid = f"{Path(self.path).name.partition('.')[0]}/{number:06d}"
             yield SupervisedExample(
-                uid=f"{Path(self.path).name.partition('.')[0]}/{number:06d}",
-                prompt_ids=self._prompt_ids(row, turns, model),
+                uid=uid,
+                **self._prompt(uid, row, turns, row.pictures(folder), model),
                 response_ids=response_ids,
                 steps=_step_map(row, response_ids, model.spec.eos_ids),
             )
 
-    def _prompt_ids(
-        self, row: Row, turns: list[dict[str, str]], model: ModelFacts
-    ) -> NDArray[np.int32]:
+    def _prompt(
+        self,
+        uid: str,
+        row: Row,
+        turns: list[dict[str, str]],
+        pictures: Sequence[Picture],
+        model: ModelFacts,
+    ) -> dict[str, Any]:
         if self.templated and (chats := CHATS.keys() & row.fields.keys()):
             raise ValueError(
                 f"{row.origin}: templated expects a prompt that is one text, got {chats.pop()!r}"
             )
-        raw = _raw_ids(model, turns[0]["content"])
+        if self.templated and pictures:
+            raise ValueError(f"{row.origin}: templated expects a prompt without pictures")
+        raw = _raw_ids(model, turns[0]["content"].removeprefix(PLACE))
         if self.templated:
-            return raw
+            return {"prompt_ids": raw}
         if np.isin(raw[:1], list(model.tokenizer.get_added_vocab().values())).any():
             raise ValueError(
                 f"{row.origin}: the prompt begins with {model.tokenizer.decode(raw[:1])!r}, so it "
                 "went through a chat template already; set templated: true"
             )
-        return _prompt_ids(model, turns)
+        return model.prompt(uid, turns, pictures)
 
 
 class RecordedDecodes(SupervisedSource):
@@ -207,6 +239,7 @@ class RecordedDecodes(SupervisedSource):
                 self.shards,
                 MANIFEST_FILE,
             )
+        look_in(model.backbone, self.shards)
         found = list(
             _examples_of(
                 TrajectoryShardReader(self.shards, features=False),
@@ -308,12 +341,13 @@ def _examples_of(
         if record.superseded is not None or record.given is not None:
             left_out[_REWRITTEN] += 1
             continue
-        refuse_pictures((record.prompt_ids >= record.vocab_size).any(), record.uid)
+        take_up(model.backbone, record.uid, record.meta)
         taken += 1
         yield SupervisedExample(
             uid=record.uid,
             prompt_ids=record.prompt_ids,
             response_ids=record.tokens,
+            pictures=prompt_pictures(record),
             steps=record.commit_step,
             decode_entropy=_commit_entropy(record),
             non_ltr=_listed_non_ltr(record),
@@ -357,11 +391,6 @@ def _end_id(model: ModelFacts, end_token: str | None) -> int:
             f"{end_token!r} (id {found})"
         )
     return int(found)
-
-
-def _prompt_ids(model: ModelFacts, turns: list[dict[str, str]]) -> NDArray[np.int32]:
-    ids = model.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    return np.array(ids, dtype=np.int32)
 
 
 def _raw_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:

@@ -33,6 +33,7 @@ from lit_dlm.modules.state_batch import (
     trace_state,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.pictures import look_in, take_up
 from lit_dlm.trajectories.features import FeatureOutline
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
@@ -343,6 +344,8 @@ class TrajectoryDataModule(ElasticDataModule):
         lengths = np.zeros((n, 2), dtype=np.int32)
         is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         val_steps: dict[int, list[int]] = {}
+        backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
+        look_in(backbone, *self.folders)
         end = 0
         for block, (shard, number) in enumerate(reader.blocks):
             outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
@@ -354,6 +357,8 @@ class TrajectoryDataModule(ElasticDataModule):
             counts[here] = self._num_examples(outline)
             for row, meta in enumerate(outline.metas):
                 at, uid = end + row, uids[end + row]
+                if self.source == "tokens" or getattr(backbone, "vision", None) is not None:
+                    take_up(backbone, uid, meta)
                 tasks.append(sys.intern(str(meta.get("task", ""))))
                 if self.only_correct and not self._is_correct(uid, meta):
                     is_used[at] = False

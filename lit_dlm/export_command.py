@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from lit_dlm.backbones.decoder import DType, ExportLayout
 from lit_dlm.backbones.hf import HFBackbone, load_backbone
 from lit_dlm.backbones.location import is_local, locate, read_json_object
+from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
@@ -143,7 +144,13 @@ def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
 def _export(options: argparse.Namespace) -> int:
     stored = read_json_object(locate(options.model, weights=False) / "config.json")
     dtype: Any = options.dtype or stored.get("dtype") or stored.get("torch_dtype") or "float32"
-    backbone = load_backbone(options.model, dtype=dtype, adapter=options.adapter)
+    sees = "siglip" in str(stored.get("mm_vision_tower"))
+    backbone = load_backbone(
+        options.model,
+        dtype=dtype,
+        adapter=options.adapter,
+        vision=VisionSettings() if sees else None,
+    )
     folder: Path = options.folder
     layout = options.layout or backbone.own_layout
     summaries = _measured(options.results, backbone) if options.results else []

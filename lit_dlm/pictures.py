@@ -8,9 +8,16 @@ import io
 import os
 import struct
 import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 PLACE = "<image>"
@@ -150,18 +157,50 @@ def drawn_picture(completion: str) -> Picture | None:
     return Picture(data, name="the drawn picture")
 
 
-def refuse_pictures(pictures: object, uid: str) -> None:
-    """Refuses a sample with pictures where a model is trained, which does not read them yet.
+@dataclass(frozen=True, kw_only=True)
+class PromptPictures:
+    """Pictures that ids of a prompt stand for, numbered in order from the first one."""
+
+    digests: tuple[str, ...]
+    """SHA-256 of each file, in their order in the prompt."""
+    first_id: int
+    """Id of the first row, behind all that are tokens."""
+
+
+def joined_prompts(
+    prompts: Sequence[NDArray[np.int32]], pictures: Sequence[PromptPictures | None]
+) -> tuple[list[NDArray[np.int32]], list[tuple[str, ...]]]:
+    """Prompts of one batch, whose ids of pictures count through the batch.
 
     Args:
-        pictures: of the sample.
-        uid: of the sample, for the error.
+        prompts: ids of each, its own pictures numbered.
+        pictures: of each.
 
-    Raises:
-        ValueError: it has some.
+    Returns:
+        The prompts, and the digests of what ids of each stand for; prompts with the same pictures
+        share their ids, and :func:`in_order` says which picture has which.
     """
-    if pictures:
-        raise ValueError(f"{uid}: has pictures, which training does not read yet")
+    starts: dict[tuple[str, ...], int] = {}
+    found, digests, count = [], [], 0
+    for ids, shown in zip(prompts, pictures, strict=True):
+        is_row = np.zeros(len(ids), dtype=bool) if shown is None else ids >= shown.first_id
+        own = shown.digests if shown is not None and is_row.any() else ()
+        if own:
+            if own not in starts:
+                starts[own], count = count, count + int(is_row.sum())
+            ids = np.where(is_row, ids + starts[own], ids)
+        found.append(ids)
+        digests.append(own)
+    return found, digests
+
+
+def in_order(pictures: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Pictures of a batch in the order of their ids.
+
+    Args:
+        pictures: digests of each prompt, of :func:`joined_prompts`.
+    """
+    return tuple(chain.from_iterable(dict.fromkeys(pictures)))
 
 
 class PictureFolder:
@@ -190,13 +229,99 @@ class PictureFolder:
     def __contains__(self, digest: str) -> bool:
         return (self.folder / digest).is_file()
 
-    def get(self, digest: str) -> Picture:
-        """A picture.
+    def get(self, digest: str, uid: str) -> Picture:
+        """A picture; whether it is the right one is for its reader to see.
+
+        Args:
+            digest: SHA-256 of its file.
+            uid: of a sample that has it, for errors.
 
         Raises:
-            ValueError: it is not there, or another file is.
+            ValueError: it is not there.
         """
-        picture = Picture(self.folder / digest)
-        if picture.digest != digest:
-            raise ValueError(f"{picture.name}: the picture is damaged: it has another digest")
-        return picture
+        path = self.folder / digest
+        return Picture(path, name=f"{uid}: {path}")
+
+
+def look_in(backbone: Any, *folders: Path) -> None:
+    """Lets a backbone look for pictures of records in the folders that hold these.
+
+    Args:
+        backbone: the model.
+        folders: of records.
+    """
+    if (vision := getattr(backbone, "vision", None)) is not None:
+        vision.folders += [PictureFolder(folder / PICTURES) for folder in folders]
+
+
+def take_up(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
+    """Makes the pictures of a record known to a backbone that is to read it.
+
+    Args:
+        backbone: the model.
+        uid: of the record.
+        meta: of the record; names its pictures.
+
+    Raises:
+        ValueError: the model does not see, or a picture is not in ``vision.folders``; names the
+            record and the file.
+    """
+    digests = meta.get("images", ())
+    if not digests or backbone is None or backbone.spec.text_vocab_size is not None:
+        return  # tokens of pictures are recorded themselves
+    vision = seeing(backbone, uid)
+    for digest in digests:
+        if digest not in vision.known:
+            holders = [folder for folder in vision.folders if digest in folder]
+            vision.known[digest] = (holders or vision.folders)[0].get(digest, uid)
+
+
+def know(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
+    """Makes the pictures of a sample known to a backbone that is to be trained on it.
+
+    Args:
+        backbone: the model.
+        uid: of the sample, for errors.
+        pictures: its pictures.
+
+    Raises:
+        ValueError: the model does not see.
+    """
+    for picture in pictures:
+        named = copy(picture)
+        named.name = f"{uid}: {picture.name}"
+        seeing(backbone, uid).known.setdefault(picture.digest, named)
+
+
+def placed(backbone: Any, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
+    """A prompt of training for decoding (:meth:`~lit_dlm.backbones.vision.Vision.placed`).
+
+    Args:
+        backbone: knows its pictures.
+        ids: of the prompt.
+        digests: what ids behind the vocabulary stand for.
+    """
+    if not digests:
+        return list(ids)
+    vision = backbone.vision
+    result: list[int] = vision.placed(ids, map(vision.found, digests))
+    return result
+
+
+def seeing(backbone: Any, uid: str) -> Any:
+    """What a backbone sees with.
+
+    Args:
+        backbone: the model.
+        uid: of a sample with pictures.
+
+    Raises:
+        ValueError: nothing.
+    """
+    vision = getattr(backbone, "vision", None)
+    if vision is None:
+        raise ValueError(
+            f"{uid}: the prompt has pictures; expected a model that sees them "
+            "(model.backbone.vision)"
+        )
+    return vision

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lit_dlm.modules.state_batch import collate_trace_states
 from lit_dlm.pictures import Picture
-from lit_dlm.rl.rollout import rollout_prompts
-from lit_dlm.tasks import PromptsFile
-from lit_dlm.trajectories import from_history
-from tests.e2e.runs import write_jsonl
 
 
 def _file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -92,18 +87,3 @@ def test_a_file_that_is_not_there(tmp_path: Path):
         file.truncate(65 * 2**20)
     with pytest.raises(ValueError, match="at most 64 MiB, got 65"):
         Picture(tmp_path / "large.png")
-
-
-def test_training_refuses_what_it_does_not_read(tmp_path: Path):
-    (tmp_path / "a.png").write_bytes(PNG)
-    row = {"id": 0, "prompt": "What?", "answer": "x", "images": ["a.png"]}
-    task = PromptsFile(write_jsonl(tmp_path / "q.jsonl", [row]), grading="exact")
-    (example,) = task.examples()
-    options = {"method": "m", "step": 0, "place": 0, "num_responses": 1}
-    with pytest.raises(ValueError, match="prompts/test/0: has pictures, which training does not"):
-        rollout_prompts(example, [1], **options)
-    record = from_history(
-        [[2], [3]], uid="r", prompt_ids=[1], mask_id=2, vocab_size=9, meta={"images": ["d"]}
-    )
-    with pytest.raises(ValueError, match="r: has pictures, which training does not read yet"):
-        collate_trace_states([record], [0], [True])

@@ -44,11 +44,15 @@ from lit_dlm.backbones.weights import (
     load_weights,
     plain_tensor,
     save_checkpoint,
+    save_weights,
     weight_files,
 )
 from lit_dlm.ops.alignment import gather_rows
 
 logger = logging.getLogger(__name__)
+
+_VISION_FILE = "vision.safetensors"
+"""What was trained of ``vision`` beside an adapter, under the family's names."""
 
 DType = Literal["float32", "bfloat16", "float16"]
 ExportLayout = Literal["hf", "original"]
@@ -144,7 +148,7 @@ class StoredDecoder(nn.Module):
         """How the mask of a model that starts from an autoregressive one is written."""
         self._base_name = path
         self._weight_files: list[Path] = []
-        self._adapter_file: Path | None = None
+        self._adapter_files: list[Path] = []
         self._digests: dict[str, str] = {}
         self._source_config: dict[str, Any] | None = None
         self._adapter: LoRASettings | None = None
@@ -203,6 +207,10 @@ class StoredDecoder(nn.Module):
         self.vision: Vision | None = None
         if vision is not None:
             self.vision = self._seeing(vision).to(self.dtype)
+            if not trainable or lora is not None:
+                for parameter in self.vision.parameters():
+                    if parameter.requires_grad:  # as adapters are
+                        parameter.data = parameter.data.float()
         self.register_buffer(
             "_forbidden", torch.tensor(self.spec.forbidden_ids, dtype=torch.long), persistent=False
         )
@@ -245,7 +253,12 @@ class StoredDecoder(nn.Module):
     def _seeing(self, settings: VisionSettings) -> Vision:
         family = self.architecture.family
         if self.spec.text_vocab_size is not None:
-            return token_vision(self._base_name, settings, first_id=self.spec.text_vocab_size)
+            return token_vision(
+                self._base_name,
+                settings,
+                first_id=self.spec.text_vocab_size,
+                vocab_size=self.vocab_size,
+            )
         if family != "llada_v" or self._source_config is None:
             raise ValueError(
                 f"HFBackbone.vision: expected a LLaDA-V or MMaDA checkpoint, got {family}"
@@ -292,7 +305,7 @@ class StoredDecoder(nn.Module):
         return self._adapter
 
     def add_adapter(self, settings: LoRASettings) -> None:
-        """Puts a new trainable adapter on the weights, which get frozen.
+        """Puts a new trainable adapter on the decoder's weights, which get frozen.
 
         Args:
             settings: its shape and places.
@@ -302,7 +315,7 @@ class StoredDecoder(nn.Module):
         """
         if self._adapter is not None:
             raise ValueError("adapter: this backbone has one already; merge it first")
-        self.requires_grad_(False)
+        self.model.requires_grad_(False)
         adapters.inject(self.model, settings)
         self._adapter = settings
 
@@ -343,7 +356,14 @@ class StoredDecoder(nn.Module):
         """
         folder = locate(path_or_id)
         self.add_adapter(read_adapter_settings(folder))
-        self._adapter_file = adapters.load_adapter(self.model, folder, keys=self._keys)
+        self._adapter_files = [adapters.load_adapter(self.model, folder, keys=self._keys)]
+        if (path := folder / _VISION_FILE).is_file():
+            if not isinstance(self.vision, TowerVision):
+                raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
+            parameters = dict(self.vision.named_parameters())
+            names = {vision_key(name): name for name in parameters}
+            load_weights([path], parameters, rename=names.get, optional=frozenset(parameters))
+            self._adapter_files.append(path)
         self._digests.pop("adapter", None)
         trained_on = differing_base(folder, self._base_name)
         if trained_on is not None:
@@ -367,7 +387,7 @@ class StoredDecoder(nn.Module):
         self._adapter = None
 
     def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
-        """Writes the adapter as a PEFT folder.
+        """Writes the adapter as a PEFT folder, and beside it what is trained of ``vision``.
 
         Args:
             folder: created when absent; files of the same name are replaced. With sharded weights
@@ -394,12 +414,20 @@ class StoredDecoder(nn.Module):
             base_name=self._base_name,
             write=_is_first_process(),
         )
+        if isinstance(self.vision, TowerVision) and self.vision.settings.train != "none":
+            trained = {
+                vision_key(name): plain_tensor(parameter)
+                for name, parameter in self.vision.named_parameters()
+                if parameter.requires_grad
+            }
+            if _is_first_process():
+                save_weights(trained, Path(folder) / _VISION_FILE)
 
     def export(
         self,
         folder: str | Path,
         *,
-        layout: ExportLayout = "hf",
+        layout: ExportLayout | None = None,
         dtype: DType | None = None,
         max_shard_gigabytes: float = 5.0,
     ) -> None:
@@ -411,7 +439,8 @@ class StoredDecoder(nn.Module):
             folder: created when absent; files of the same name are replaced. With sharded weights
                 every process must call this; the first one writes.
             layout: ``hf``: a transformers checkpoint that this class reads with all of its
-                specification. ``original``: names and configuration of the family's own code.
+                specification, without ``vision``. ``original``: names and configuration of the
+                family's own code; the default with a tower of ``vision``, which is part of it.
             dtype: of the stored weights; ``None`` keeps the current one.
             max_shard_gigabytes: larger models become shards with an index.
 
@@ -420,6 +449,8 @@ class StoredDecoder(nn.Module):
         """
         self._require_whole("export")
         folder = Path(folder)
+        sees = isinstance(self.vision, TowerVision)
+        layout = layout or ("original" if sees else "hf")
         stored = self.dtype if dtype is None else torch_dtype(dtype)
         if layout == "hf":
             config = self.architecture.config_fields() | {
@@ -427,6 +458,8 @@ class StoredDecoder(nn.Module):
             }
         elif layout == "original":
             config = original_config(self.architecture, source=self._source_config)
+            if not sees:
+                config.pop("mm_vision_tower", None)  # it is not in the files
         else:
             raise ValueError(f"layout: expected 'hf' or 'original', got {layout!r}")
         # One spelling for new and old readers alike.
@@ -437,6 +470,10 @@ class StoredDecoder(nn.Module):
             del weights[HEAD_KEY]
         translate = self._keys.original if layout == "original" else str
         named = {translate(key): entry for key, entry in weights.items()}
+        if sees and layout == "original":
+            assert self.vision is not None
+            for name, parameter in self.vision.named_parameters():
+                named[vision_key(name)] = parameter, None
 
         def read(key: str) -> Tensor:
             parameter, layer = named[key]
@@ -477,8 +514,8 @@ class StoredDecoder(nn.Module):
         """
         if self._weight_files and "weights" not in self._digests:
             self._digests["weights"] = files_digest(self._weight_files)
-        if self._adapter_file is not None and "adapter" not in self._digests:
-            self._digests["adapter"] = files_digest([self._adapter_file])
+        if self._adapter_files and "adapter" not in self._digests:
+            self._digests["adapter"] = files_digest(self._adapter_files)
         return {
             "family": self.spec.family,
             "decoder": self.architecture.decoder,

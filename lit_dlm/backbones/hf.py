@@ -56,11 +56,13 @@ class HFBackbone(StoredDecoder, Backbone):
         columns: Tensor | None = None,
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
+        pictures: Sequence[str] | None = None,
     ) -> Denoised:
         """Runs one forward, see :meth:`Backbone.denoise <lit_dlm.backbones.base.Backbone.denoise>`.
 
-        A block model (``spec.attention`` is ``block``) gets its block-causal mask, any other one
-        sees every real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
+        ``pictures`` are the digests of a batch of training; decodes have theirs in place. A block
+        model (``spec.attention`` is ``block``) gets its block-causal mask, any other one sees every
+        real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
         that the flash kernel stays available. Differentiable.
 
         Raises:
@@ -81,7 +83,9 @@ class HFBackbone(StoredDecoder, Backbone):
         kept = None
         if columns is not None:
             kept = raw_columns(columns, self.spec.shift, starts=starts)
-        last, snapshots = self._encode(ids, visible, position_ids, layers=layers, kept=kept)
+        last, snapshots = self._encode(
+            ids, visible, position_ids, layers=layers, kept=kept, pictures=pictures
+        )
         if columns is None:
             batch, length = ids.shape
             columns = torch.arange(length, device=ids.device).expand(batch, -1)
@@ -214,6 +218,7 @@ class HFBackbone(StoredDecoder, Backbone):
         mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
+        pictures: Sequence[str] = (),
         forbidden_ids: Sequence[int] | None = None,
         id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
@@ -232,6 +237,8 @@ class HFBackbone(StoredDecoder, Backbone):
                 :meth:`forward`; so does one by blocks.
             position_ids: ``(B, L)`` int64; by default as in :meth:`denoise` or :meth:`forward`.
             response_start: see :meth:`denoise`.
+            pictures: digests of the pictures that ids behind the vocabulary stand for, in order
+                (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`).
             forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
             id_range: first id that has some, and the first one behind them, as in sampling
                 (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
@@ -248,7 +255,7 @@ class HFBackbone(StoredDecoder, Backbone):
         """
         _check_cells(ids, targets, rows)
         cells = _cells(rows)
-        hidden = self._rows(ids, cells, mask, position_ids, response_start)
+        hidden = self._rows(ids, cells, mask, position_ids, response_start, pictures)
         return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature)
 
     def score_with_rows(
@@ -260,6 +267,7 @@ class HFBackbone(StoredDecoder, Backbone):
         mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
+        pictures: Sequence[str] = (),
         forbidden_ids: Sequence[int] | None = None,
         id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
@@ -273,7 +281,7 @@ class HFBackbone(StoredDecoder, Backbone):
         """
         _check_cells(ids, targets, rows)
         cells = _cells(rows)
-        hidden = self._rows(ids, cells, mask, position_ids, response_start)
+        hidden = self._rows(ids, cells, mask, position_ids, response_start, pictures)
         return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature), hidden
 
     def encode_rows(
@@ -284,6 +292,7 @@ class HFBackbone(StoredDecoder, Backbone):
         mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
+        pictures: Sequence[str] = (),
     ) -> Tensor:
         """Hidden rows of chosen cells, for heads other than the model's own.
 
@@ -292,7 +301,7 @@ class HFBackbone(StoredDecoder, Backbone):
         Returns:
             ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
         """
-        return self._rows(ids, _cells(rows), mask, position_ids, response_start)
+        return self._rows(ids, _cells(rows), mask, position_ids, response_start, pictures)
 
     def _rows(
         self,
@@ -301,6 +310,7 @@ class HFBackbone(StoredDecoder, Backbone):
         mask: Tensor | BlockMask | None,
         position_ids: Tensor | None,
         response_start: int | None,
+        pictures: Sequence[str],
     ) -> Tensor:
         """Aligned hidden rows ``(N, D)`` of chosen cells."""
         starts: Tensor | None = None
@@ -318,7 +328,7 @@ class HFBackbone(StoredDecoder, Backbone):
                 position_ids = position_ids_for(mask, self.spec.positions)
         else:
             visible = _given_visibility(mask)
-        last, _ = self._encode(ids, visible, position_ids)
+        last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
     def _score(
@@ -338,7 +348,9 @@ class HFBackbone(StoredDecoder, Backbone):
                 f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
                 "the head are not supported"
             )
-        part, weight, bias = slice(*id_range), head.weight, head.bias
+        part = slice(*id_range)
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
         known = range(self.vocab_size)[part]
         if len(known) < self.vocab_size:
             weight, bias = weight[part], None if bias is None else bias[part]
@@ -374,6 +386,7 @@ class HFBackbone(StoredDecoder, Backbone):
         layers: Sequence[int] = (),
         cache: WindowCache | None = None,
         kept: Tensor | None = None,
+        pictures: Sequence[str] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Raw last hidden rows after the final norm, and raw snapshots by index.
 
@@ -398,8 +411,7 @@ class HFBackbone(StoredDecoder, Backbone):
         inputs = {"input_ids": ids}
         hooked = set(layers) - {self.num_layers}
         if self.vision is not None:
-            words = decoder.embed_tokens(ids.clamp_max(self.vocab_size - 1))
-            snapshots[0] = self.vision.embedded(ids, words)
+            snapshots[0] = self.vision.embedded(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
             hooked -= {0}
         # Hooks rather than transformers' own capture: only the asked layers stay in memory.

@@ -170,15 +170,18 @@ def adapter_parameters(model: nn.Module, name: str = POLICY) -> Iterator[tuple[s
 
 
 def float32_adapters(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of all adapters that are in float32, by the name of the parameter.
+    """Weights of all adapters, and of what is trained beside them, that are in float32, by name.
 
     Args:
         module: holds decoders.
     """
+    named = dict(module.named_parameters())
+    has_adapter = any(".lora_" in name for name in named)
     return {
         name: parameter.data
-        for name, parameter in module.named_parameters()
-        if ".lora_" in name and parameter.dtype == torch.float32
+        for name, parameter in named.items()
+        if parameter.dtype == torch.float32
+        and (".lora_" in name or (has_adapter and parameter.requires_grad))
     }
 
 

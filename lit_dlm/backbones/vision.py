@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -43,14 +44,24 @@ class VisionSettings:
     """Pixels on each side of a picture that becomes tokens; by default 512 with MAGVIT-v2."""
     max_pictures: int = 16
     """Most pictures in a prompt."""
+    cached_pictures: int = 32
+    """Pictures of which the device keeps what a frozen tower makes of them: about 8 MB for each of
+    five tiles in bfloat16."""
 
 
 class Vision(nn.Module):
-    """Pictures to ids, and ids to embeddings."""
+    """Pictures to ids, and ids to embeddings.
 
-    def __init__(self, settings: VisionSettings) -> None:
+    As records hold it, a prompt has ids behind the vocabulary where its pictures belong, numbered
+    in order. A batch of training has such prompts and names its pictures; a decode gets prompts
+    whose pictures were given a place (:meth:`placed`).
+    """
+
+    def __init__(self, settings: VisionSettings, *, vocab_size: int) -> None:
         super().__init__()
         self.settings = settings
+        self.vocab_size = vocab_size
+        """Ids from here on are pictures."""
         self.folders: list[PictureFolder] = []
         """Where pictures of records are looked for."""
         self.known: dict[str, Picture] = {}
@@ -67,7 +78,7 @@ class Vision(nn.Module):
         render: Callable[[str], str],
         tokenize: Callable[[str], list[int]],
     ) -> list[int]:
-        """Ids of a prompt with pictures, which stay in work until they are released.
+        """Ids of a prompt with pictures, as records hold it; only their headers are read.
 
         Args:
             text: what the user says; :data:`~lit_dlm.pictures.PLACE` says where pictures go.
@@ -84,18 +95,60 @@ class Vision(nn.Module):
                 f"expected at most vision.max_pictures = {self.settings.max_pictures} pictures, "
                 f"got {len(pictures)}"
             )
-        missing = len(pictures) - text.count(PLACE)
+        num_places = render(text).count(PLACE)
+        missing = len(pictures) - num_places
         if missing < 0:
             raise ValueError(
-                f"expected a picture for each {PLACE} of the text, got {text.count(PLACE)} places "
+                f"expected a picture for each {PLACE} of the text, got {num_places} places "
                 f"and {len(pictures)} pictures"
             )
         pieces = [tokenize(piece) for piece in render(missing * self.place + text).split(PLACE)]
-        return self.joined(pieces, [self.picture_ids(picture) for picture in pictures])
+        ends = list(accumulate(map(self.num_ids, pictures), initial=self.vocab_size))
+        return self.joined(pieces, [list(range(*pair)) for pair in pairwise(ends)])
+
+    def placed(self, ids: Sequence[int], pictures: Iterable[Picture]) -> list[int]:
+        """Ids of a recorded prompt for decoding; its pictures stay in work until released.
+
+        Args:
+            ids: as of a record, or of :meth:`encode`.
+            pictures: in order; not looked at where no id stands for them.
+
+        Raises:
+            ValueError: a picture cannot be read, or they are not those of the prompt.
+        """
+        num_places = sum(number >= self.vocab_size for number in ids)
+        if not num_places:
+            return list(ids)
+        rows = [row for picture in pictures for row in self.picture_ids(picture)]
+        if len(rows) != num_places:
+            self.release(rows)
+            raise ValueError(
+                f"expected pictures of {num_places} rows, as recorded, got {len(rows)}"
+            )
+        numbers = iter(rows)
+        return [number if number < self.vocab_size else next(numbers) for number in ids]
+
+    def found(self, digest: str) -> Picture:
+        """A picture that is known.
+
+        Args:
+            digest: SHA-256 of its file.
+
+        Raises:
+            ValueError: the file is another one.
+        """
+        picture = self.known[digest]
+        if picture.digest != digest:
+            raise ValueError(f"{picture.name}: the picture is damaged: it has another digest")
+        return picture
+
+    @abstractmethod
+    def num_ids(self, picture: Picture) -> int:
+        """How many ids a picture becomes; only its header is read."""
 
     @abstractmethod
     def picture_ids(self, picture: Picture) -> list[int]:
-        """The ids that one picture becomes."""
+        """The ids that one picture becomes in a decode."""
 
     @abstractmethod
     def joined(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
@@ -106,52 +159,24 @@ class Vision(nn.Module):
             pictures: their ids.
         """
 
-    def embedded(self, ids: Tensor, words: Tensor) -> Tensor:
-        """Embeddings of a canvas.
+    @abstractmethod
+    def embedded(
+        self, ids: Tensor, embed: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
+    ) -> Tensor:
+        """Embeddings ``(B, L, D)`` of a canvas.
 
         Args:
             ids: ``(B, L)`` int64.
-            words: ``(B, L, D)`` embeddings of the ids below the vocabulary; others are arbitrary.
+            embed: embeddings of tokens.
+            pictures: digests of what the ids behind the vocabulary stand for, in order; ``None``:
+                those that were given a place.
         """
-        del ids
-        return words
-
-    def recorded(self, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
-        """Ids of a recorded prompt, whose pictures then stay in work until they are released.
-
-        Args:
-            ids: of the record, rows of pictures numbered as
-                :func:`~lit_dlm.trajectories.capture.as_recorded` does.
-            digests: its pictures in order, looked for in :attr:`folders`.
-
-        Raises:
-            ValueError: a picture is not there, or they are not those of the record.
-        """
-        del digests
-        return list(ids)
-
-    def found(self, digest: str) -> Picture:
-        """A picture that is known or lies in one of :attr:`folders`.
-
-        Args:
-            digest: SHA-256 of its file.
-
-        Raises:
-            ValueError: it is not there.
-        """
-        if digest in self.known:
-            return self.known[digest]
-        for folder in self.folders:
-            if digest in folder:
-                return folder.get(digest)
-        places = ", ".join(str(one.folder) for one in self.folders) or "no folder"
-        raise ValueError(f"picture {digest[:12]}: expected it in {places}")
 
     def release(self, ids: Iterable[int]) -> None:
         """Lets go of the pictures of a prompt that is done with.
 
         Args:
-            ids: of the prompt, as it was encoded.
+            ids: of the prompt, as it was placed.
         """
 
 
@@ -164,6 +189,7 @@ class TokenVision(Vision):
         *,
         first_id: int,
         tokenizer: Magvit | PatchTokenizer,
+        vocab_size: int | None = None,
         marks: Mapping[str, int] | None = None,
     ) -> None:
         """Sets the picture tokenizer.
@@ -172,24 +198,43 @@ class TokenVision(Vision):
             settings: how it sees.
             first_id: that of the first picture token; 126,464 in MMaDA's release.
             tokenizer: of the pictures.
+            vocab_size: of the model; words and picture tokens by default.
             marks: ids of ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, the task of answering about a
                 picture; those of MMaDA, whose text tokenizer does not name them, by default.
 
         Raises:
             ValueError: something is to be trained.
         """
-        super().__init__(settings)
+        super().__init__(settings, vocab_size=vocab_size or first_id + tokenizer.num_codes)
         if settings.train != "none":
             raise ValueError("vision.train: expected none, since pictures are tokens here")
         self.tokenizer = tokenizer
         self.resolution = settings.resolution or tokenizer.resolution
         self.first_id = first_id
         self.marks = {"<|soi|>": 126084, "<|eoi|>": 126085, "<|mmu|>": 126089, **(marks or {})}
+        self._tokens: dict[str, list[int]] = {}
+
+    def num_ids(self, picture: Picture) -> int:
+        """As many for every picture."""
+        _ = picture.size  # it is one
+        return (self.resolution // self.tokenizer.scale) ** 2
 
     def picture_ids(self, picture: Picture) -> list[int]:
         """Its tokens, line by line, of the picture made square with white margins."""
-        codes = self.tokenizer.encode(square_pixels(picture, self.resolution)[None])
-        return (codes.flatten() + self.first_id).tolist()
+        if picture.digest not in self._tokens:
+            codes = self.tokenizer.encode(square_pixels(picture, self.resolution)[None])
+            self._tokens[picture.digest] = (codes.flatten() + self.first_id).tolist()
+        return self._tokens[picture.digest]
+
+    def embedded(
+        self, ids: Tensor, embed: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
+    ) -> Tensor:
+        """Those of words and picture tokens."""
+        if pictures:
+            tokens = [token for one in pictures for token in self.picture_ids(self.found(one))]
+            places = (ids - self.vocab_size).clamp(0, len(tokens) - 1)
+            ids = torch.where(ids >= self.vocab_size, ids.new_tensor(tokens)[places], ids)
+        return embed(ids)
 
     def joined(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
         """Task, pictures between their marks, words."""
@@ -215,7 +260,11 @@ class TokenVision(Vision):
 
 
 def token_vision(
-    path: str | None, settings: VisionSettings, *, first_id: int | None = None
+    path: str | None,
+    settings: VisionSettings,
+    *,
+    first_id: int | None = None,
+    vocab_size: int | None = None,
 ) -> TokenVision:
     """The picture tokens of a model, which itself is not loaded.
 
@@ -224,6 +273,7 @@ def token_vision(
             tokenizer.
         settings: how it sees, with the tokenizer's ``path`` where it lies elsewhere.
         first_id: that of the first picture token; what the model's files say by default.
+        vocab_size: of the model; words and picture tokens by default.
 
     Raises:
         ValueError: there is no tokenizer of pictures, or pictures are no tokens of the model.
@@ -242,7 +292,9 @@ def token_vision(
     else:
         raise ValueError("vision.path: expected the picture tokenizer, such as showlab/magvitv2")
     marks = {} if folder is None else read_added_tokens(folder)
-    return TokenVision(settings, first_id=first_id, tokenizer=tokenizer, marks=marks)
+    return TokenVision(
+        settings, first_id=first_id, tokenizer=tokenizer, vocab_size=vocab_size, marks=marks
+    )
 
 
 def square_pixels(picture: Picture, resolution: int) -> Tensor:
@@ -330,12 +382,10 @@ class _Seen:
 
     first: int
     """Its first row in the table."""
-    size: tuple[int, int]
-    tiles: Tensor
-    """``(T, 3, S, S)`` on the host, float32."""
+    picture: Picture
     num_rows: int
-    features: Tensor | None = None
-    """``(T, per_side**2, width)`` of the tower, unless that is trained."""
+    tiles: Tensor | None
+    """``(T, 3, S, S)`` on the host, float32, until the tower has looked at them."""
     version: int | None = None
     """Of the projector that made its rows in the table."""
 
@@ -343,8 +393,9 @@ class _Seen:
 class TowerVision(Vision):
     """LLaDA-V: a picture is rows of SigLIP behind a projector (arXiv:2505.16933).
 
-    What the tower makes of a picture is kept while a prompt with it is in work, for all responses
-    and steps; the rows are made anew when the projector has changed.
+    What a frozen tower makes of a picture is kept for all responses, states and steps, as long as
+    there is room (``cached_pictures``); rows are made anew when the projector has changed. A batch
+    of training has rows of its own, made in each forward.
     """
 
     _table: Tensor
@@ -362,7 +413,7 @@ class TowerVision(Vision):
             width: of the decoder.
             vocab_size: rows of its embedding; ids from there on are pictures.
         """
-        super().__init__(settings)
+        super().__init__(settings, vocab_size=vocab_size)
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         config = SiglipVisionConfig(
             **{name: getattr(sizes, name) for name in (*names, "image_size", "patch_size")},
@@ -373,7 +424,6 @@ class TowerVision(Vision):
             nn.Linear(sizes.hidden_size, width), nn.GELU(), nn.Linear(width, width)
         )
         self.newline = nn.Parameter(torch.randn(width) * width**-0.5)
-        self.vocab_size = vocab_size
         self.scheme = AnyRes(
             tile=sizes.image_size,
             per_side=sizes.image_size // sizes.patch_size,
@@ -383,6 +433,7 @@ class TowerVision(Vision):
         self.register_buffer("_table", torch.empty(0, width), persistent=False)
         self._seen: dict[str, _Seen] = {}
         self._held: Counter[str] = Counter()
+        self._features: OrderedDict[str, Tensor] = OrderedDict()
         self.requires_grad_(settings.train == "all")
         self.tower.post_layernorm.requires_grad_(False)  # not run
         if settings.train == "projector":
@@ -393,13 +444,17 @@ class TowerVision(Vision):
         """Ids of its rows in the table, where it stays until it is released as often."""
         seen = self._seen.get(picture.digest)
         if seen is None:
-            num_rows = self.scheme.num_rows(picture.size)
+            num_rows = self.num_ids(picture)
             tiles = self.scheme.tiles(picture.decoded())
-            seen = _Seen(self._place(num_rows), picture.size, tiles, num_rows)
+            seen = _Seen(self._place(num_rows), picture, num_rows, tiles)
             self._seen[picture.digest] = seen
         self._held[picture.digest] += 1
         start = self.vocab_size + seen.first
         return list(range(start, start + seen.num_rows))
+
+    def num_ids(self, picture: Picture) -> int:
+        """Its rows."""
+        return self.scheme.num_rows(picture.size)
 
     def joined(self, pieces: Sequence[Sequence[int]], pictures: Sequence[list[int]]) -> list[int]:
         """Words and pictures in turn."""
@@ -408,66 +463,107 @@ class TowerVision(Vision):
             ids += [*picture, *piece]
         return ids
 
-    def recorded(self, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
-        """The ids with those of the table in place of the record's own numbers."""
-        rows = [row for digest in digests for row in self.picture_ids(self.found(digest))]
-        places = [number for number in ids if number >= self.vocab_size]
-        if len(rows) != len(places):
-            self.release(rows)
-            raise ValueError(
-                f"expected pictures of {len(places)} rows, as recorded, got {len(rows)}"
-            )
-        numbers = iter(rows)
-        return [number if number < self.vocab_size else next(numbers) for number in ids]
-
     def release(self, ids: Iterable[int]) -> None:
         """Lets go of the pictures among some ids; their rows make room when it is needed."""
         starts = {self.vocab_size + seen.first: digest for digest, seen in self._seen.items()}
         for digest in filter(None, map(starts.get, ids)):
             self._held[digest] = max(self._held[digest] - 1, 0)
 
-    def embedded(self, ids: Tensor, words: Tensor) -> Tensor:
-        """The words' embeddings, with rows of the table where ids lie beyond the vocabulary."""
-        table = self.rows()
+    def embedded(
+        self, ids: Tensor, embed: Callable[[Tensor], Tensor], pictures: Sequence[str] | None
+    ) -> Tensor:
+        """The words' embeddings, with rows of pictures where ids lie behind the vocabulary."""
+        words = embed(ids.clamp_max(self.vocab_size - 1))
+        table = self.rows(pictures)
         if not len(table):
             return words
         rows = table.to(words.dtype)[(ids - self.vocab_size).clamp(0, len(table) - 1)]
         return torch.where((ids >= self.vocab_size)[..., None], rows, words)
 
-    def rows(self) -> Tensor:
-        """The table ``(R, D)``, with all pictures in work up to date; differentiable if trained."""
-        is_trained = torch.is_grad_enabled() and self.settings.train != "none"
-        held = [seen for digest, seen in self._seen.items() if self._held[digest] > 0]
-        if is_trained:
-            table = self._table.clone()
-            for seen in held:
-                table[seen.first : seen.first + seen.num_rows] = self._made(seen)
-            # Every process has gradients, whether it sees pictures or not.
-            return table + 0.0 * sum(p.sum() for p in self.parameters() if p.requires_grad)
+    def rows(self, pictures: Sequence[str] | None = None) -> Tensor:
+        """Rows of pictures, ``(R, D)``.
+
+        Args:
+            pictures: digests, whose rows are wanted one picture behind the other (and a row of
+                zeros at the end), differentiable where they are trained; ``None``: the table of
+                those in work, brought up to date.
+        """
+        if pictures is None:
+            return self._updated()
+        none = self.newline.new_zeros(1, len(self.newline))
+        if not pictures and self.settings.train != "none":
+            # Every process runs what is trained and has gradients, also without pictures.
+            side = self.scheme.tile
+            black = self._looked_at(torch.zeros(2, 3, side, side))
+            none = none + 0.0 * self._behind(black, (side, side)).sum()
+        return torch.cat([*self._made([self.found(digest) for digest in pictures]), none])
+
+    @torch.no_grad()
+    @torch.inference_mode(mode=False)
+    def _updated(self) -> Tensor:
         version = sum(parameter._version for parameter in self.parameters())
-        for seen in held:
-            if seen.version != version:
-                rows = slice(seen.first, seen.first + seen.num_rows)
-                with torch.no_grad():
-                    self._table[rows] = self._made(seen).to(self._table.dtype)
-                seen.version = version
+        stale = [
+            seen
+            for digest, seen in self._seen.items()
+            if self._held[digest] > 0 and seen.version != version
+        ]
+        tiles = {seen.picture.digest: seen.tiles for seen in stale if seen.tiles is not None}
+        made = self._made([seen.picture for seen in stale], tiles)
+        for seen, rows in zip(stale, made, strict=True):
+            self._table[seen.first : seen.first + seen.num_rows] = rows.to(self._table.dtype)
+            seen.tiles, seen.version = None, version
         return self._table
 
-    def _made(self, seen: _Seen) -> Tensor:
-        features = seen.features
-        if features is None:
-            weight = self.newline
-            keeps = self.settings.train != "all"
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not keeps):
-                features = self._features(seen.tiles.to(weight.device, weight.dtype))
-            if keeps:
-                seen.features = features
-        return self.scheme.merged(self.projector(features), self.newline, seen.size)
+    def _made(
+        self, pictures: Sequence[Picture], tiles: Mapping[str, Tensor] | None = None
+    ) -> list[Tensor]:
+        """Rows of each picture; the tower looks at those that are new in one forward.
 
-    def _features(self, tiles: Tensor) -> Tensor:
-        """What the last layer run makes of tiles, before the norm that SigLIP has behind it."""
-        return self.tower.encoder(inputs_embeds=self.tower.embeddings(tiles)).last_hidden_state
+        Args:
+            pictures: any.
+            tiles: of some of them, by digest.
+        """
+        tiles = tiles or {}
+        features = {
+            one.digest: self._features[one.digest]
+            for one in pictures
+            if one.digest in self._features
+        }
+        new = {one.digest: one for one in pictures if one.digest not in features}
+        if new:
+            parts = [
+                tiles[digest] if digest in tiles else self.scheme.tiles(one.decoded())
+                for digest, one in new.items()
+            ]
+            seen = self._looked_at(torch.cat(parts)).split([len(part) for part in parts])
+            features |= dict(zip(new, seen, strict=True))
+        if self.settings.train != "all":
+            self._features |= features
+            for digest in features:
+                self._features.move_to_end(digest)
+            while len(self._features) > self.settings.cached_pictures:
+                self._features.popitem(last=False)
+        return [self._behind(features[one.digest], one.size) for one in pictures]
 
+    def _behind(self, features: Tensor, size: tuple[int, int]) -> Tensor:
+        """Rows of a picture from what the tower makes of it."""
+        rows = self.projector(features.to(self.newline.dtype))
+        return self.scheme.merged(rows, self.newline, size)
+
+    def _looked_at(self, tiles: Tensor) -> Tensor:
+        """What the last layer run makes of tiles, before the norm that SigLIP has behind it.
+
+        Not in inference mode, since it may be kept until something is trained.
+        """
+        with (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(torch.is_grad_enabled() and self.settings.train == "all"),
+        ):
+            weight = self.tower.embeddings.patch_embedding.weight
+            tiles = tiles.clone().to(weight.device, weight.dtype)
+            return self.tower.encoder(inputs_embeds=self.tower.embeddings(tiles)).last_hidden_state
+
+    @torch.inference_mode(mode=False)
     def _place(self, num_rows: int) -> int:
         """Where a picture fits into the table: free room, that of released ones, or more room."""
         at = 0

@@ -47,7 +47,7 @@ from lit_dlm.modules.finite import require_finite_gradients
 from lit_dlm.modules.precision import check_precision
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import as_text
+from lit_dlm.pictures import Picture, as_text, seeing
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
@@ -149,6 +149,47 @@ class DecodedBatch:
     def uid(self, row: int) -> str:
         """Key of one decode: the example and the method."""
         return decode_uid(self.examples[row], self.method)
+
+
+def encoded_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, str]],
+    pictures: Sequence[Picture] = (),
+    *,
+    backbone: Any,
+    uid: str,
+) -> list[int]:
+    """Token ids of a chat up to where the model answers.
+
+    Args:
+        tokenizer: with its chat template.
+        turns: ``role`` and ``content`` of each; the last one is the user's.
+        pictures: in the order of their places in the contents.
+        backbone: numbers the pictures.
+        uid: of the sample, for errors.
+
+    Raises:
+        ValueError: a picture cannot be read, or the model sees none; names the sample.
+    """
+
+    def render(content: str) -> str:
+        chat = [*turns[:-1], {**turns[-1], "content": content}]
+        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+
+    def tokenize(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    if not pictures:
+        ids: Any = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False
+        )
+        return list(ids)
+    vision = seeing(backbone, uid)
+    try:
+        ids = vision.encode(turns[-1]["content"], pictures, render=render, tokenize=tokenize)
+    except ValueError as error:
+        raise ValueError(f"{uid}: {error}") from error
+    return list(ids)
 
 
 def image_facts(example: PromptExample) -> dict[str, Any]:
@@ -400,49 +441,48 @@ class DecodeModule(LightningModule):
                         )
                     yield batch
 
-    def encode(self, example: PromptExample) -> list[int]:
+    def prompt_ids(self, example: PromptExample) -> list[int]:
         """Token ids of one prompt: a user turn through the chat template, and the answer's start.
+
+        Args:
+            example: the problem. Its pictures are numbered, as records hold them.
+
+        Raises:
+            ValueError: a picture cannot be read, or the model sees none; names the example.
+        """
+        tokenizer = self.tokenizer
+        turns = [*example.history, {"role": "user", "content": example.text}]
+        ids = encoded_turns(
+            tokenizer, turns, example.images, backbone=self.backbone, uid=example.uid
+        )
+        if example.answer_start:
+            ids = [*ids, *tokenizer.encode(example.answer_start, add_special_tokens=False)]
+        return ids
+
+    def placed(self, example: PromptExample, ids: list[int]) -> list[int]:
+        """A prompt for decoding: its pictures are given a place until the decode has ended.
+
+        Args:
+            example: the problem.
+            ids: its :meth:`prompt_ids`.
+
+        Raises:
+            ValueError: a picture cannot be read; names the example.
+        """
+        if not example.images:
+            return ids
+        try:
+            return seeing(self.backbone, example.uid).placed(ids, example.images)
+        except ValueError as error:
+            raise ValueError(f"{example.uid}: {error}") from error
+
+    def encode(self, example: PromptExample) -> list[int]:
+        """A prompt for decoding.
 
         Args:
             example: the problem.
         """
-        tokenizer = self.tokenizer
-        ids: Any
-        if example.images:
-            ids = self._encode_pictures(example)
-        else:
-            ids = tokenizer.apply_chat_template(
-                [*example.history, {"role": "user", "content": example.text}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        if example.answer_start:
-            ids = [*ids, *tokenizer.encode(example.answer_start, add_special_tokens=False)]
-        return list(ids)
-
-    def _encode_pictures(self, example: PromptExample) -> list[int]:
-        vision = getattr(self.backbone, "vision", None)
-        if vision is None:
-            raise ValueError(
-                f"{example.uid}: the prompt has pictures; expected a model that sees them "
-                "(model.backbone.vision)"
-            )
-
-        def render(content: str) -> str:
-            turns = [*example.history, {"role": "user", "content": content}]
-            return str(
-                self.tokenizer.apply_chat_template(
-                    turns, add_generation_prompt=True, tokenize=False
-                )
-            )
-
-        def tokenize(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-
-        try:
-            return vision.encode(example.text, example.images, render=render, tokenize=tokenize)
-        except ValueError as error:
-            raise ValueError(f"{example.uid}: {error}") from error
+        return self.placed(example, self.prompt_ids(example))
 
     def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
         """Texts of a decode's responses as graders take them.

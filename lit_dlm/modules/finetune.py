@@ -336,15 +336,9 @@ class FinetuneModule(TrainableModule):
         responses = responses_of(batch, spec, seed=seed, num_padding=self.num_padding)
         states = self.corruption.states(responses)
         rows = lay_out(batch, states, spec)
-        stats = self.backbone.score_tokens(
-            rows.ids,
-            rows.targets,
-            rows.rows,
-            mask=rows.mask,
-            position_ids=rows.position_ids,
-            response_start=rows.response_start,
+        return states, self.backbone.score_tokens(
+            rows.ids, rows.targets, rows.rows, **rows.context()
         )
-        return states, stats
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
         """Loss of one batch; its noise follows from the seed, the pass and the samples' uids.
@@ -456,6 +450,7 @@ class SFTModule(FinetuneModule):
         warmup_steps: optimiser steps of the warm-up.
         lr_floor: factor on the learning rate at the end.
         export_dir: where the last weights are written.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
     """
 
     def __init__(
@@ -474,6 +469,7 @@ class SFTModule(FinetuneModule):
         warmup_steps: int = 50,
         lr_floor: float = 0.0,
         export_dir: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         super().__init__(
             backbone,
@@ -487,4 +483,5 @@ class SFTModule(FinetuneModule):
             warmup_steps=warmup_steps,
             lr_floor=lr_floor,
             export_dir=export_dir,
+            chat_template=chat_template,
         )

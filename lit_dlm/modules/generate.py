@@ -13,8 +13,9 @@ from lit_dlm.decoding import Decoder
 from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
+from lit_dlm.pictures import know
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
 
@@ -40,6 +41,7 @@ class TraceModule(DecodeModule):
         top_k: most probable tokens to keep of every masked position of every step, whatever the
             level.
         step_times: keep the duration of every step.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
     """
 
     def __init__(
@@ -59,8 +61,15 @@ class TraceModule(DecodeModule):
         projector_prompts: int = 64,
         top_k: int = 0,
         step_times: bool = False,
+        chat_template: str | None = None,
     ) -> None:
-        super().__init__(backbone, tokenizer=tokenizer, decoders=decoders, seed=seed)
+        super().__init__(
+            backbone,
+            tokenizer=tokenizer,
+            decoders=decoders,
+            seed=seed,
+            chat_template=chat_template,
+        )
         if (level == "features") != (projector_dir is not None):
             raise ValueError(
                 f"projector_dir: needed at level 'features' and only there, got {projector_dir!r} "
@@ -109,7 +118,11 @@ class TraceModule(DecodeModule):
         for batch in datamodule.first_batches(self.projector_prompts, method):
             capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)
             self.decode(batch, [capture])
-            traces += capture.trajectories([example.uid for example in batch.examples])
+            for example in batch.examples:
+                know(self.backbone, example.uid, example.images)
+            traces += capture.trajectories(
+                [example.uid for example in batch.examples], list(map(image_facts, batch.examples))
+            )
         config = ProjectorConfig(
             hidden_size=self.backbone.hidden_size,
             num_snapshots=len(self.settings.hidden_layers),

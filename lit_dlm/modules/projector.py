@@ -79,7 +79,11 @@ def state_snapshots(
     # Only hidden states are wanted: one column through the head is the least it can do.
     column = torch.full_like(batch.ids[:, :1], batch.start)
     denoised = backbone.denoise(
-        batch.ids, pad_mask=batch.pad_mask, columns=column, hidden_layers=hidden_layers
+        batch.ids,
+        pad_mask=batch.pad_mask,
+        columns=column,
+        hidden_layers=hidden_layers,
+        **batch.shown(),
     )
     assert denoised.hidden is not None
     chosen = batch.pad_mask & batch.is_real[:, None]

@@ -28,6 +28,7 @@ from lit_dlm.metrics.calibration import CalibrationCurve
 from lit_dlm.metrics.replay import ReplayScore
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.ops.scores import top_quota
+from lit_dlm.pictures import placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,10 @@ class ReferencePrompts:
 
     limit: int
     """Most prompts."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-    """Reference response of each prompt, in the order of appearance."""
+    found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[int, ...]] = field(
+        default_factory=dict
+    )
+    """Reference response of each prompt with its pictures, in the order of appearance."""
 
     def add(self, batch: StateBatch) -> None:
         """Takes the prompts of a batch that are new, as long as there is room."""
@@ -132,7 +135,8 @@ class ReferencePrompts:
                 continue
             real = batch.pad_mask[row]
             target = batch.target[row]
-            prompt = tuple(target[: batch.start][real[: batch.start]].tolist())
+            ids = tuple(target[: batch.start][real[: batch.start]].tolist())
+            prompt = ids, batch.pictures[row] if batch.pictures else ()
             if prompt not in self.found:
                 self.found[prompt] = tuple(target[batch.start :][real[batch.start :]].tolist())
 
@@ -163,8 +167,9 @@ def roll_out(prompts: ReferencePrompts, backbone: Backbone, decoder: Decoder) ->
         The sums.
     """
     outcome = RolloutOutcome()
-    by_length: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for prompt, response in prompts.found.items():
+    by_length: dict[int, list[tuple[list[int], tuple[int, ...]]]] = {}
+    for (ids, digests), response in prompts.found.items():
+        prompt = placed(backbone, ids, digests)
         by_length.setdefault(len(response), []).append((prompt, response))
     for length, group in sorted(by_length.items()):
         result = decode_prompts(

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora import fold, restored
+from lit_dlm.backbones.vision import Vision
 from lit_dlm.modules.checkpoint_files import (
     draft_of,
     local,
@@ -165,13 +166,22 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-t
 
 
 def _shard(child: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    parts = list(child.modules())
+    # Processes see different pictures: what is frozen of a tower stays whole, so that none waits.
+    whole = {
+        value
+        for part in parts
+        if isinstance(part, Vision)
+        for value in part.parameters()
+        if not value.requires_grad
+    }
+    parts = [part for part in parts if not whole.issuperset(part.parameters())]
     layer_names = {
         name
-        for part in child.modules()
+        for part in parts
         if isinstance(part, PreTrainedModel)
         for name in part._no_split_modules or ()
     }
-    parts = list(child.modules())
     layers = [part for part in parts if type(part).__name__ in layer_names]
     # Inner parts before the outer ones that hold them: each takes what is left.
     units = [part for part in reversed(parts[1:]) if hasattr(part, "forward_methods")]
@@ -183,6 +193,7 @@ def _shard(child: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
         fully_shard(
             part,
             mesh=mesh,
+            ignored_params=whole,
             # A head is read behind the method that runs the rest.
             reshard_after_forward=False if methods else None,
             mp_policy=policy if is_decoder else MixedPrecisionPolicy(),
@@ -255,7 +266,7 @@ def drop_frozen_decoders(
         prefix: what the keys of ``module`` start with.
     """
     for path, part in module.named_modules():
-        if not isinstance(part, PreTrainedModel):
+        if not isinstance(part, PreTrainedModel | Vision):
             continue
         for name, value in part.named_parameters(remove_duplicate=False):
             if not value.requires_grad:

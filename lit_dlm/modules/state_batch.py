@@ -7,7 +7,8 @@ ended with. It comes from a step of the trace, or from masking a finished trace 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.ops.batches import TensorBatch
-from lit_dlm.pictures import refuse_pictures
+from lit_dlm.pictures import PromptPictures, in_order, joined_prompts
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -60,6 +61,25 @@ class StateBatch(TensorBatch):
     """``(B, R, F)`` stored features of the last ``R`` columns (``R = L - start`` or ``L``)."""
     proposals: Tensor | None = None
     """``(B, R)`` int64 stored proposals."""
+    pictures: list[tuple[str, ...]] = field(default_factory=list)
+    """``B`` tuples of digests: what ids behind the vocabulary stand for
+    (:func:`~lit_dlm.pictures.joined_prompts`)."""
+
+    def shown(self) -> dict[str, Any]:
+        """The argument of a backbone's forward that tells of pictures, where there are some."""
+        return {"pictures": found} if (found := in_order(self.pictures)) else {}
+
+
+def prompt_pictures(trace: Trajectory) -> PromptPictures | None:
+    """What ids of a recorded prompt behind the vocabulary stand for.
+
+    Args:
+        trace: the trace.
+    """
+    digests = trace.meta.get("images")
+    if not digests:
+        return None
+    return PromptPictures(digests=tuple(digests), first_id=trace.vocab_size)
 
 
 def trace_state(trace: Trajectory, step: int) -> StateExample:
@@ -161,8 +181,9 @@ def _canvas(
     if len(mask_ids) > 1:
         raise ValueError(f"collate_states: expected one mask id, got {sorted(mask_ids)}")
     mask_id = mask_ids.pop()
-    for trace in traces:
-        refuse_pictures((trace.prompt_ids >= trace.vocab_size).any(), trace.uid)
+    prompts, pictures = joined_prompts(
+        [trace.prompt_ids for trace in traces], [prompt_pictures(trace) for trace in traces]
+    )
     num_prompt = np.array([len(trace.prompt_ids) for trace in traces])
     num_generated = np.array([len(trace.tokens) for trace in traces])
     start = int(num_prompt.max())
@@ -173,7 +194,7 @@ def _canvas(
     pad_mask = is_prompt | is_response
     ids = np.zeros((len(traces), L), dtype=np.int64)
     # A mask selects row by row, which is the order of the concatenated rows.
-    ids[is_prompt] = np.concatenate([trace.prompt_ids for trace in traces])
+    ids[is_prompt] = np.concatenate(prompts)
     target = ids.copy()
     ids[is_response] = states
     target[is_response] = tokens
@@ -187,6 +208,7 @@ def _canvas(
         start=start,
         mask_id=mask_id,
         is_correct=_grades(traces),
+        pictures=pictures,
     )
 
 

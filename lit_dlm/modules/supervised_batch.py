@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from lit_dlm.ops.masking import (
     wants_block_mask,
 )
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.pictures import PromptPictures, in_order, joined_prompts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +40,8 @@ class SupervisedExample:
     """``(P,)`` token ids, chat template included."""
     response_ids: NDArray[np.int32]
     """``(n,)`` token ids; shorter than the response region is fine, it gets filled."""
+    pictures: PromptPictures | None = None
+    """What ids of the prompt behind the vocabulary stand for."""
     steps: NDArray[np.int32] | None = None
     """``(n,)`` step that wrote each token, -1 where none did; ``None`` without a decode."""
     decode_entropy: NDArray[np.float32] | None = None
@@ -72,6 +76,9 @@ class SupervisedBatch(TensorBatch):
     """``(B,)`` bool samples with a decode; ``None`` where all or none have one."""
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
+    pictures: list[tuple[str, ...]] = field(default_factory=list)
+    """``B`` tuples of digests: what ids behind the vocabulary stand for
+    (:func:`~lit_dlm.pictures.joined_prompts`)."""
     uids: list[str] = field(default_factory=list)
     """``B`` names."""
     epochs: list[int] = field(default_factory=list)
@@ -177,6 +184,9 @@ def collate_supervised(
     )
     ids = np.full((B, start + G), spec.eos_ids[0], dtype=np.int64)
     real = np.ones((B, start + G), dtype=bool)
+    prompts, pictures = joined_prompts(
+        [example.prompt_ids for example in examples], [example.pictures for example in examples]
+    )
     answer_length = np.zeros(B, dtype=np.int64)
     steps = np.full((B, G), -1, dtype=np.int64)
     entropy = np.zeros((B, G), dtype=np.float32)
@@ -190,7 +200,7 @@ def collate_supervised(
         size = min(given, G)
         ids[row, :first] = spec.pad_id
         real[row, :first] = False
-        ids[row, first:start] = example.prompt_ids
+        ids[row, first:start] = prompts[row]
         response = ids[row, start:]
         response[:size] = example.response_ids[:size]
         answer_length[row] = _answer_length(example, spec)
@@ -209,6 +219,7 @@ def collate_supervised(
         decode_entropy=torch.from_numpy(entropy) if has_entropy else None,
         has_steps=None if has_steps.all() == has_steps.any() else torch.from_numpy(has_steps),
         non_ltr=_non_ltr(examples, torch.from_numpy(steps)),
+        pictures=pictures,
         uids=[example.uid for example in examples],
         epochs=[example.epoch for example in examples],
     )
@@ -287,6 +298,13 @@ class TrainingRows:
     """``(R, N)`` int64; ``None`` lets the backbone count."""
     response_start: int | None
     """First response slot, where the row is a plain canvas."""
+    pictures: tuple[str, ...]
+    """Digests of what ids behind the vocabulary stand for, in order."""
+
+    def context(self) -> dict[str, Any]:
+        """All but ids, targets and slots."""
+        names = ("mask", "position_ids", "response_start", "pictures")
+        return {name: getattr(self, name) for name in names}
 
 
 def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> TrainingRows:
@@ -327,6 +345,7 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
             mask=pad_mask,
             position_ids=None,
             response_start=batch.start,
+            pictures=in_order(batch.pictures),
         )
     R, L = clean.shape
     positions = torch.arange(L, device=clean.device).expand(R, -1)
@@ -345,6 +364,7 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
             mask=block_causal_visibility(torch.arange(L, device=clean.device)[None], pad_mask),
             position_ids=positions,
             response_start=None,
+            pictures=in_order(batch.pictures),
         )
     if spec.shift != 0:
         raise ValueError(
@@ -371,6 +391,7 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         else layout.visibility(),
         position_ids=layout.positions(positions),
         response_start=None,
+        pictures=in_order(batch.pictures),
     )
 
 

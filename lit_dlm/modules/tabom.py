@@ -58,6 +58,7 @@ class TABOMModule(FinetuneModule):
         warmup_steps: optimiser steps of the warm-up.
         lr_floor: factor on the learning rate at the end.
         export_dir: where the last weights are written.
+        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
 
     Raises:
         ValueError: a setting is out of range.
@@ -86,6 +87,7 @@ class TABOMModule(FinetuneModule):
         warmup_steps: int = 50,
         lr_floor: float = 0.0,
         export_dir: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         super().__init__(
             backbone,
@@ -101,6 +103,7 @@ class TABOMModule(FinetuneModule):
             warmup_steps=warmup_steps,
             lr_floor=lr_floor,
             export_dir=export_dir,
+            chat_template=chat_template,
         )
         if backbone.spec.attention != "full":
             raise ValueError(

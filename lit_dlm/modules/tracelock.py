@@ -234,6 +234,7 @@ class TraceLockModule(DecodeModule):
             pad_mask=batch.pad_mask,
             columns=columns.expand(len(batch.ids), -1),
             hidden_layers=settings.hidden_layers,
+            **batch.shown(),
         )
         assert denoised.hidden is not None
         logits = denoised.logits.float()

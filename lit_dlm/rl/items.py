@@ -23,6 +23,7 @@ from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.grouping import NEVER, step_groups
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses
 from lit_dlm.losses.views import CoupledMasking, MaskedPrompt
+from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
     SupervisedExample,
@@ -36,6 +37,7 @@ from lit_dlm.modules.supervised_batch import (
 from lit_dlm.ops.batches import TensorBatch
 from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
 from lit_dlm.ops.packing import PackedLayout
+from lit_dlm.pictures import in_order
 from lit_dlm.trajectories.record import Trajectory
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
@@ -119,6 +121,7 @@ def supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supe
             prompt_ids=record.prompt_ids,
             response_ids=record.tokens,
             steps=record.commit_step,
+            pictures=prompt_pictures(record),
             epoch=epoch,
         )
         for record in records
@@ -589,4 +592,5 @@ def _packed(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
         else layout.visibility(copies),
         position_ids=layout.positions(positions),
         response_start=None,
+        pictures=in_order(responses.pictures),
     )

@@ -9,8 +9,8 @@ on the batches that it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from lit_dlm.losses.value import value_loss
 from lit_dlm.losses.views import CoupledViews
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
+from lit_dlm.modules.supervised_batch import TrainingRows
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
@@ -210,6 +211,8 @@ class TraceRLModule(TrainableModule):
             if not any(parameter.requires_grad for parameter in value_backbone.parameters()):
                 raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
         reader = value_backbone or self.backbone
+        if self.backbone.vision is not None and reader.vision is not None:
+            reader.vision.known = self.backbone.vision.known
         return value_backbone, ValueHead(reader.hidden_size)
 
     # -- what RL needs of the trainer ------------------------------------------------------------
@@ -290,14 +293,9 @@ class TraceRLModule(TrainableModule):
         """
         with_value = self.value is not None if with_value is None else with_value
         rows = training_rows(batch, self.row_spec)
-        attention: dict[str, Any] = {
-            "mask": rows.mask,
-            "position_ids": rows.position_ids,
-            "response_start": rows.response_start,
-        }
         scored = (rows.ids, rows.targets, rows.rows)
         options: dict[str, Any] = {
-            **attention,
+            **rows.context(),
             "temperature": self.temperature,
             "id_range": self.decoders[self.method].sampler.id_range(self.backbone.spec),
         }
@@ -308,7 +306,7 @@ class TraceRLModule(TrainableModule):
             stats = self.backbone.score_tokens(*scored, **options)
         values = None
         if with_value:
-            values = self._values(rows.ids, rows.rows, attention, hidden)
+            values = self._values(rows, hidden)
         return ItemScores(batch.per_unit(stats.log_prob), stats.entropy, values)
 
     def values(self, batch: RolloutBatch) -> Tensor:
@@ -317,27 +315,16 @@ class TraceRLModule(TrainableModule):
         Args:
             batch: on the device of the module.
         """
-        rows = training_rows(batch, self.row_spec)
-        attention: dict[str, Any] = {
-            "mask": rows.mask,
-            "position_ids": rows.position_ids,
-            "response_start": rows.response_start,
-        }
-        return self._values(rows.ids, rows.rows, attention, None)
+        return self._values(training_rows(batch, self.row_spec), None)
 
-    def _values(
-        self, ids: Tensor, rows: Tensor, attention: Mapping[str, Any], hidden: Tensor | None
-    ) -> Tensor:
+    def _values(self, rows: TrainingRows, hidden: Tensor | None) -> Tensor:
         assert self.value is not None
         assert self.value_head is not None
-        if self.value.backbone == "full":
-            assert self.value_backbone is not None
-            hidden = self.value_backbone.encode_rows(ids, rows, **attention)
-        elif self.value.backbone == "lora":
-            with self.backbone.using_adapter(VALUE):
-                hidden = self.backbone.encode_rows(ids, rows, **attention)
-        elif hidden is None:
-            hidden = self.backbone.encode_rows(ids, rows, **attention)
+        if hidden is None:
+            reader = self.value_backbone or self.backbone
+            is_lora = self.value.backbone == "lora"
+            with self.backbone.using_adapter(VALUE) if is_lora else nullcontext():
+                hidden = reader.encode_rows(rows.ids, rows.rows, **rows.context())
         if self.value.backbone == "head":
             hidden = hidden.detach()  # values must not shape the policy
         result: Tensor = self.value_head(hidden)

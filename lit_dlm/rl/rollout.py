@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.observers import QueueObserver
 from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import refuse_pictures
+from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import GroupFilter, Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import ALONE, Ranks
@@ -65,7 +66,7 @@ class RolloutPrompt:
     example: PromptExample
     """The problem."""
     prompt_ids: list[int]
-    """Its token ids, chat template included."""
+    """Its token ids, chat template included, pictures numbered as in records."""
     uid: str
     """Name of the response; its noise follows from it and the module's seed."""
     meta: Mapping[str, Any]
@@ -257,7 +258,8 @@ class RolloutEngine:
 
         def prompt(number: int) -> tuple[Sequence[int], int]:
             chosen = order[number]
-            return chosen.prompt_ids, sample_seed(module.seed, chosen.uid)
+            ids = module.placed(chosen.example, chosen.prompt_ids)
+            return ids, sample_seed(module.seed, chosen.uid)
 
         for numbers, _ in decode_queued_prompts(
             module.backbone,
@@ -420,7 +422,7 @@ def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A problem with its token ids."""
+    """A problem with its token ids, pictures numbered."""
 
     example: PromptExample
     ids: list[int]
@@ -451,14 +453,11 @@ def encoded_prompts(
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
     for example in chain.from_iterable(examples.values()):
-        ids = module.encode(example)
-        if max(ids, default=0) >= module.backbone.vocab_size:
-            refuse_pictures(example.images, example.uid)
+        ids = module.prompt_ids(example)
         if len(ids) > max_length:
             dropped += 1
             continue
-        if module.backbone.vision is not None:
-            module.backbone.vision.known |= {one.digest: one for one in example.images}
+        know(module.backbone, example.uid, example.images)
         found.append(EncodedPrompt(example=example, ids=ids))
     if dropped:
         logger.warning(
@@ -774,13 +773,17 @@ class StoredRollouts(RolloutSource):
     Args:
         folder: folder of the shards.
         mask_id: of the model.
+        backbone: the model, which reads the pictures of prompts.
 
     Raises:
         ValueError: there is none, or a record was not written by an RL run or by another model.
     """
 
-    def __init__(self, folder: str | Path, *, mask_id: int) -> None:
+    def __init__(
+        self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None
+    ) -> None:
         self.folder = Path(folder)
+        look_in(backbone, self.folder)
         self._steps: dict[int, list[Trajectory]] = {}
         for record in TrajectoryShardReader(self.folder, features=False):
             if record.mask_id != mask_id:
@@ -788,6 +791,7 @@ class StoredRollouts(RolloutSource):
                     f"{self.folder}: record {record.uid!r} has mask id {record.mask_id}, expected "
                     f"{mask_id}, that of the model"
                 )
+            take_up(backbone, record.uid, record.meta)
             missing = [name for name in _NEEDED if name not in record.meta]
             if missing:
                 raise ValueError(

@@ -109,6 +109,12 @@ class PolicyObjective(ClippedPolicyLoss):
                 "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
                 "give it lora settings or use 'old'"
             )
+        vision = backbone.vision
+        if self.kl_to == "initial" and vision is not None and vision.settings.train != "none":
+            raise ValueError(
+                "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
+                "is not kept as it was; use 'old'"
+            )
         if self.old_log_prob == "behaviour":
             self._check_behaviour(corruption, backbone.spec, row_spec, decoder)
 

@@ -473,7 +473,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
 
     from lit_dlm.backbones import load_backbone, load_tokenizer
     from lit_dlm.backbones.vision import VisionSettings
-    from lit_dlm.pictures import PICTURES, PictureFolder
+    from lit_dlm.pictures import look_in
     from lit_dlm.trajectories.verify import Execution
 
     kind = options.device.partition(":")[0]
@@ -488,9 +488,7 @@ def _execution(shards: Sequence[Path], options: argparse.Namespace) -> Execution
         attn_implementation=recorded.get("attn_implementation") or "sdpa",
         vision=VisionSettings(**recorded["vision"]) if "vision" in recorded else None,
     )
-    if backbone.vision is not None:
-        folders = sorted({shard.resolve().parent for shard in shards})
-        backbone.vision.folders += [PictureFolder(folder / PICTURES) for folder in folders]
+    look_in(backbone, *sorted({shard.resolve().parent for shard in shards}))
     return Execution(
         backbone=backbone,
         tokenizer=load_tokenizer(options.tokenizer or options.backbone),

@@ -38,6 +38,7 @@ from lit_dlm.decoding.state import (
     prompt_canvas,
 )
 from lit_dlm.decoding.windows import default_window, first_column
+from lit_dlm.pictures import placed, take_up
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.replay import states_at
 
@@ -283,16 +284,11 @@ def canvas_of(
                 f"{where}: recorded with a vocabulary of {record.vocab_size}, "
                 f"the backbone has {backbone.vocab_size}"
             )
-    vision = getattr(backbone, "vision", None)
     prompts = [record.prompt_ids.tolist() for record in records]
     for row, record in enumerate(records):
-        if images := record.meta.get("images"):
-            if vision is None:
-                raise ValueError(
-                    f"trajectory {record.uid!r}: recorded with pictures, which the backbone does "
-                    "not see"
-                )
-            prompts[row] = vision.recorded(prompts[row], images)
+        take_up(backbone, record.uid, record.meta)
+        if getattr(backbone, "vision", None) is not None:
+            prompts[row] = placed(backbone, prompts[row], record.meta.get("images", ()))
     canvas = prompt_canvas(
         prompts,
         response_length=lengths[0],

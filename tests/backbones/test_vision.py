@@ -2,57 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from lit_dlm.backbones.anyres import AnyRes
-from lit_dlm.backbones.families import vision_key
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.resolution import resolve
-from lit_dlm.backbones.vision import TowerSizes, TowerVision, VisionSettings, square_pixels
+from lit_dlm.backbones.vision import TowerVision, VisionSettings, square_pixels
 from lit_dlm.decoding import Decoder, FixedQuota
 from lit_dlm.decoding.caches import DualCache, PrefixCache
 from lit_dlm.decoding.decoder import decode_prompts
 from lit_dlm.decoding.policies import ConfidencePolicy
 from lit_dlm.decoding.windows import BlockWindow
 from lit_dlm.pictures import Picture
-from tests.backbones.folders import write
-from tests.backbones.waves import waves
+from tests.seeing import picture, write_seeing
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada_v.safetensors"
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 54,
-    "patch_size": 2,
-}
-CONFIG = {
-    "model_type": "llava_llada",
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-    "mask_token_id": 119,
-    "eos_token_id": 1,
-    "mm_vision_tower": "google/siglip2-so400m-patch14-384",
-    "mm_projector_type": "mlp2x_gelu",
-    "mm_patch_merge_type": "spatial_unpad",
-    "image_aspect_ratio": "anyres_max_4",
-    "vision_config": TOWER,
-}
 PLACE = -200
 CASES = {
     "one_tile": ([5, 6, PLACE, 7, 8, 9], [0]),
@@ -62,25 +29,12 @@ CASES = {
 }
 
 
-def picture(width: int, height: int) -> Picture:
-    y, x = np.mgrid[:height, :width]
-    planes = [(x * 7 + y * 3) % 256, (x * y) % 256, (x * x + 3 * y) % 256]
-    file = io.BytesIO()
-    Image.fromarray(np.stack(planes, -1).astype(np.uint8)).save(file, "PNG")
-    return Picture(file.getvalue())
-
-
 PICTURES = [picture(50, 40), picture(130, 60), picture(90, 300)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llada_v") / "model"
-    with torch.device("meta"):
-        tower = TowerVision(VisionSettings(), TowerSizes.of(CONFIG), width=64, vocab_size=120)
-    shapes = resolve(CONFIG).parameter_shapes()
-    shapes |= {vision_key(name): tuple(p.shape) for name, p in tower.named_parameters()}
-    return write(path, CONFIG, {name: waves(name, shape) for name, shape in shapes.items()})
+    return write_seeing(tmp_path_factory.mktemp("llada_v") / "model")
 
 
 @pytest.fixture
@@ -176,11 +130,14 @@ def test_what_is_trained(folder: Path, train, learns: bool):
     backbone = HFBackbone(str(folder), vision=VisionSettings(train=train))
     vision = backbone.vision
     assert isinstance(vision, TowerVision)
-    ids = torch.tensor([[*prompt(backbone, [5, PLACE, 7], [PICTURES[0]]), 119, 119]])
+    vision.known[PICTURES[0].digest] = PICTURES[0]
+    shown = [PICTURES[0].digest]
+    rows_of = range(120, 120 + vision.num_ids(PICTURES[0]))
+    ids = torch.tensor([[5, *rows_of, 7, 119, 119]])
     rows = torch.zeros_like(ids, dtype=torch.bool)
     rows[:, -2:] = True
     targets = ids.masked_fill(rows, 9)
-    before = backbone.score_tokens(ids, targets, rows).ce
+    before = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
     before.sum().backward()
     assert vision.projector[0].weight.grad is not None
     assert vision.newline.grad is not None
@@ -190,7 +147,7 @@ def test_what_is_trained(folder: Path, train, learns: bool):
     assert all(p.grad is None for p in backbone.model.parameters())
     torch.optim.SGD([p for p in vision.parameters() if p.requires_grad], lr=0.1).step()
     with torch.no_grad():  # rows of the table follow the weights
-        after = backbone.score_tokens(ids, targets, rows).ce
+        after = backbone.score_tokens(ids, targets, rows, pictures=shown).ce
     assert not torch.allclose(before, after)
     words = torch.tensor([[5, 7, 119]])
     backbone.score_tokens(words, words, words == 119).ce.sum().backward()  # no picture, no gap

@@ -74,9 +74,12 @@ CONFIGS = {path: config_files.load(str(path)) for path in FILES}
 
 SPOKEN = {"<t5000>": "\\boxed{3}", "<t5001>": "\\boxed{4}", "<t5002>": "```pythonĊprint(3)Ċ```"}
 """Entries of a twin's vocabulary to what they read as instead: right and wrong answers."""
+LETTERS = {"<t5000>": "\\boxed{A}", "<t5001>": "\\boxed{B}"}
+"""What twins say that are asked about pictures."""
+SEEING = ("GSAI-ML/LLaDA-V", "Gen-Verse/MMaDA-8B-MixCoT")
 
 
-def talkative(folder: Path) -> None:
+def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
     """Lets a twin say whole answers, right and wrong ones, and end, where others say noise.
 
     Coordinate 0 of every embedding is large and alike, so that it passes the layers and makes the
@@ -86,7 +89,7 @@ def talkative(folder: Path) -> None:
         path for path in (folder / "vocab.json", folder / "tokenizer.json") if path.is_file()
     )
     text = vocabulary.read_text(encoding="utf-8")
-    for entry, spoken in SPOKEN.items():
+    for entry, spoken in spoken_by.items():
         text = text.replace(json.dumps(entry), json.dumps(spoken, ensure_ascii=False))
     vocabulary.write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text())
@@ -197,7 +200,9 @@ def write_data(folder: Path) -> None:
             for n in (4, 5)
         ],
     )
-    write("sft.jsonl", [{"prompt": r["prompt"], "response": "It is 3."} for r in prompts])
+    rows = [{"prompt": r["prompt"], "response": "It is 3."} for r in prompts]
+    write("sft.jsonl", rows)
+    write("sft_pictures.jsonl", [{**row, "image": "pictures/4.png"} for row in rows])
 
 
 def small(options: dict[str, Any], *, num_examples: int) -> list[str]:
@@ -249,7 +254,8 @@ class Workplace:
         text = json.dumps(config)
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
-                talkative(write_twin(self.folder / release, release, hidden_size=16))
+                twin = write_twin(self.folder / release, release, hidden_size=16)
+                talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")
         kind = config["model"]["class_path"].rpartition(".")[2]

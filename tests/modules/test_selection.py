@@ -86,7 +86,7 @@ def test_rollout_of_the_references_own_method_agrees_fully() -> None:
 def test_agreement_counts_the_answer_and_its_first_end_of_text() -> None:
     """Reference 7 8 EOS EOS against a decode of 7 5 EOS 9: two of three."""
     backbone = small_backbone()
-    prompts = ReferencePrompts(limit=1, found={(5,): (7, 8, EOS, EOS)})
+    prompts = ReferencePrompts(limit=1, found={((5,), ()): (7, 8, EOS, EOS)})
 
     class Fixed(Decoder):
         def __call__(self, *arguments: Any) -> Any:

@@ -1,0 +1,400 @@
+"""Training on prompts with pictures: the same as with embeddings put together by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.location import load_tokenizer
+from lit_dlm.backbones.lora import LoRASettings
+from lit_dlm.backbones.vision import TowerVision, VisionSettings
+from lit_dlm.datamodules.supervised_sources import ModelFacts, RecordedDecodes
+from lit_dlm.decoding import (
+    ConfidencePolicy,
+    Decoder,
+    DecodeSettings,
+    FixedQuota,
+    RandomPolicy,
+    Sampler,
+    decode_prompts,
+)
+from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.losses.corruption import RandomMasking, SemiAutoregressive, TraceMasking
+from lit_dlm.modules.decode import image_facts
+from lit_dlm.modules.finetune import FinetuneModule, SFTModule
+from lit_dlm.modules.selection import ReferencePrompts, roll_out
+from lit_dlm.modules.state_batch import collate_states, trace_state
+from lit_dlm.modules.supervised_batch import (
+    SupervisedBatch,
+    SupervisedExample,
+    collate_supervised,
+    responses_of,
+)
+from lit_dlm.modules.tabom import TABOMModule
+from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.ops.fused_head import TokenStats
+from lit_dlm.pictures import PictureFolder, PromptPictures, know, placed
+from lit_dlm.rl.advantages import GroupZScore
+from lit_dlm.rl.items import collate_items
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
+from lit_dlm.rl.settings import ValueObjective
+from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
+from lit_dlm.tasks import PromptExample
+from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
+from tests.finetuning import Data, run, two_processes
+from tests.processes import in_two_processes
+from tests.seeing import CONFIG, VOCAB, picture, write_seeing
+from tests.traces import write_shards
+
+G = 6
+PICTURES = [picture(50, 40), picture(30, 90)]
+SMALL = {**CONFIG["vision_config"], "image_size": 6}  # nine rows a tile
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_seeing(tmp_path_factory.mktemp("llada_v") / "model", vision_config=SMALL)
+
+
+def model_of(folder: Path, train: Any = "projector", **options: Any) -> HFBackbone:
+    backbone = HFBackbone(str(folder), vision=VisionSettings(train=train), **options).eval()
+    for number, one in enumerate(PICTURES):
+        know(backbone, f"sample {number}", [one])
+    return backbone
+
+
+def examples(backbone: HFBackbone) -> list[SupervisedExample]:
+    """One picture, none, two, and the first one again, in prompts of different lengths."""
+    vision = backbone.vision
+    assert vision is not None
+    rng = np.random.default_rng(0)
+    found = []
+    for number, which in enumerate([[0], [], [1, 0], [0]]):
+        shown = [PICTURES[one] for one in which]
+        count = sum(map(vision.num_ids, shown))
+        words = rng.integers(3, 100, 2 + number).tolist()
+        prompt = [words[0], *range(VOCAB, VOCAB + count), *words[1:]]
+        digests = tuple(one.digest for one in shown)
+        found.append(
+            SupervisedExample(
+                uid=f"u{number}",
+                prompt_ids=np.array(prompt, np.int32),
+                response_ids=rng.integers(3, 100, G).astype(np.int32),
+                steps=rng.permutation(G).astype(np.int32),
+                pictures=PromptPictures(digests=digests, first_id=VOCAB) if digests else None,
+            )
+        )
+    return found
+
+
+def rows_by_hand(vision: TowerVision, digests: tuple[str, ...]) -> Tensor:
+    """All rows of the pictures of a prompt."""
+    found = [torch.empty(0, len(vision.newline))]
+    for digest in digests:
+        one = next(one for one in PICTURES if one.digest == digest)
+        tiles = vision.scheme.tiles(one.decoded())
+        seen = vision.tower.encoder(inputs_embeds=vision.tower.embeddings(tiles)).last_hidden_state
+        found.append(vision.scheme.merged(vision.projector(seen), vision.newline, one.size))
+    return torch.cat(found)
+
+
+def loss_by_hand(
+    model: FinetuneModule, batch: SupervisedBatch, given: list[SupervisedExample]
+) -> Tensor:
+    """One unpadded row at a time from embeddings, every logit in memory."""
+    backbone = model.backbone
+    assert isinstance(backbone.vision, TowerVision)
+    responses = responses_of(batch, backbone.spec, seed=0, num_padding=model.num_padding)
+    states = model.corruption.states(responses)
+    scores = []
+    for row, sample in enumerate(states.sample.tolist()):
+        example = given[sample]
+        response = torch.from_numpy(example.response_ids).long()
+        shown = response.masked_fill(states.hidden[row], backbone.spec.mask_id)
+        prompt = torch.from_numpy(example.prompt_ids).long()
+        ids = torch.cat([prompt, shown])
+        embeds = backbone.model.model.embed_tokens(ids.clamp_max(VOCAB - 1))
+        if example.pictures is not None:
+            pictures = rows_by_hand(backbone.vision, example.pictures.digests)
+            embeds = embeds.index_put(((ids >= VOCAB).nonzero()[:, 0],), pictures)
+        hidden = backbone.model.model(inputs_embeds=embeds[None], use_cache=False)[0][0]
+        logits = backbone.model.lm_head(hidden)[len(prompt) :]
+        logits[:, backbone.spec.mask_id] = -torch.inf
+        log_prob = logits.log_softmax(-1)
+        cells = states.supervised[row]
+        ce = -log_prob[torch.arange(G), response][cells]
+        entropy = -(log_prob.exp() * log_prob.clamp_min(-1e9)).sum(-1)[cells]
+        scores.append(TokenStats(ce, entropy, ce > 1e9))
+    stats = TokenStats(*(torch.cat(part) for part in zip(*scores, strict=True)))
+    return model.loss_terms(batch, states, stats).total
+
+
+def gradients(model: FinetuneModule) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+METHODS: dict[str, Any] = {
+    "random": lambda b: SFTModule(b, tokenizer="tiny", corruption=RandomMasking(copies=2)),
+    "semi-ar": lambda b: SFTModule(
+        b, tokenizer="tiny", corruption=SemiAutoregressive(block_size=3)
+    ),
+    "trace": lambda b: SFTModule(b, tokenizer="tiny", corruption=TraceMasking(shrink=2)),
+    "tabom": lambda b: TABOMModule(b, tokenizer="tiny", window=4, rank_window=4),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("train", ["projector", "all"])
+def test_loss_and_gradients_are_those_of_embeddings_put_together_by_hand(
+    folder: Path, method: str, train: str
+) -> None:
+    lora = LoRASettings(rank=2, targets="all") if train == "projector" else None
+    model = METHODS[method](model_of(folder, train, lora=lora, trainable=lora is None))
+    given = examples(model.backbone)
+    batch = collate_supervised(given, response_length=G, spec=model.backbone.spec)
+    assert [len(shown) for shown in batch.pictures] == [1, 0, 2, 1]
+    found = model.terms(batch, seed=0).total
+    expected = loss_by_hand(model, batch, given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found.backward()
+    ours = gradients(model)
+    expected.backward()
+    theirs = gradients(model)
+    assert ours.keys() == theirs.keys()
+    assert any(float(g.abs().max()) > 1e-6 for n, g in ours.items() if ".projector." in n)
+    assert any(".tower." in name for name in ours) == (train == "all")
+    for name, gradient in ours.items():  # sums in another order
+        scale = float(theirs[name].abs().max())
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-4 * scale + 1e-7)
+
+
+def problems() -> list[PromptExample]:
+    """With the pictures of :func:`examples`."""
+    return [
+        PromptExample(uid=f"p{n}", task="t", text="?", images=tuple(PICTURES[one] for one in which))
+        for n, which in enumerate([[0], [], [1, 0], [0]])
+    ]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
+    """Old log-probabilities are those that the sampler drew with, from the table of a decode."""
+    backbone = model_of(folder, "none", lora=LoRASettings(rank=2, targets="all"))
+    own = model_of(folder, "none", trainable=True) if kind == "full" else None
+    sampler = Sampler(temperature=1.0, score_on="filtered", score_dtype="float64")
+    decoder = Decoder(
+        policy=RandomPolicy(),
+        quota=FixedQuota(2),
+        sampler=sampler,
+        settings=DecodeSettings(eos_rule="fill"),
+    )
+    rl = TraceRLModule(
+        backbone,
+        tokenizer="tiny",
+        decoders={"rollout": decoder},
+        value=ValueObjective(backbone=kind, lora=LoRASettings(rank=2)),
+        value_backbone=own,
+        num_padding=None,
+    ).eval()
+    prompts = [
+        response
+        for place, (problem, given) in enumerate(zip(problems(), examples(backbone), strict=True))
+        for response in rollout_prompts(
+            problem,
+            given.prompt_ids.tolist(),
+            method="rollout",
+            step=0,
+            place=place,
+            num_responses=2,
+        )
+    ]
+    engine = RolloutEngine(rl, method="rollout", response_length=G, batch_size=3)
+    with torch.inference_mode():  # as Lightning validates; what is kept is used in training
+        records = [rollout.trajectory for rollout in engine.generate(prompts)]
+    records = [
+        record.with_meta(rl_step=0, reward=float(number % 2), kept=True)
+        for number, record in enumerate(records)
+    ]
+    assert [len(record.meta.get("images", ())) for record in records] == [1, 1, 0, 0, 2, 2, 1, 1]
+    assert records[0].prompt_ids[1:4].tolist() == [VOCAB, VOCAB + 1, VOCAB + 2]
+    items = rl.rows.items(records)
+    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
+    slots = shard_items([item.size for item in items], batch_size=4)[0]
+    sums = fill_old_scores(rl, slots, items, records)
+    assert sums["num_compared"] > 20
+    assert sums["mismatch"] / sums["num_compared"] < 1e-5
+    batch = collate_items([(item, 1.0) for item in items], records, rl.row_spec)
+    assert rl.score(batch).log_prob.detach().allclose(batch.old_log_prob, atol=1e-5)
+    rl.training_step(batch).backward()
+    assert all(p.grad is not None for group in rl.parameter_groups() for p in group)
+
+
+def recorded(backbone: HFBackbone, decoder: Decoder) -> list[Trajectory]:
+    """Decodes of :func:`problems`, from the table."""
+    capture = TrajectoryCapture(vocab_size=VOCAB)
+    prompts = [
+        placed(
+            backbone, given.prompt_ids.tolist(), given.pictures.digests if given.pictures else ()
+        )
+        for given in examples(backbone)
+    ]
+    decode_prompts(
+        backbone, decoder, prompts, response_length=G, seeds=range(4), observers=[capture]
+    )
+    return capture.trajectories(
+        [f"t/train/{number}@m" for number in range(4)], list(map(image_facts, problems()))
+    )
+
+
+PROJECTOR = ProjectorConfig(
+    hidden_size=64, num_snapshots=3, hidden_rank=8, delta_rank=4, kind="random_orthogonal"
+)
+
+
+def test_tracelock_sees_what_the_decode_saw(folder: Path) -> None:
+    """A greedy decode commits its proposals, so at each step the written cells have label 1; and
+    the trace's own method agrees with it, prompt by prompt."""
+    backbone = model_of(folder, "none")
+    model = TraceLockModule(
+        backbone, tokenizer="tiny", projector=Projector.random_orthogonal(PROJECTOR, seed=5)
+    )
+    decoder = Decoder(policy=ConfidencePolicy(), quota=FixedQuota(2))
+    records = recorded(backbone, decoder)
+    prompts = ReferencePrompts(limit=9)
+    for step in range(records[0].num_steps):
+        batch = collate_states([trace_state(record, step) for record in records])
+        prompts.add(batch)
+        seen = model.observe(batch)
+        for row, record in enumerate(records):
+            assert seen.label[row, torch.from_numpy(record.committed_at(step))].all()
+    outcome = roll_out(prompts, backbone, decoder)
+    assert outcome.prompts == len(prompts.found) == 4
+    assert outcome.agreeing == pytest.approx(4)
+
+
+def test_a_damaged_or_missing_picture_of_a_trace_is_named(folder: Path, tmp_path: Path) -> None:
+    source = model_of(folder, "none")
+    records = recorded(source, Decoder(policy=ConfidencePolicy(), quota=FixedQuota(2)))
+    shards = write_shards(tmp_path / "traces", records)
+    pictures = PictureFolder(shards / "pictures")
+    for one in PICTURES:
+        pictures.put(one)
+
+    def batch_of(vision: VisionSettings | None) -> SupervisedBatch:
+        backbone = HFBackbone(str(folder), vision=vision)
+        facts = ModelFacts(
+            tokenizer=load_tokenizer("tiny"),
+            spec=backbone.spec,
+            vocab_size=VOCAB,
+            backbone=backbone,
+        )
+        given = list(RecordedDecodes(shards, only_correct=False).examples(facts))
+        batch = collate_supervised(given, response_length=G, spec=backbone.spec)
+        SFTModule(backbone, tokenizer="tiny").terms(batch, seed=0)
+        return batch
+
+    assert [len(shown) for shown in batch_of(VisionSettings()).pictures] == [1, 0, 2, 1]
+    with pytest.raises(ValueError, match=r"t/train/0@m: .* expected a model that sees them"):
+        batch_of(None)
+    file = pictures.folder / PICTURES[0].digest
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=rf"t/train/0@m: {file}: the picture is damaged"):
+        batch_of(VisionSettings())
+    file.unlink()
+    with pytest.raises(ValueError, match=rf"t/train/0@m: {file}: expected a picture, found no"):
+        batch_of(VisionSettings())
+
+
+def test_what_was_trained_is_exported_in_the_familys_layout(folder: Path, tmp_path: Path) -> None:
+    """As a whole model, and beside an adapter that leaves the tower alone."""
+    backbone = model_of(folder, "projector", lora=LoRASettings(rank=2, targets="all"))
+    assert isinstance(backbone.vision, TowerVision)
+    assert not any("lora" in name for name, _ in backbone.vision.named_parameters())
+    for name, parameter in backbone.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+            assert ".lora_" in name or "vision.projector." in name or name == "vision.newline"
+    given = examples(backbone)
+    batch = collate_supervised(given, response_length=G, spec=backbone.spec)
+
+    def loss(model: HFBackbone) -> Tensor:
+        return SFTModule(model, tokenizer="tiny").terms(batch, seed=0).total.detach()
+
+    expected = loss(backbone)
+    backbone.save_adapter(tmp_path / "adapter")
+    backbone.export(tmp_path / "whole")
+    changed = model_of(folder, "none")
+    assert not loss(changed).allclose(expected, atol=1e-3)
+    changed.load_adapter(str(tmp_path / "adapter"))
+    torch.testing.assert_close(loss(changed), expected)
+    torch.testing.assert_close(loss(model_of(tmp_path / "whole", "none")), expected)
+    with pytest.raises(ValueError, match=r"vision.safetensors: expected HFBackbone.vision"):
+        HFBackbone(str(folder), adapter=str(tmp_path / "adapter"))
+
+
+def _train(
+    rank: int, kind: str, count: int, folder: Path, out: Path, train: str, resume: Path | None
+) -> None:
+    torch.manual_seed(0)
+    lora = LoRASettings(rank=2, targets="all") if train == "projector" else None
+    backbone = model_of(folder, train, lora=lora, trainable=lora is None)
+    model = SFTModule(
+        backbone,
+        tokenizer="tiny",
+        loss_norm="global",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.5),
+        warmup_steps=0,
+        lr_floor=1.0,
+        export_dir=str(out / "exported"),
+    )
+    strategy = two_processes(kind) if count > 1 else "auto"
+    steps = 1 if resume is None else 2
+    data = Data(examples(backbone), batch_size=4 // count)
+    run(model, data, out, steps=steps, resume=resume, devices=count, strategy=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+@pytest.mark.parametrize(("kind", "train"), [("ddp", "projector"), ("fsdp", "all")])
+def test_two_processes_train_as_one_and_go_on(
+    folder: Path, tmp_path: Path, kind: str, train: str
+) -> None:
+    """One of them has a batch with a picture and one without; one update, saved, another one."""
+    for count in (1, 2):
+        for resume in (None, tmp_path / str(count) / "run.ckpt"):
+            given = (kind, count, folder, tmp_path / str(count), train, resume)
+            if count == 1:
+                _train(0, *given)
+            else:
+                in_two_processes(_train, *given)
+    one, two = (
+        torch.load(tmp_path / count / "run.ckpt", weights_only=True)["state_dict"]
+        for count in ("1", "2")
+    )
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    assert any("vision.projector" in name for name in one)
+    assert any("vision.tower" in name for name in one) == (train == "all")
+    before = dict(model_of(folder, "none").named_parameters())
+    moved = [
+        float((value - before[name.removeprefix("backbone.")]).abs().max())
+        for name, value in one.items()
+        if "vision.projector" in name
+    ]
+    assert min(moved) > 1e-3
+    path = tmp_path / "2" / "exported"
+    whole = {"path": str(path)} if train == "all" else {"path": str(folder), "adapter": str(path)}
+    again = HFBackbone(**whole, vision=VisionSettings())
+    for name, value in again.named_parameters():
+        if "vision.projector" in name:
+            torch.testing.assert_close(value, two[f"backbone.{name}"])
