@@ -44,6 +44,8 @@ CONFIG: dict[str, Any] = {
         "patch_size": 2,
     },
 }
+SMALL = {**CONFIG["vision_config"], "image_size": 6}
+"""A tower with nine rows a tile."""
 
 
 def picture(width: int, height: int) -> Picture:

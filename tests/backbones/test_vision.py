@@ -17,7 +17,7 @@ from lit_dlm.decoding.decoder import decode_prompts
 from lit_dlm.decoding.policies import ConfidencePolicy
 from lit_dlm.decoding.windows import BlockWindow
 from lit_dlm.pictures import Picture
-from tests.seeing import picture, write_seeing
+from tests.seeing import SMALL, picture, write_seeing
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llada_v.safetensors"
 PLACE = -200
@@ -40,6 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def backbone(folder: Path) -> HFBackbone:
     return HFBackbone(str(folder), vision=VisionSettings()).eval()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> HFBackbone:
+    path = write_seeing(tmp_path_factory.mktemp("small") / "model", vision_config=SMALL)
+    return HFBackbone(str(path), vision=VisionSettings()).eval()
 
 
 def prompt(backbone: HFBackbone, ids: list[int], pictures: list[Picture]) -> list[int]:
@@ -82,7 +88,7 @@ def test_rows_hidden_states_and_logits_are_those_of_the_release(backbone: HFBack
 @pytest.mark.parametrize(
     "cache", [None, PrefixCache(), DualCache()], ids=["none", "prefix", "dual"]
 )
-def test_padded_rows_decode_as_alone(backbone: HFBackbone, cache):
+def test_padded_rows_decode_as_alone(small: HFBackbone, cache):
     """Prompts with one picture, none and two, side by side and each on its own."""
     decoder = Decoder(
         policy=ConfidencePolicy(),
@@ -91,17 +97,17 @@ def test_padded_rows_decode_as_alone(backbone: HFBackbone, cache):
         cache=cache,
     )
     prompts = [
-        prompt(backbone, *(CASES["one_tile"][0], [PICTURES[0]])),
+        prompt(small, *(CASES["one_tile"][0], [PICTURES[0]])),
         [5, 6, 7],
-        prompt(backbone, [3, PLACE, 4, PLACE, 9], [picture(20, 60), PICTURES[0]]),
+        prompt(small, [3, PLACE, 4, PLACE, 9], [picture(20, 60), PICTURES[0]]),
     ]
-    together = decode_prompts(backbone, decoder, prompts, response_length=8, seeds=[0, 1, 2])
+    together = decode_prompts(small, decoder, prompts, response_length=8, seeds=[0, 1, 2])
     for row, ids in enumerate(prompts):
-        alone = decode_prompts(backbone, decoder, [ids], response_length=8, seeds=[row])
+        alone = decode_prompts(small, decoder, [ids], response_length=8, seeds=[row])
         assert alone.ids[0, -8:].tolist() == together.ids[row, -8:].tolist()
     # A picture is not just room: another one changes what is written.
-    other = prompt(backbone, CASES["one_tile"][0], [picture(50, 41)])
-    changed = decode_prompts(backbone, decoder, [other], response_length=8, seeds=[0])
+    other = prompt(small, CASES["one_tile"][0], [picture(60, 300)])
+    changed = decode_prompts(small, decoder, [other], response_length=8, seeds=[0])
     assert changed.ids[0, -8:].tolist() != together.ids[0, -8:].tolist()
 
 

@@ -51,12 +51,11 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
 from tests.finetuning import Data, run, two_processes
 from tests.processes import in_two_processes
-from tests.seeing import CONFIG, VOCAB, picture, write_seeing
+from tests.seeing import SMALL, VOCAB, picture, write_seeing
 from tests.traces import write_shards
 
 G = 6
 PICTURES = [picture(50, 40), picture(30, 90)]
-SMALL = {**CONFIG["vision_config"], "image_size": 6}  # nine rows a tile
 
 
 @pytest.fixture(scope="module")
