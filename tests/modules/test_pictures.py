@@ -365,7 +365,9 @@ def _train(
 
 @pytest.mark.slow
 @pytest.mark.ddp
-@pytest.mark.parametrize(("kind", "train"), [("ddp", "projector"), ("fsdp", "all")])
+@pytest.mark.parametrize(
+    ("kind", "train"), [("ddp", "projector"), ("fsdp", "all"), ("fsdp", "projector")]
+)
 def test_two_processes_train_as_one_and_go_on(
     folder: Path, tmp_path: Path, kind: str, train: str
 ) -> None:
