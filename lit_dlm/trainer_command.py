@@ -151,6 +151,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         "infer the batch indices",
         "`__len__`",
         "than the logging interval",
+        "across ranks is zero",  # nothing is left of a finished run that is started again
     ):
         warnings.filterwarnings("ignore", message=f".*{message}")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.

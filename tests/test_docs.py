@@ -102,3 +102,23 @@ def test_hashes_are_those_of_the_pinned_versions():
         for name in ("constraints.txt", "constraints-hashed.txt")
     )
     assert {pin for pin in pinned if not pin.startswith("torch==")} == hashed
+
+
+@pytest.mark.parametrize(
+    ("page", "part", "numbers", "source", "count"),
+    [
+        ("README.md", r"start:finetuning.*end:finetuning", r"(\d+\.\d) %", "tabom_results", 4),
+        ("README.md", r"TraceRL lifts.*shorter decodes", r"\+\d+\.\d ± \d\.\d", "tracerl", 2),
+        ("docs/benchmarks.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "benchmarks", 3),
+    ],
+)
+def test_numbers_in_prose_are_those_of_the_tables(
+    page: str, part: str, numbers: str, source: str, count: int
+):
+    """p-values are in printed comparisons, accuracies in tables (100 times a share)."""
+    (prose,) = re.findall(part, (ROOT / page).read_text(), re.DOTALL)
+    found = re.findall(numbers, prose)
+    assert len(found) == count
+    lines = (ROOT / "docs" / f"{source}.md").read_text().splitlines()
+    tables = "\n".join(line for line in lines if re.match(r"\||  \w| *\w.*\d +\d", line))
+    assert not [number for number in found if number not in tables]

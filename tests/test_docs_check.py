@@ -91,3 +91,15 @@ def test_fine_tuning_the_shipped_model_changes_little_as_the_readme_says():
         for folder in ("evaluate_base", "evaluate_tiny")
     )
     assert after == pytest.approx(before, abs=0.03)  # 15 of 500
+
+
+def test_caches_are_as_much_faster_as_the_readme_says():
+    """Ratios of one process; 15 % to either side for what else a machine does."""
+    prefix, low, high = map(
+        float, re.findall(r"([\d.]+) times as\nmany .*and ([\d.]+) to ([\d.]+) times", README)[0]
+    )
+    script = [sys.executable, str(ROOT / "benchmarks" / "decode.py"), "--json"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
+    speed = json.loads(done.stdout)["tokens_per_second_by_scheme"]
+    assert speed["prefix"] / speed["none"] == pytest.approx(prefix, rel=0.15)
+    assert 0.85 * low < speed["dual"] / speed["none"] < 1.15 * high

@@ -93,6 +93,9 @@ def method_pairs(
         ValueError: there is nothing that both have.
     """
     of_a, of_b = _methods(first), _methods(second)
+    for results, found in ((first, of_a), (second, of_b)):
+        if not found:
+            raise ValueError(f"{results.folder}: expected results, found none")
     tasks = sorted(of_a.keys() & of_b.keys())
     if not tasks:
         raise ValueError(
