@@ -104,8 +104,8 @@ class ProgressBar(RichProgressBar):
     Lightning starts a new bar for each loader of ``predict``, whose remaining time is that of one
     method only; here one bar covers all of them and names the one that is running. In ``fit`` the
     bar is an epoch's, and its description tells how far the run is and how long it still takes.
-    Where output is no terminal (a file, a cluster's log), a line is logged every half minute, since
-    rich draws nothing there until the end.
+    Where output is no terminal (a file, a cluster's log), nothing is drawn, and a line is logged
+    every half minute.
     """
 
     _rollout_line: Any = None
@@ -195,6 +195,14 @@ class ProgressBar(RichProgressBar):
                     self._values, self._values_at = one.values(trainer), now
                 items = {k: v for k, v in items.items() if "/" not in k} | self._values
         return items
+
+    def _stop_progress(self) -> None:
+        if self.progress is None or _draws(self.progress.console):
+            super()._stop_progress()
+        else:  # rich would write the last state into the file
+            self.progress.live.transient = True
+            self.progress.live.stop()
+            self._progress_stopped = True
 
     def refresh(self, hard: bool = False) -> None:
         """Draws the bars; without a terminal, logs a line now and then."""

@@ -29,7 +29,7 @@ from lit_dlm.source_index import ClassSource
 
 _RUN_KEYS = {"seed_everything", "trainer", "model", "data", "run_dir", "tf32", "ckpt_path"}
 _LOOP_KEYS = {"return_predictions", "verbose", "print_config"}
-_INPUTS = {"path", "shards", "more_shards", "adapter", "ckpt_path", "tokenizer"}
+_INPUTS = {"path", "shards", "more_shards", "adapter", "ckpt_path", "tokenizer", "projector"}
 """Options that name what must exist already."""
 _FILES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet", ".ckpt")
 _COUNTS = {
@@ -109,7 +109,7 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
     method, loader = _WANTED.get(command, _TRAINS)
     for key, name in (("model", method), ("data", loader)):
         _require(key, document[key], name, command)
-    _check_inputs("", {k: document[k] for k in ("model", "data", "ckpt_path") if k in document})
+    _check_inputs("", {k: document[k] for k in ("data", "model", "ckpt_path") if k in document})
     for at, name, settings in _classes("data", document["data"]):
         _check_rows(at, name, settings)
     _check_checkpoint(document.get("ckpt_path"))

@@ -212,6 +212,10 @@ MISTAKES = [
         "fit --config exp/tracelock_tiny --data.shards runs/no/traces",
         "data.shards: there is no file or folder 'runs/no/traces'",
     ),
+    (
+        f"{LOCK} --model.projector runs/no/projector",
+        "model.projector: there is no file or folder 'runs/no/projector'",
+    ),
     (_tasks("PromptsFile", "no.jsonl"), "data.tasks[0].path: there is no file or folder 'no.j"),
     (_tasks("PromptsFile", "empty.jsonl"), "data.tasks[0].path: 'empty.jsonl' is empty"),
     (_tasks("PromptsFile", "broken.jsonl"), "data.tasks[0]: broken.jsonl, line 2: not valid JSON"),

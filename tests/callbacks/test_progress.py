@@ -162,8 +162,13 @@ def test_training_tells_its_values_without_a_bar(
 
 
 def test_the_line_of_the_bar_has_the_values_too(
-    clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    """And nothing of the bar itself is drawn into what is no terminal."""
     _, *lines = lines_of(clock, caplog, tmp_path, bar=True)
     assert lines[0] == f"Epoch 1 of 2, 0:00:50 left, 3/4 · {VALUES}"
     assert lines[-1] == f"8 steps in 0:01:20: {VALUES}"
+    assert capsys.readouterr().out == ""
