@@ -70,7 +70,8 @@ def test_without_locks_of_the_file_system_the_owner_is_asked_for(
 def test_the_command_line_refuses_a_run_folder_in_use_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "traces").mkdir()
+    for name in ("traces", "projector"):
+        (tmp_path / name).mkdir()
     process = holder(tmp_path)
     try:
         told = fails(capsys, "fit", "--config", "exp/tracelock_tiny", "--run_dir", str(tmp_path))
@@ -78,4 +79,4 @@ def test_the_command_line_refuses_a_run_folder_in_use_before_any_work(
         process.kill()
         process.wait()
     assert f"{tmp_path}: is in use by process {process.pid} on" in told
-    assert {path.name for path in tmp_path.iterdir()} == {".fit.lock", "traces"}
+    assert {path.name for path in tmp_path.iterdir()} == {".fit.lock", "traces", "projector"}
