@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN_DIR ?= runs/quickstart
+VISION_DIR ?= runs/vision
 # One thread per process: on shared cores more threads are slower.
 export OMP_NUM_THREADS ?= 1
 
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install quickstart test test-fast test-eval test-lowest check docs docs-check faults fuzz
-.PHONY: format tiny-model clean
+.PHONY: format tiny-model vision clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,9 +35,19 @@ quickstart: install  ## The main job on the embedded models: traces, TraceLock, 
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_planning.yaml --run_dir $(RUN_DIR)/planning
 	$(BIN)/lit-dlm report $(RUN_DIR)/tiny $(RUN_DIR)/planning --out $(RUN_DIR)
 
-tiny-model: install  ## Train the embedded models again (about an hour on two cores)
+vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (under 6 minutes)
+	$(BIN)/lit-dlm predict --config configs/exp/generate_pictures.yaml --run_dir $(VISION_DIR)/pictures
+	$(BIN)/lit-dlm fit --config configs/exp/tracelock_pictures.yaml --run_dir $(VISION_DIR)/pictures --ckpt_path last
+	$(BIN)/lit-dlm predict --config configs/exp/benchmark_pictures.yaml --run_dir $(VISION_DIR)/pictures
+	$(BIN)/lit-dlm predict --config configs/exp/draw_pictures.yaml --run_dir $(VISION_DIR)/drawing
+	$(BIN)/lit-dlm fit --config configs/exp/tracerl_pictures.yaml --run_dir $(VISION_DIR)/rl --trainer.max_epochs 6 --ckpt_path last
+	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
+
+tiny-model: install  ## Train the embedded models again (about an hour and a half on two cores)
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
+	$(BIN)/pip install --quiet scikit-learn
+	$(BIN)/lit-dlm fit --config configs/exp/pretrain_pictures.yaml --ckpt_path last
 
 test: install  ## Run all tests
 	$(BIN)/python -m pytest -m "not gpu and not docs" -n 2 --dist loadscope --no-loadscope-reorder

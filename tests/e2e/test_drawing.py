@@ -1,0 +1,68 @@
+"""Digits that the embedded picture model draws: written, graded, recorded, verified and watched."""
+
+from __future__ import annotations
+
+import base64
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageSequence
+
+from tests.e2e.runs import ROOT, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawing") / "run"
+    run(
+        "predict",
+        f"--config={ROOT / 'configs/exp/draw_pictures.yaml'}",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        f"--run_dir={folder}",
+        "--data.responses_per_prompt=2",
+        "--data.methods=[draw]",
+        "--data.batch_size=7",
+    )
+    return folder
+
+
+def test_drawn_digits_are_written_and_graded(drawn: Path):
+    (summary,) = json.loads((drawn / "summary.json").read_text())
+    assert (summary["task"], summary["n"]) == ("digit_drawings", 20)
+    assert summary["accuracy"] > 0.7
+    files = sorted((drawn / "pictures/draw").glob("*.png"))
+    assert len(files) == 20
+    assert all(Image.open(path).size == (8, 8) for path in files)
+    assert len({path.read_bytes() for path in files}) > 15  # no two are made of the same noise
+    run("report", str(drawn), f"--out={drawn}")
+    assert 'class="drawn" src="data:image/png;base64,' in (drawn / "report.html").read_text()
+
+
+def test_drawings_are_executed_again(drawn: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    run("traj", "verify", str(drawn / "drawings"), "--level=3", "--backbone=tiny-pictures")
+    assert "exact             │ 20" in capsys.readouterr().out
+
+
+def test_drawings_are_watched_as_they_are_filled_in(drawn: Path):
+    """Grey before the first step, the written file's pixels behind the last."""
+    gif = drawn / "decode.gif"
+    uid = "digit_drawings/test/3@draw"
+    run("view", str(drawn / "drawings"), f"--out={drawn}", f"--gif={gif}", f"--sample={uid}")
+    frames = [np.array(one.convert("RGB")) for one in ImageSequence.Iterator(Image.open(gif))]
+    assert len(frames) >= 9
+    assert any((one != other).any() for one, other in pairwise(frames))
+    text = (drawn / "traces.html").read_text()
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    (sample,) = data["samples"]
+    shown = [np.frombuffer(base64.b64decode(one), np.uint8) for one in sample["frames"]]
+    assert (shown[0] == 128).all()
+    written = np.array(Image.open(drawn / "pictures/draw/digit_drawings_test_3.png"))
+    assert (shown[-1].reshape(8, 8, 3) == written).all()
+    assert len(shown) == sample["steps"] + 1
