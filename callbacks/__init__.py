@@ -1,6 +1,7 @@
 """Lightning callbacks that write results and trajectories."""
 
 from lit_dlm.callbacks.adapter_checkpoint import AdapterCheckpoint
+from lit_dlm.callbacks.attention_annealing import AttentionAnnealing
 from lit_dlm.callbacks.calibration_plot import CalibrationPlot
 from lit_dlm.callbacks.discrimination import DiscriminationScore
 from lit_dlm.callbacks.interruption import Interruption
@@ -15,6 +16,7 @@ from lit_dlm.callbacks.trace_pictures import TracePictures
 
 __all__ = [
     "AdapterCheckpoint",
+    "AttentionAnnealing",
     "CalibrationPlot",
     "DiscriminationScore",
     "HttpJudge",

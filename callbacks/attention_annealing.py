@@ -1,0 +1,87 @@
+"""Lets attention turn from causal to bidirectional while an autoregressive model is adapted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lit_dlm.ops.noise import sample_seed
+
+
+class AttentionAnnealing(Callback):
+    """Shows each later token with a probability that rises from 0 to 1 (arXiv 2410.17891, 3.3).
+
+    For a backbone with ``from_ar``. Earlier tokens are always seen. Which later ones are is drawn
+    anew for every pair of columns and every optimiser step, from the step's number, so that a
+    resumed run and all processes see the same. Validation sees everything.
+
+    Args:
+        steps: optimiser steps until all is seen.
+        seed: of the draws.
+
+    Raises:
+        ValueError: ``steps`` is not positive.
+    """
+
+    def __init__(self, steps: int, *, seed: int = 0) -> None:
+        super().__init__()
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}")
+        self.steps = steps
+        self.seed = seed
+        self._handle: RemovableHandle | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts itself before the decoder.
+
+        Raises:
+            ValueError: the backbone was not made from an autoregressive one.
+        """
+        backbone = pl_module.backbone
+        if getattr(backbone, "new_mask_token", None) is None:
+            raise ValueError("AttentionAnnealing: expected a backbone with from_ar")
+
+        def limit(
+            decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            share = trainer.global_step / self.steps
+            if not decoder.training or share >= 1.0:
+                return args, kwargs
+            inputs = kwargs.get("input_ids")
+            inputs = kwargs["inputs_embeds"] if inputs is None else inputs
+            seen = self.visible(inputs.shape[1], trainer.global_step).to(inputs.device)
+            mask = kwargs["attention_mask"]
+            if mask is None:
+                mask = seen
+            elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
+                mask = mask & seen
+            else:
+                raise ValueError(
+                    "AttentionAnnealing: expected rows of one sample each and another "
+                    "attn_implementation than eager"
+                )
+            return args, kwargs | {"attention_mask": mask}
+
+        self._handle = backbone.model.model.register_forward_pre_hook(limit, with_kwargs=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes itself away."""
+        self._handle.remove()  # type: ignore[union-attr]
+
+    def visible(self, length: int, step: int) -> Tensor:
+        """Who sees whom at an optimiser step.
+
+        Args:
+            length: columns ``L``.
+            step: number of the step, from 0.
+
+        Returns:
+            ``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key.
+        """
+        generator = torch.Generator().manual_seed(sample_seed(self.seed, f"annealing:{step}"))
+        drawn = torch.rand(length, length, generator=generator) < step / self.steps
+        return (drawn | torch.ones(length, length, dtype=torch.bool).tril())[None, None]
