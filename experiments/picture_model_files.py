@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from sklearn.cluster import KMeans
-from sklearn.neural_network import MLPClassifier
 
 from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
 from lit_dlm.toy.pictures import (
@@ -43,6 +41,8 @@ def patches_of(pictures: np.ndarray) -> np.ndarray:
 
 def codebook() -> np.ndarray:
     """``(C, 2, 2, 3)`` uint8."""
+    from sklearn.cluster import KMeans
+
     drawn = [
         draw_shapes([(0, down, across, colour, shape)])
         for colour, shape, down, across in product(COLOURS, SHAPES, (0, 1), (0, 1))
@@ -95,6 +95,8 @@ def main() -> None:
         f"{num_codes} patches, {len(tokenizer)} tokens, the first of a picture "
         f"{tokenizer.convert_tokens_to_ids('<|p0|>')}"
     )
+
+    from sklearn.neural_network import MLPClassifier
 
     inputs, labels = zip(*digits("train"), strict=True)
     model = MLPClassifier((64,), alpha=1e-2, max_iter=500, random_state=0)

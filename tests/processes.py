@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # the hostile set runs under interpreters without torch
+    from torch import Tensor
 
 
 def in_two_processes(

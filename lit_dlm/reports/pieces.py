@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from lit_dlm.trajectories.record import Trajectory
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _LOST = "\ufffd"
 """What decoders write for bytes that are no character."""
@@ -71,6 +71,8 @@ class TokenPieces:
         """The picture that a response draws, after no step and after each; none for a text."""
         if self._vision is None or not (record.tokens >= self._vision.first_id).any():
             return []
+        import torch  # the page's other parts need none
+
         states = record.all_states()[:, :-1]  # the mark of the end is no part of it
         return self._vision.pictures(torch.from_numpy(states).long())
 

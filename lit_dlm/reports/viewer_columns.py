@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.regions import regions_of
@@ -131,6 +130,8 @@ def sample_columns(
         "regions": [[part.name, part.start, part.end] for part in regions_of(record, method)],
     }
     if drawn := table.pieces.drawn(record):
+        from PIL import Image
+
         side = min(drawn[0].width, MAX_SIDE)
         content["frames"] = [
             _packed(np.array(one.resize((side, side), Image.Resampling.BOX)), "u1") for one in drawn

@@ -163,7 +163,8 @@ def test_decoding_goes_on_once_a_lost_node_is_back(tmp_path: Path) -> None:
     """With the same records, each once."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     in_two_processes(_process, *PREDICT, f"--run_dir={whole}")
-    lost_and_found(broken, 1, *PREDICT, f"--run_dir={broken}")
+    # Its first batch: which node takes later ones from the queue depends on their speed.
+    lost_and_found(broken, 0, *PREDICT, f"--run_dir={broken}")
     records = [
         sorted((one.uid, one.digest()) for one in TrajectoryShardReader(at / "traces"))
         for at in (whole, broken)
