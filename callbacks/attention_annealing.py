@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lit_dlm.backbones import HFBackbone
 from lit_dlm.ops.noise import sample_seed
 
 
@@ -42,7 +43,7 @@ class AttentionAnnealing(Callback):
             ValueError: the backbone was not made from an autoregressive one.
         """
         backbone = pl_module.backbone
-        if getattr(backbone, "new_mask_token", None) is None:
+        if not isinstance(backbone, HFBackbone) or backbone.new_mask_token is None:
             raise ValueError("AttentionAnnealing: expected a backbone with from_ar")
 
         def limit(
