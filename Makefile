@@ -56,11 +56,12 @@ test-fast: install  ## Run the unit tests only (under a minute)
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ddp" -n 2 --dist loadscope --no-loadscope-reorder
 
 # In an environment of its own, on top of the other: what lm-eval brings slows every import of transformers.
-test-eval: install  ## Run the tests of lm-eval, which the other environment lacks
+test-eval: install  ## Run the tests of lm-eval and scikit-learn, which the other environment lacks
 	test -d $(VENV)-eval || $(PYTHON) -m venv $(VENV)-eval
 	ls -d $(abspath $(VENV))/lib/python3*/site-packages > $$(ls -d $(VENV)-eval/lib/python3*/site-packages)/base.pth
 	$(VENV)-eval/bin/pip install --quiet --constraint constraints.txt 'lm-eval[ifeval]>=0.4.13'
-	$(VENV)-eval/bin/python -m pytest tests/test_evaluation.py
+	$(VENV)-eval/bin/python -m pytest tests/test_evaluation.py tests/toy/test_pictures.py \
+	  'tests/e2e/test_experiments.py::test_experiment_runs[pretrain_pictures]'
 
 test-lowest:  ## Run the unit tests on the lowest versions that pyproject.toml allows
 	test -d $(VENV)-lowest || $(PYTHON) -m venv $(VENV)-lowest

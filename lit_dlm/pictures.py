@@ -316,7 +316,7 @@ def seeing(backbone: Any, uid: str) -> Any:
         uid: of a sample with pictures.
 
     Raises:
-        ValueError: nothing.
+        ValueError: it does not see.
     """
     vision = getattr(backbone, "vision", None)
     if vision is None:

@@ -256,6 +256,9 @@ class Workplace:
             if release in text and not (self.folder / release).exists():
                 twin = write_twin(self.folder / release, release, hidden_size=16)
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
+        if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
+            write_twin(Path("runs/smollm2/model"), "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16)
+            shutil.copy("sft.jsonl", "runs/smollm2/train.jsonl")
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")
         kind = config["model"]["class_path"].rpartition(".")[2]
