@@ -27,6 +27,7 @@ from lit_dlm.toy.countdown_arithmetic import (
     sums_first,
     write_expression,
     write_steps,
+    write_worked,
 )
 from lit_dlm.toy.generated import Problem
 from lit_dlm.toy.puzzles import PuzzleTask
@@ -159,7 +160,8 @@ class Countdown(PuzzleTask):
         path: a file of problems (see :func:`read_problems`); ``None`` generates them.
         counts: how many numbers a generated problem has, each with equal chance.
         style: how training solutions are written. An ``expression`` is easier for a very small
-            model, which need not compute the values in between.
+            model, which need not compute the values in between; ``worked`` puts the four sums that
+            decide it before the expression (:func:`write_worked`).
         **options: see :class:`PuzzleTask`.
 
     Raises:
@@ -174,7 +176,7 @@ class Countdown(PuzzleTask):
         path: str | None = None,
         *,
         counts: Sequence[int] = (3, 4),
-        style: Literal["steps", "expression"] = "steps",
+        style: Literal["steps", "expression", "worked"] = "steps",
         **options: Any,
     ) -> None:
         if not counts or not all(2 <= count <= 5 for count in counts):
@@ -196,9 +198,10 @@ class Countdown(PuzzleTask):
         problem = self.draw_training(rng)
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
-        if self.style == "expression":
-            return problem.text, write_expression(problem.reference["numbers"], steps)
-        return problem.text, write_steps([_swapped(step, rng) for step in steps])
+        if self.style == "steps":
+            return problem.text, write_steps([_swapped(step, rng) for step in steps])
+        write = write_worked if self.style == "worked" else write_expression
+        return problem.text, write(problem.reference["numbers"], steps)
 
     def draw_drill(self, rng: random.Random) -> str:
         """Draws a line of four independent equations in the number range of the problems."""

@@ -87,6 +87,23 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     return f"{parts[0][1]}={target}"
 
 
+def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
+    """Writes what decides the signs before the expression: ``15+44=59,44-15=29,50+79=129,79-50=29,``.
+
+    These are sum and difference of the first two of three numbers, and of the target and the third.
+    Wherever signs alone lead to the target, one of the first pair equals one of the second: the
+    search is four sums and a comparison. Other counts of numbers have the expression only.
+    """
+    expression = write_expression(numbers, steps)
+    if len(numbers) != 3:
+        return expression
+    worked = ""
+    for pair in (numbers[:2], (steps[-1][3], numbers[2])):
+        low, high = sorted(pair)
+        worked += f"{pair[0]}+{pair[1]}={low + high},{high}-{low}={high - low},"
+    return worked + expression
+
+
 def write_steps(steps: Sequence[Step]) -> str:
     """Writes steps as ``a<op>b=c``, joined by commas."""
     return ",".join(f"{a}{sign}{b}={result}" for a, sign, b, result in steps)

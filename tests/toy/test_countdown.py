@@ -137,7 +137,7 @@ def test_parentheses_by_hand(numbers: list[int], steps: list, text: str) -> None
     assert check_expression(text, numbers, steps[-1][3]) == ""
 
 
-@pytest.mark.parametrize("style", ["steps", "expression"])
+@pytest.mark.parametrize("style", ["steps", "expression", "worked"])
 def test_training_pairs_grade_right(style: str) -> None:
     task = Countdown("train", style=style, counts=(2, 3, 4))
     rng = random.Random(0)
