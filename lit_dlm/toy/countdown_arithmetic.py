@@ -88,9 +88,9 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
 
 def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
-    """Writes what decides the signs before the expression: ``15+44=59,44-15=29,50+79=129,79-50=29,``.
+    """Writes what decides the signs before the expression: ``15+44=59,44-15=29,50+79=129,79-50=29``.
 
-    These are sum and difference of the first two of three numbers, and of the target and the third.
+    They are sum and difference of the first two of three numbers, and of the target and the third.
     Wherever signs alone lead to the target, one of the first pair equals one of the second: the
     search is four sums and a comparison. Other counts of numbers have the expression only.
     """
