@@ -88,7 +88,7 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
 
 def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
-    """Writes what decides the signs before the expression: ``15+44=59,44-15=29,50+79=129,79-50=29``.
+    """Writes what decides the signs first: ``15+44=59,44-15=29,50+79=129,79-50=29,15-44+79=50``.
 
     They are sum and difference of the first two of three numbers, and of the target and the third.
     Wherever signs alone lead to the target, one of the first pair equals one of the second: the
