@@ -299,7 +299,7 @@ class TABOMFile(SupervisedSource):
         )
 
 
-_REWRITTEN = "given or rewritten tokens"
+_REWRITTEN = "rewritten tokens"
 
 
 def _examples_of(
@@ -338,7 +338,7 @@ def _examples_of(
                 f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
                 f"{model.spec.mask_id}, that of the model"
             )
-        if record.superseded is not None or record.given is not None:
+        if record.superseded is not None:
             left_out[_REWRITTEN] += 1
             continue
         take_up(model.backbone, record.uid, record.meta)
@@ -348,6 +348,7 @@ def _examples_of(
             prompt_ids=record.prompt_ids,
             response_ids=record.tokens,
             pictures=prompt_pictures(record),
+            given=record.given,
             steps=record.commit_step,
             decode_entropy=_commit_entropy(record),
             non_ltr=_listed_non_ltr(record),

@@ -49,6 +49,9 @@ class SupervisedExample:
     non_ltr: NDArray[np.bool_] | None = None
     """``(n,)`` bool, tokens decoded out of order by the data's own list; ``None`` takes what the
     steps say."""
+    given: NDArray[np.bool_] | None = None
+    """``(n,)`` bool, tokens that stood on the canvas before the first step: shown in every state
+    and never a target; ``None`` for none."""
     epoch: int = 0
     """Pass over the data; random masks differ from pass to pass."""
     is_real: bool = True
@@ -76,6 +79,8 @@ class SupervisedBatch(TensorBatch):
     """``(B,)`` bool samples with a decode; ``None`` where all or none have one."""
     non_ltr: Tensor | None = None
     """``(B, G)`` bool, decoded out of order; ``None`` where no sample has a list of its own."""
+    given: Tensor | None = None
+    """``(B, G)`` bool, shown in every state and never a target; ``None`` where nothing is."""
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
     (:func:`~lit_dlm.pictures.joined_prompts`)."""
@@ -83,6 +88,10 @@ class SupervisedBatch(TensorBatch):
     """``B`` names."""
     epochs: list[int] = field(default_factory=list)
     """``B`` passes over the data."""
+
+    def still_hidden(self, states: NoisyStates) -> Tensor:
+        """``(R, G)`` bool: cells that states hide, without those that were given."""
+        return states.hidden if self.given is None else states.hidden & ~self.given[states.sample]
 
     def seeds(self, seed: int) -> Tensor:
         """``(B,)`` int64: a seed for every sample and pass, on the device of the batch.
@@ -190,6 +199,7 @@ def collate_supervised(
     answer_length = np.zeros(B, dtype=np.int64)
     steps = np.full((B, G), -1, dtype=np.int64)
     entropy = np.zeros((B, G), dtype=np.float32)
+    given_cells = np.zeros((B, G), dtype=bool)
     for row, example in enumerate(examples):  # ragged lists, on the host
         first, given = start - len(example.prompt_ids), len(example.response_ids)
         if given > response_length:
@@ -206,6 +216,8 @@ def collate_supervised(
         answer_length[row] = _answer_length(example, spec)
         if example.steps is not None:
             steps[row, :size] = example.steps[:size]
+        if example.given is not None:
+            given_cells[row, :size] = example.given[:size]
         if example.decode_entropy is not None:
             entropy[row, :size] = example.decode_entropy[:size]
     has_steps = np.array([example.steps is not None for example in examples])
@@ -219,6 +231,7 @@ def collate_supervised(
         decode_entropy=torch.from_numpy(entropy) if has_entropy else None,
         has_steps=None if has_steps.all() == has_steps.any() else torch.from_numpy(has_steps),
         non_ltr=_non_ltr(examples, torch.from_numpy(steps)),
+        given=torch.from_numpy(given_cells) if given_cells.any() else None,
         pictures=pictures,
         uids=[example.uid for example in examples],
         epochs=[example.epoch for example in examples],
@@ -258,6 +271,8 @@ def responses_of(
     length = batch.answer_length[:, None]
     maskable = columns < (length + num_padding if num_padding is not None else len(columns))
     maskable = maskable & (length > 0) & (tokens != spec.mask_id)
+    if batch.given is not None:
+        maskable &= ~batch.given
     blocks = None
     if spec.attention == "block":
         assert spec.block_size is not None
@@ -328,7 +343,7 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
             hidden prompt tokens on a block model.
     """
     clean = batch.ids[states.sample]  # (R, L)
-    hidden = F.pad(states.hidden, (batch.start, 0))
+    hidden = F.pad(batch.still_hidden(states), (batch.start, 0))
     supervised = F.pad(states.supervised, (batch.start, 0))
     pad_mask = None if batch.pad_mask is None else batch.pad_mask[states.sample]
     if states.prompt_rate and (states.causal or spec.attention != "full"):

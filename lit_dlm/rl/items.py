@@ -107,13 +107,13 @@ def supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supe
         One example per record.
 
     Raises:
-        ValueError: a record has rewritten or given tokens, which two rows do not describe.
+        ValueError: a record has rewritten tokens, which two rows do not describe.
     """
     for record in records:
-        if record.superseded is not None or record.given is not None:
+        if record.superseded is not None:
             raise ValueError(
                 f"{record.uid}: expected a decode that writes every token once, got one with "
-                "rewritten or given tokens; use a policy without re-masking"
+                "rewritten tokens; use a policy without re-masking"
             )
     return [
         SupervisedExample(
@@ -122,6 +122,7 @@ def supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supe
             response_ids=record.tokens,
             steps=record.commit_step,
             pictures=prompt_pictures(record),
+            given=record.given,
             epoch=epoch,
         )
         for record in records
@@ -584,7 +585,7 @@ def _packed(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
 
     targets = clean[:, layout.source]
     return TrainingRows(
-        ids=targets.masked_fill(spread(batch.hidden), spec.mask_id),
+        ids=targets.masked_fill(spread(responses.still_hidden(batch.states())), spec.mask_id),
         targets=targets,
         rows=spread(batch.supervised),
         mask=layout.block_mask(copies)

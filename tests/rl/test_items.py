@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,23 @@ def test_rows_do_not_depend_on_what_they_are_drawn_with(corruption: Any) -> None
     whole = [item for item in rows.items(records) if item.record == 4]
     part = rows.items(records[4:5])
     assert all(a.hidden.equal(b.hidden) for a, b in zip(whole, part, strict=True))
+
+
+@pytest.mark.parametrize("corruption", [TraceMasking(), RandomMasking(copies=4), CoupledViews()])
+@pytest.mark.parametrize("block", [False, True])
+def test_given_tokens_are_shown_in_every_state_and_never_predicted(
+    block: bool, corruption: Any
+) -> None:
+    """The mark behind a picture stands there before the first step."""
+    record = replace(trace([2, 0, 1, -1]), given=np.array([False, False, False, True]))
+    made = builder(corruption, block=block)
+    items = made.items([record])
+    assert all(3 not in item.cells for item in items)
+    assert {cell for item in items for cell in item.cells.tolist()} <= {0, 1, 2}
+    batch = collate_items([(item, 1.0) for item in items], [record], made.spec)
+    rows = training_rows(batch, made.spec)
+    shown = (rows.targets == record.tokens[3]) & (rows.ids == rows.targets)
+    assert shown.sum() == (rows.targets == record.tokens[3]).sum() > 0
 
 
 def test_rewritten_tokens_are_refused() -> None:
