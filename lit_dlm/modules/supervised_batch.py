@@ -322,7 +322,13 @@ class TrainingRows:
         return {name: getattr(self, name) for name in names}
 
 
-def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> TrainingRows:
+def lay_out(
+    batch: SupervisedBatch,
+    states: NoisyStates,
+    spec: BackboneSpec,
+    *,
+    item: Tensor | None = None,
+) -> TrainingRows:
     """Writes states as rows for one forward, by the attention that the model has.
 
     Full attention sees the canvas of each state. A block model gets the clean canvas and a noisy
@@ -334,9 +340,11 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         batch: the batch.
         states: states of its samples.
         spec: attention layout, block size and origin, mask id, shift.
+        item: ``(R,)`` int64 ascending: of a block model, states of one number share a row, with a
+            noisy copy for each. A row for each state by default.
 
     Returns:
-        The rows, ``R`` of them.
+        The rows, ``R`` of them, or as many as items.
 
     Raises:
         ValueError: causal states on a model without the right shift, a block model with it, or
@@ -387,6 +395,15 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
             f"has no predecessor in its copy, got shift {spec.shift}"
         )
     assert spec.block_size is not None
+    copies, used, number = 1, None, torch.zeros_like(states.sample)
+    if item is not None:
+        used = torch.bincount(item)  # (I,)
+        copies, first = int(used.max()), used.cumsum(0) - used
+        number = torch.arange(R, device=clean.device) - first[item]
+        clean, positions = clean[first], positions[first]
+        pad_mask = None if pad_mask is None else pad_mask[first]
+    else:
+        item = torch.arange(R, device=clean.device)
     # Noisy cells see the clean blocks before their own, so one row holds the states of all blocks.
     layout = TwoCopyLayout.trace(
         batch.start,
@@ -396,14 +413,22 @@ def lay_out(batch: SupervisedBatch, states: NoisyStates, spec: BackboneSpec) -> 
         origin=spec.block_origin,
         device=clean.device,
     )
+    if copies > 1:
+        layout = layout.packed(copies)
+
+    def spread(cells: Tensor) -> Tensor:  # (R, L) to (I, N)
+        canvas = cells.new_zeros(len(clean), copies + 1, L)
+        canvas[item, number] = cells
+        return canvas[:, layout.copy, layout.source]  # the clean copy, -1, reads an empty plane
+
     targets = clean[:, layout.source]
     return TrainingRows(
-        ids=targets.masked_fill(hidden[:, layout.source] & layout.is_noisy, spec.mask_id),
+        ids=targets.masked_fill(spread(hidden), spec.mask_id),
         targets=targets,
-        rows=supervised[:, layout.source] & layout.is_noisy,
-        mask=layout.block_mask(R)
+        rows=spread(supervised),
+        mask=layout.block_mask(len(clean), used)
         if wants_block_mask(len(layout.source), clean.device)
-        else layout.visibility(),
+        else layout.visibility(used),
         position_ids=layout.positions(positions),
         response_start=None,
         pictures=in_order(batch.pictures),

@@ -124,19 +124,20 @@ class TwoCopyLayout:
     All blocks are trained in one forward: a noisy block sees itself and the *clean* blocks before
     it, which is exactly what it sees while it is decoded. Clean tokens are block causal among
     themselves and never see a noisy one. Build one with :meth:`trace`, gather tokens with
-    ``ids[:, source]``, put masks into the noisy ones.
+    ``ids[:, source]``, put masks into the noisy ones. Several noisy copies may share the clean one
+    (:meth:`packed`): for ``K`` states of one response ``1 + K`` segments instead of ``2 K``.
 
     ``N`` is the length of the training row, ``S`` its shape's batch (1 where rows agree).
     """
 
     source: Tensor
     """``(N,)`` int64 canvas column that each slot of the row holds."""
-    is_noisy: Tensor
-    """``(N,)`` bool: slots of the noisy copy."""
+    copy: Tensor
+    """``(N,)`` int64 number of the noisy copy from 0, -1 on the clean one."""
     blocks: Tensor
     """``(S, N)`` int64 block numbers; a noisy slot has that of its clean twin."""
     real: Tensor | None
-    """``(B, N)`` bool, ``True`` on slots that take part; ``None`` when all do."""
+    """``(S or B, N)`` bool, ``True`` on slots that take part; ``None`` when all do."""
 
     @classmethod
     def trace(
@@ -184,7 +185,14 @@ class TwoCopyLayout:
         )
         early = 0 if from_response else min(block_size - 1, response_start)
         columns = torch.arange(length, device=blocks.device)
-        layout = cls._of(columns, columns[response_start - early :], blocks, pad_mask)
+        noisy = columns[response_start - early :]
+        source = torch.cat([columns, noisy])
+        layout = cls(
+            source=source,
+            copy=torch.cat([torch.full_like(columns, -1), torch.zeros_like(noisy)]),
+            blocks=blocks[:, source],
+            real=None if pad_mask is None else pad_mask.bool()[:, source],
+        )
         if early == 0:
             return layout
         # The early columns of earlier blocks are no part of the noisy copy.
@@ -193,17 +201,39 @@ class TwoCopyLayout:
         real = taken if layout.real is None else taken & layout.real
         return replace(layout, real=real)
 
-    @classmethod
-    def _of(
-        cls, clean: Tensor, noisy: Tensor, blocks: Tensor, pad_mask: Tensor | None
-    ) -> TwoCopyLayout:
-        source = torch.cat([clean, noisy])
-        is_noisy = torch.cat([torch.zeros_like(clean), torch.ones_like(noisy)]).bool()
-        real = None if pad_mask is None else pad_mask.bool()[:, source]
-        return cls(source=source, is_noisy=is_noisy, blocks=blocks[:, source], real=real)
+    @property
+    def is_noisy(self) -> Tensor:
+        """``(N,)`` bool: slots of noisy copies."""
+        return self.copy >= 0
 
-    def visibility(self) -> Tensor:
+    def packed(self, copies: int) -> TwoCopyLayout:
+        """The layout with the noisy half several times; every copy sees what it saw alone.
+
+        Args:
+            copies: ``K``, at least 1.
+        """
+        noisy, clean = self.is_noisy.nonzero()[:, 0], (~self.is_noisy).nonzero()[:, 0]
+        slots = torch.cat([clean, noisy.repeat(copies)])
+        number = torch.arange(copies, device=slots.device).repeat_interleave(len(noisy))
+        return TwoCopyLayout(
+            source=self.source[slots],
+            copy=torch.cat([self.copy[clean], number]),
+            blocks=self.blocks[:, slots],
+            real=None if self.real is None else self.real[:, slots],
+        )
+
+    def _used(self, num_copies: Tensor | None) -> Tensor | None:
+        """Slots that take part where rows use some of the copies."""
+        if num_copies is None:
+            return self.real
+        used = self.copy < num_copies[:, None]  # (B, N)
+        return used if self.real is None else used & self.real
+
+    def visibility(self, num_copies: Tensor | None = None) -> Tensor:
         """The attention mask of the training row.
+
+        Args:
+            num_copies: ``(B,)`` int64 copies that each row uses, the first ones; ``None``: all.
 
         Returns:
             ``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key. A
@@ -212,17 +242,19 @@ class TwoCopyLayout:
         query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
         noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
         sees_clean = torch.where(noisy_query, query > key, query >= key)
-        sees_noisy = noisy_query & (query == key)
-        return _hide_padding(torch.where(noisy_key, sees_noisy, sees_clean), self.real)
+        sees_noisy = (self.copy[:, None] == self.copy[None, :]) & (query == key)
+        visible = torch.where(noisy_key, sees_noisy, sees_clean)
+        return _hide_padding(visible, self._used(num_copies))
 
-    def block_mask(self, num_rows: int) -> BlockMask:
+    def block_mask(self, num_rows: int, num_copies: Tensor | None = None) -> BlockMask:
         """The same for FlexAttention, see :func:`copies_block_mask`.
 
         Args:
             num_rows: ``B``.
+            num_copies: as for :meth:`visibility`.
         """
-        copy = self.is_noisy.long() - 1
-        return copies_block_mask(self.blocks, copy, self.real, num_rows=num_rows)
+        real = self._used(num_copies)
+        return copies_block_mask(self.blocks, self.copy, real, num_rows=num_rows)
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
         """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""

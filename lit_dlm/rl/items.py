@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
-from lit_dlm.backbones.visibility import position_ids_for
 from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.grouping import NEVER, step_groups
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses
@@ -35,9 +34,6 @@ from lit_dlm.modules.supervised_batch import (
     whole_blocks,
 )
 from lit_dlm.ops.batches import TensorBatch
-from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
-from lit_dlm.ops.packing import PackedLayout
-from lit_dlm.pictures import in_order
 from lit_dlm.trajectories.record import Trajectory
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
@@ -545,53 +541,6 @@ def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
     Returns:
         The rows; their scored slots are in the order of ``batch.supervised``.
     """
-    if len(batch.item) == int(batch.item[-1]) + 1 or spec.attention != "block":
-        return lay_out(batch.responses, batch.states(), spec)
-    return _packed(batch, spec)
-
-
-def _packed(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
-    responses, device = batch.responses, batch.hidden.device
-    num_items = int(batch.item[-1]) + 1
-    copies = torch.bincount(batch.item, minlength=num_items)  # (I,)
-    K = int(copies.max())
-    first = copies.cumsum(0) - copies
-    number = torch.arange(len(batch.item), device=device) - first[batch.item]
-    sample = batch.sample[first]  # (I,)
-    clean = responses.ids[sample]
-    pad_mask = None if responses.pad_mask is None else responses.pad_mask[sample]
-    assert spec.block_size is not None
-    L = clean.shape[1]
-    layout = PackedLayout.of(
-        TwoCopyLayout.trace(
-            responses.start,
-            L,
-            spec.block_size,
-            pad_mask=pad_mask,
-            origin=spec.block_origin,
-            device=device,
-        ),
-        K,
-    )
-    positions = torch.arange(L, device=device).expand(num_items, -1)
-    if pad_mask is not None:
-        positions = position_ids_for(pad_mask, spec.positions)
-
-    def spread(cells: Tensor) -> Tensor:  # (R, G) to (I, N)
-        canvas = torch.zeros(num_items, K + 1, L, dtype=torch.bool, device=device)
-        canvas[batch.item, number, responses.start :] = cells
-        # The clean copy, number -1, reads the last and empty plane.
-        return canvas[:, layout.copy, layout.source]
-
-    targets = clean[:, layout.source]
-    return TrainingRows(
-        ids=targets.masked_fill(spread(responses.still_hidden(batch.states())), spec.mask_id),
-        targets=targets,
-        rows=spread(batch.supervised),
-        mask=layout.block_mask(copies)
-        if wants_block_mask(len(layout.source), device)
-        else layout.visibility(copies),
-        position_ids=layout.positions(positions),
-        response_start=None,
-        pictures=in_order(responses.pictures),
-    )
+    is_packed = spec.attention == "block" and len(batch.item) > int(batch.item[-1]) + 1
+    item = batch.item if is_packed else None
+    return lay_out(batch.responses, batch.states(), spec, item=item)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
-from lit_dlm.ops.packing import PackedLayout
 
 
 def backbone(**changes: Any) -> HFBackbone:
@@ -151,12 +150,15 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
     _, clean, _, pad_mask = canvas()
     layout = TwoCopyLayout.trace(3, 7, 2, pad_mask=pad_mask, origin=origin)
     used = torch.tensor([copies, 1])
-    packed = PackedLayout.of(layout, copies)
+    packed = layout.packed(copies)
     rows = packed.is_noisy & (packed.copy < used[:, None]) & (packed.source >= 3)
     targets = clean[:, packed.source]
     ids = targets.masked_fill(rows, 22)
     positions = packed.positions(torch.arange(7).expand(2, -1))
-    masks: dict[str, Any] = {"matrix": packed.visibility(used), "blocks": packed.block_mask(used)}
+    masks: dict[str, Any] = {
+        "matrix": packed.visibility(used),
+        "blocks": packed.block_mask(2, used),
+    }
     if copies == 1:
         masks |= {"two copies": layout.visibility(), "their blocks": layout.block_mask(2)}
     found = {}

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from lit_dlm.ops.masking import TwoCopyLayout
-from lit_dlm.ops.packing import PackedLayout
 
 
 def test_visibility_by_hand() -> None:
     """One prompt cell, two response blocks of one cell, two copies: P a b | a1 b1 | a2 b2."""
-    layout = PackedLayout.of(TwoCopyLayout.trace(1, 3, 1), 2)
+    layout = TwoCopyLayout.trace(1, 3, 1).packed(2)
     assert layout.source.tolist() == [0, 1, 2, 1, 2, 1, 2]
     assert layout.copy.tolist() == [-1, -1, -1, 0, 0, 1, 1]
     assert layout.visibility()[0, 0].int().tolist() == [
@@ -35,7 +34,7 @@ def test_each_copy_sees_what_a_row_of_its_own_does(origin: str) -> None:
     real = torch.ones(2, 11, dtype=torch.bool)
     real[1, :2] = False
     two = TwoCopyLayout.trace(4, 11, 3, pad_mask=real, origin=origin)  # type: ignore[arg-type]
-    layout = PackedLayout.of(two, 3)
+    layout = two.packed(3)
     visible, alone = layout.visibility(), two.visibility()
     size = int((~two.is_noisy).sum())
     for copy in range(3):
@@ -44,8 +43,3 @@ def test_each_copy_sees_what_a_row_of_its_own_does(origin: str) -> None:
         others = (layout.copy >= 0) & (layout.copy != copy)
         noisy = (layout.copy == copy).nonzero()[:, 0]
         assert not visible[:, :, noisy][..., others].any()
-
-
-def test_at_least_one_copy() -> None:
-    with pytest.raises(ValueError, match="copies: expected at least 1"):
-        PackedLayout.of(TwoCopyLayout.trace(1, 3, 1), 0)
