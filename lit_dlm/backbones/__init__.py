@@ -13,7 +13,7 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
 
 if TYPE_CHECKING:
     from lit_dlm.backbones.architecture import Architecture
-    from lit_dlm.backbones.hf import HFBackbone, build, load_backbone
+    from lit_dlm.backbones.hf import HFBackbone, load_backbone
     from lit_dlm.backbones.location import load_tokenizer
     from lit_dlm.backbones.lora_settings import LoRASettings
     from lit_dlm.backbones.resolution import FromAR, Resolved, resolve
@@ -27,7 +27,6 @@ __all__ = [
     "HFBackbone",
     "LoRASettings",
     "Resolved",
-    "build",
     "load_backbone",
     "load_tokenizer",
     "resolve",
@@ -39,7 +38,6 @@ _ON_FIRST_USE = {
     "HFBackbone": "hf",
     "LoRASettings": "lora_settings",
     "Resolved": "resolution",
-    "build": "hf",
     "load_backbone": "hf",
     "load_tokenizer": "location",
     "resolve": "resolution",

@@ -19,8 +19,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from lit_dlm.backbones.attention import added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
 from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
-from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.backbones.resolution import Resolved
 from lit_dlm.backbones.visibility import (
     attention_visibility,
     key_visibility,
@@ -520,49 +518,6 @@ def load_backbone(
             vision=vision,
         )
     return backbone.to(device).eval()
-
-
-def build(
-    resolved: Resolved,
-    *,
-    weights: str | Path | None = None,
-    dtype: DType | torch.dtype = "float32",
-    attn_implementation: AttentionRoute = "auto",
-    lora: LoRASettings | None = None,
-) -> HFBackbone:
-    """Builds a backbone from a resolved description.
-
-    Args:
-        resolved: see :func:`~lit_dlm.backbones.resolution.resolve`. Change its architecture for
-            variants that no checkpoint has.
-        weights: folder or hub id with the weights; ``None`` gives random ones (seed torch before).
-        dtype: of weights and activations.
-        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
-        lora: puts a new trainable adapter on the frozen weights.
-
-    Returns:
-        The backbone, frozen but for the adapter.
-
-    Raises:
-        ValueError: the weights are not those of the description.
-    """
-    if weights is None:
-        return HFBackbone(
-            architecture=resolved.architecture,
-            dtype=_name(dtype),
-            attn_implementation=attn_implementation,
-            lora=lora,
-        )
-    backbone = HFBackbone(
-        str(weights),
-        dtype=_name(dtype),
-        attn_implementation=attn_implementation,
-        spec_overrides=resolved.architecture.spec_fields(),
-        lora=lora,
-    )
-    if backbone.architecture.digest() != resolved.architecture.digest():
-        raise ValueError(f"weights: {weights} holds a model of another architecture")
-    return backbone
 
 
 def _name(dtype: DType | torch.dtype) -> DType:

@@ -31,14 +31,14 @@ behind it, so it is copied from any row that has it, also from one that is long 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone, Denoised, Span
+from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import token_batches
@@ -81,6 +81,28 @@ class CacheScheme(Plug):
 class NoCache(CacheScheme):
     """Every step runs the whole canvas."""
 
+    def start(self, *_args: Any, **_options: Any) -> None:
+        """Nothing to keep."""
+
+
+class _PartCache(CacheScheme):
+    """What the schemes share that keep something: they differ in the part that a forward runs."""
+
+    first_position: FirstPosition = "carry"
+
+    @abstractmethod
+    def check(self, spec: BackboneSpec, window: Window) -> None:
+        """Refuses a model or a window that the scheme does not fit."""
+
+    @abstractmethod
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        """What a step computes inside the block ``[begin, end)`` of a canvas."""
+
+    def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
+        """What the step that enters the block computes; columns before ``final`` are."""
+        del begin, end, final
+        return Span(0, length, length)
+
     def start(
         self,
         backbone: Backbone,
@@ -89,48 +111,38 @@ class NoCache(CacheScheme):
         window: Window,
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
-        """Nothing to keep."""
-        del backbone, state, window, hidden_layers
-        return None
+        """Begins a decode; the first step refreshes every row, and runs its prompt."""
+        self.check(backbone.spec, window)
+        return CacheSession(backbone, state, self, window=window, hidden_layers=hidden_layers)
 
 
-class _FullAttentionCache(CacheScheme):
+class _FullAttentionCache(_PartCache):
     """What prefix and dual share: a refresh over the whole canvas when a row enters a block."""
 
     def __init__(self, *, first_position: FirstPosition = "commit") -> None:
+        """Sets the scheme.
+
+        Args:
+            first_position: what a model whose outputs are shifted by one does with the block's
+                first cell, whose predictor lies left of the window. ``commit``, as the releases
+                do: the refresh commits this cell alone, whatever the policy says. ``carry``: the
+                refresh commits like any step, and later steps read the cell from its predictor's
+                hidden row of the refresh. Without effect on other models, and where a refresh
+                finds the cell filled.
+        """
         if first_position not in ("commit", "carry"):
             raise ValueError(
                 f"first_position: expected 'commit' or 'carry', got {first_position!r}"
             )
-        self.first_position: FirstPosition = first_position
+        self.first_position = first_position
 
-    @abstractmethod
-    def step_span(self, begin: int, end: int, length: int) -> Span:
-        """What a step computes inside the block ``[begin, end)``."""
-
-    def start(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        *,
-        window: Window,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> CacheSession | None:
-        """Begins a decode; the first step refreshes every row."""
-        if backbone.spec.attention != "full":
+    def check(self, spec: BackboneSpec, window: Window) -> None:
+        """Refuses models with block attention."""
+        if spec.attention != "full":
             raise ValueError(
                 f"cache: {type(self).__name__} is for models with full attention, but "
-                f"{backbone.spec.family} has {backbone.spec.attention} attention; use BlockCache"
+                f"{spec.family} has {spec.attention} attention; use BlockCache"
             )
-        return CacheSession(
-            backbone,
-            state,
-            window=window,
-            hidden_layers=hidden_layers,
-            refresh_span=lambda _begin, _end, _final, length: Span(0, length, length),
-            step_span=self.step_span,
-            commits_first=backbone.spec.shift == 1 and self.first_position == "commit",
-        )
 
 
 class PrefixCache(_FullAttentionCache):
@@ -147,12 +159,7 @@ class PrefixCache(_FullAttentionCache):
         Args:
             horizon: cells behind the block that steps still see (``further_horizon`` in dLLM-RL);
                 ``None``: all.
-            first_position: what a model whose outputs are shifted by one does with the block's
-                first cell, whose predictor lies left of the window. ``commit``, as the releases
-                do: the refresh commits this cell alone, whatever the policy says. ``carry``: the
-                refresh commits like any step, and later steps read the cell from its predictor's
-                hidden row of the refresh. Without effect on other models, and where a refresh
-                finds the cell filled.
+            first_position: see :class:`DualCache`.
         """
         super().__init__(first_position=first_position)
         if horizon is not None and horizon < 0:
@@ -168,32 +175,16 @@ class PrefixCache(_FullAttentionCache):
 class DualCache(_FullAttentionCache):
     """Keeps what lies left and right of the block; only the block is computed."""
 
-    def __init__(self, *, first_position: FirstPosition = "commit") -> None:
-        """Sets the scheme.
-
-        Args:
-            first_position: see :class:`PrefixCache`.
-        """
-        super().__init__(first_position=first_position)
-
     def step_span(self, begin: int, end: int, length: int) -> Span:
         """The block, which sees all."""
         return Span(begin, end, length)
 
 
-class BlockCache(CacheScheme):
+class BlockCache(_PartCache):
     """Keeps finished blocks of a block-causal model: exact, since they never see later ones."""
 
-    def start(
-        self,
-        backbone: Backbone,
-        state: DecodeState,
-        *,
-        window: Window,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> CacheSession | None:
-        """Begins a decode; the first step also runs the prompt."""
-        spec = backbone.spec
+    def check(self, spec: BackboneSpec, window: Window) -> None:
+        """Refuses models with full attention, and other blocks than the model's."""
         if spec.attention != "block":
             raise ValueError(
                 f"cache: BlockCache is for models with block attention, but {spec.family} has "
@@ -209,15 +200,14 @@ class BlockCache(CacheScheme):
                 f"block_length {spec.block_size} and origin {spec.block_origin!r}, got "
                 f"{type(window).__name__} {getattr(window, 'describe', dict)()}"
             )
-        return CacheSession(
-            backbone,
-            state,
-            window=window,
-            hidden_layers=hidden_layers,
-            refresh_span=lambda _begin, end, final, _length: Span(final, end, end),
-            step_span=lambda begin, end, _length: Span(begin, end, end),
-            block_size=spec.block_size,
-        )
+
+    def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
+        """The block before this one, which becomes final, and this one."""
+        return Span(final, end, end)
+
+    def step_span(self, begin: int, end: int, length: int) -> Span:
+        """The block, which sees all before it."""
+        return Span(begin, end, end)
 
 
 class CacheSession:
@@ -227,26 +217,19 @@ class CacheSession:
         self,
         backbone: Backbone,
         state: DecodeState,
+        scheme: _PartCache,
         *,
         window: Window,
         hidden_layers: tuple[int, ...],
-        refresh_span: Callable[[int, int, int, int], Span],
-        step_span: Callable[[int, int, int], Span],
-        commits_first: bool = False,
-        block_size: int | None = None,
     ) -> None:
         """Begins a decode.
 
         Args:
             backbone: the denoiser.
             state: the state before step 0.
+            scheme: says what a step computes.
             window: says where a row's block begins and ends.
             hidden_layers: snapshots to keep.
-            refresh_span: from a block's begin, its end, the columns that are final and the canvas's
-                length, what the step that enters it computes.
-            step_span: from a block's begin, its end and that length, what later steps compute.
-            commits_first: a refresh commits the block's first cell and nothing else.
-            block_size: of a block-causal model.
 
         Raises:
             ValueError: the backbone cannot run a part of the canvas, or the window has no blocks.
@@ -259,7 +242,9 @@ class CacheSession:
                 "cache: expected a backbone that can run a part of the canvas (encode_window), got "
                 f"{type(backbone).__name__}"
             )
-        self._spec, self._block_size = backbone.spec, block_size
+        self._spec = backbone.spec
+        self._block_causal = self._spec.attention == "block"
+        self._block_size = self._spec.block_size if self._block_causal else None
         num_rows, length = state.ids.shape
         self._canvas = CachedCanvas(
             backbone,
@@ -268,12 +253,11 @@ class CacheSession:
             pad_mask=state.pad_mask,
             positions=self._positions(state),
             blocks=self._blocks(state),
-            block_size=block_size,
+            block_size=self._block_size,
             hidden_layers=hidden_layers,
         )
-        self._window = window
-        self._refresh_span, self._step_span = refresh_span, step_span
-        self._commits_first, self._block_causal = commits_first, block_size is not None
+        self._window, self._scheme = window, scheme
+        self._commits_first = backbone.spec.shift == 1 and scheme.first_position == "commit"
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
@@ -367,13 +351,13 @@ class CacheSession:
                 column, start=state.start, length=length, first=self._firsts[row]
             )
             if begin == self._begins[row]:
-                spans.append(self._step_span(begin, end, length))
+                spans.append(self._scheme.step_span(begin, end, length))
             else:
                 # Columns left of the block before this one hold what they will always hold.
                 final = self._begins[row]
                 if final is None:
                     final = self._firsts[row] if self._block_causal else 0
-                spans.append(self._refresh_span(begin, end, final, length))
+                spans.append(self._scheme.refresh_span(begin, end, final, length))
                 entered.append(row)
                 self._begins[row] = begin
                 self.num_refreshes[row] += 1

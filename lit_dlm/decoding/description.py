@@ -12,73 +12,39 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lit_dlm.backbones.location import ASSETS
-from lit_dlm.decoding.caches import BlockCache, DualCache, NoCache, PrefixCache
+from lit_dlm.decoding import caches, layout, policies, quotas, stepped_window, windows
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
-from lit_dlm.decoding.layout import (
-    FixedLayout,
-    FractionLayout,
-    Layout,
-    MarkerLayout,
-    PictureLayout,
-    TemplateLayout,
-)
-from lit_dlm.decoding.policies.entropy_bound import EntropyBoundedPolicy
-from lit_dlm.decoding.policies.lockstep import (
-    BonusPolicy,
-    GaussSeidelPolicy,
-    JacobiPolicy,
-    LaggedPolicy,
-)
-from lit_dlm.decoding.policies.threshold import DynamicPolicy, ThresholdPolicy
-from lit_dlm.decoding.policies.topk import (
-    ConfidencePolicy,
-    EntropyPolicy,
-    MarginPolicy,
-    NoisyConfidencePolicy,
-    RandomPolicy,
-    SequentialPolicy,
-)
+from lit_dlm.decoding.policies import tracelock
+from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
-from lit_dlm.decoding.quotas import (
-    BudgetQuota,
-    CosineQuota,
-    EvenQuota,
-    FixedQuota,
-    NoQuota,
-    ScheduleQuota,
-)
 from lit_dlm.decoding.sampler import Sampler
-from lit_dlm.decoding.stepped_window import SteppedBlockWindow
-from lit_dlm.decoding.windows import BlockWindow, FullWindow, SlidingWindow
 from lit_dlm.heads.scorer import AcceptanceScorer
 
+
+def _members(plug: type, *modules: ModuleType) -> tuple[type, ...]:
+    """The plugs of some modules that can be built."""
+    found = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and plug in value.__mro__ and not inspect.isabstract(value)
+    }
+    return tuple(found)
+
+
 PLUGS: dict[str, tuple[type, ...]] = {
-    "policy": (
-        BonusPolicy,
-        ConfidencePolicy,
-        DynamicPolicy,
-        EntropyBoundedPolicy,
-        EntropyPolicy,
-        GaussSeidelPolicy,
-        JacobiPolicy,
-        LaggedPolicy,
-        MarginPolicy,
-        NoisyConfidencePolicy,
-        RandomPolicy,
-        SequentialPolicy,
-        ThresholdPolicy,
-        TraceLockPolicy,
-    ),
-    "window": (FullWindow, BlockWindow, SlidingWindow, SteppedBlockWindow),
-    "quota": (NoQuota, FixedQuota, EvenQuota, ScheduleQuota, BudgetQuota, CosineQuota),
+    "policy": _members(CommitPolicy, policies, tracelock),
+    "window": _members(windows.Window, windows, stepped_window),
+    "quota": _members(quotas.Quota, quotas),
     "sampler": (Sampler,),
-    "cache": (NoCache, PrefixCache, DualCache, BlockCache),
-    "layout": (FixedLayout, FractionLayout, TemplateLayout, MarkerLayout, PictureLayout),
+    "cache": _members(caches.CacheScheme, caches),
+    "layout": _members(layout.Layout, layout),
 }
 """The classes that a description may name, by plug."""
 _OPTIONAL = {"cache", "layout", "guidance"}
@@ -134,7 +100,7 @@ def decoder_from_description(
     return decoder
 
 
-def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
+def layout_from_description(description: Mapping[str, Any]) -> layout.Layout | None:
     """The layout of a decoder alone, which needs no policy's weights.
 
     Args:
@@ -148,8 +114,8 @@ def layout_from_description(description: Mapping[str, Any]) -> Layout | None:
     """
     if "layout" not in description:
         return None
-    layout: Layout = _plug("layout", description["layout"], (), ())
-    return layout
+    found: layout.Layout = _plug("layout", description["layout"], (), ())
+    return found
 
 
 def _plug(

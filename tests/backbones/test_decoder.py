@@ -6,7 +6,6 @@ import ctypes
 import functools
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_dlm.backbones import HFBackbone, build, load_backbone, resolve
+from lit_dlm.backbones import HFBackbone, load_backbone
 from lit_dlm.backbones.decoder import FusedRMSNorm, Linear
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
 from tests.backbones.conftest import tiny_architecture
-from tests.backbones.folders import IDS as WIDE_IDS
-from tests.backbones.folders import assert_logits, write
+from tests.backbones.folders import write
 from tests.backbones.reference import LLADA, random_tensors
 
 Maker = Callable[..., HFBackbone]
@@ -205,21 +203,6 @@ def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch):
 
 def test_compilation_is_off_by_default(make_backbone: Maker):
     assert "forward" not in vars(make_backbone().model.model.layers[0])
-
-
-def test_build_takes_a_description_and_weights(tmp_path: Path):
-    tensors = random_tensors(LLADA)
-    folder = write(tmp_path / "m", LLADA, tensors)
-    resolved = resolve(folder)
-    assert resolved.hf_config.is_causal is False
-    assert_logits(build(resolved, weights=folder), LLADA, tensors)
-    torch.manual_seed(0)
-    fresh = build(resolved, dtype=torch.bfloat16)
-    assert fresh.dtype == torch.bfloat16
-    assert fresh(WIDE_IDS).shape == (2, 7, 40)
-    wider = replace(resolved, architecture=replace(resolved.architecture, rope_theta=7.0))
-    with pytest.raises(ValueError, match="holds a model of another architecture"):
-        build(wider, weights=folder)
 
 
 def test_loading_goes_straight_to_the_device(tmp_path: Path):
