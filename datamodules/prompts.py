@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, zip_longest
@@ -18,6 +19,8 @@ from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
 from lit_dlm.trajectories.store import completed_uids, recover
+
+logger = logging.getLogger(__name__)
 
 
 class PromptDataModule(LightningDataModule):
@@ -108,7 +111,15 @@ class PromptDataModule(LightningDataModule):
                 f"got {', '.join(methods) or 'none'}"
             )
         for name in methods:
-            module.decoders[name].check(module.backbone)
+            decoder = module.decoders[name]
+            decoder.check(module.backbone)
+            known = getattr(decoder.policy, "trained_on", ())
+            strange = sorted({task.name for task in self.tasks}.difference(known))
+            if known and strange:
+                logger.warning(
+                    "%s: its policy was trained on %s and never saw %s; compare with a threshold",
+                    *(name, ", ".join(known), ", ".join(strange)),
+                )
         recorded: set[str] = set()
         if self.trajectories_dir:
             folder = Path(self.trajectories_dir)

@@ -411,6 +411,11 @@ class TrajectoryDataModule(ElasticDataModule):
                     f"than the model: expected {expected}, got {found}"
                 )
 
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks whose decodes are trained on; known after ``setup``."""
+        return sorted(set(self._dataset.index.tasks) - {""}) if self._dataset else []
+
     # -- loaders ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[StateBatch]:

@@ -399,7 +399,10 @@ class TraceLockModule(DecodeModule):
         """
         scorer, monitor = self.scorer, monitor or self.export_monitor
         facts: dict[str, Any] = {"seed": self.seed, "global_step": int(self.global_step)}
-        found = _best_checkpoints(self.trainer.checkpoint_callbacks) if self._trainer else {}
+        found = {}
+        if self._trainer:
+            found = _best_checkpoints(self.trainer.checkpoint_callbacks)
+            facts["tasks"] = getattr(self.trainer.datamodule, "tasks", [])  # type: ignore[attr-defined]
         if best := found.get(monitor):
             stored = CheckpointFiles().load_checkpoint(best.best_model_path)
             prefix = "scorer."

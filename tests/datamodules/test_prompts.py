@@ -85,6 +85,31 @@ def test_each_method_sees_each_example_once_and_in_order():
     assert work == [(m, f"letters/test/{n}") for m in ("one", "two") for n in range(7)]
 
 
+class _Learned(RandomPolicy):
+    """A policy that was trained on some tasks."""
+
+    def __init__(self, tasks: list[str]) -> None:
+        self.tasks = tasks
+
+    @property
+    def trained_on(self) -> list[str]:
+        return self.tasks
+
+
+def test_a_policy_that_never_saw_the_task_is_named(caplog: pytest.LogCaptureFixture):
+    for task, count in (("letters", 0), ("sudoku", 1)):
+        caplog.clear()
+        data = PromptDataModule([Letters()], methods=["two"])
+        data.trainer = SimpleNamespace(lightning_module=_module())
+        decoders = data.trainer.lightning_module.decoders
+        decoders["two"] = Decoder(policy=_Learned([task]))
+        with pytest.raises(AttributeError):  # this trainer has nothing else
+            data.setup("predict")
+        found = [r.getMessage() for r in caplog.records if "never saw letters" in r.getMessage()]
+        assert len(found) == count
+        assert all(text.startswith("two: its policy was trained on sudoku") for text in found)
+
+
 def test_a_task_without_examples_is_refused():
     class Nothing(Letters):
         def examples(self) -> list[PromptExample]:

@@ -255,6 +255,7 @@ def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) ->
     assert policy.training_facts["global_step"] == stored["global_step"]
     assert policy.training_facts[MONITOR] == pytest.approx(float(saver.best_model_score))
     assert policy.backbone["hidden_size"] == 16
+    assert policy.training_facts["tasks"] == ["fake"]
     backbone = small_backbone()
     canvas = prompt_canvas([[5, 6]], response_length=8, spec=backbone.spec, seeds=[0])
     decoder = Decoder(policy=TraceLockPolicy(tmp_path / "policy", threshold=0.5), quota=NoQuota())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,6 +24,11 @@ class CommitPolicy(Plug):
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
+
+    @property
+    def trained_on(self) -> Sequence[str]:
+        """Names of the tasks that a learned policy saw; empty for heuristics, and where unknown."""
+        return ()
 
     @abstractmethod
     def select(

@@ -7,7 +7,7 @@ every method can be compared with the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,11 @@ class TraceLockPolicy(CommitPolicy):
             **({"release_compat": True} if self.release_compat else {}),
             "weights": self.scorer.digest(),
         }
+
+    @property
+    def trained_on(self) -> Sequence[str]:
+        """Tasks of the traces that the policy was trained on."""
+        return self.scorer.training_facts.get("tasks", ())
 
     def check_backbone(self, backbone: Backbone) -> None:
         """Refuses a backbone that the policy was not trained for.
