@@ -57,7 +57,6 @@ def load_samples(
     names: Sequence[str] = (),
     methods: Collection[str] = (),
     examples: Collection[str] | None = None,
-    only: Collection[str] | None = None,
 ) -> SampleSet:
     """Reads samples; of a large set only the blocks that are needed.
 
@@ -69,7 +68,6 @@ def load_samples(
         names: only these samples: uids of decodes, or of prompts for all decodes of them.
         methods: only these methods.
         examples: only these prompts.
-        only: only these uids of decodes.
 
     Returns:
         The samples, prompts in order.
@@ -91,12 +89,11 @@ def load_samples(
         if uid in wanted
         and (not methods or _method(uid) in methods)
         and (examples is None or _example(uid) in examples)
-        and (only is None or uid in only)
     ]
     if not fitting:
         raise NoSampleError(f"{path}: no sample fits, of {len(known)} such as {known[0]!r}")
     kept = _chosen(fitting, limit)
-    records = _read(reader, set(kept))
+    records = {record.uid: record for record in reader.find(set(kept))}
     return SampleSet(
         label=path.resolve().name,
         source=path,
@@ -206,18 +203,6 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
             taken[task] += decodes[:left]
             left -= len(decodes[:left])
     return [uid for group in taken.values() for uid in group]
-
-
-def _read(reader: TrajectoryShardReader, wanted: Collection[str]) -> dict[str, Trajectory]:
-    records: dict[str, Trajectory] = {}
-    for path, index in reader.blocks:
-        side = reader.side_file(path)
-        first = sum(entry.num_records for entry in side.blocks[:index])
-        names = side.uids[first : first + side.blocks[index].num_records]
-        if any(uid in wanted for uid in names):
-            block = reader.read_block(path, index)
-            records |= {record.uid: record for record in block if record.uid in wanted}
-    return records
 
 
 def _sample(record: Trajectory, row: ResultRow | None) -> Sample:

@@ -67,30 +67,6 @@ class FeatureCapture:
     """Scores besides the probability that the function needs."""
 
 
-@dataclass
-class _Signals:
-    """Per-step and per-write scores on the device."""
-
-    prob: StepBuffer
-    entropy: StepBuffer
-    proposal: StepBuffer
-    commit_prob: Tensor  # (B, G) float16
-    commit_margin: Tensor  # (B, G) float16
-    commit_score: Tensor  # (B, G) float16
-
-    def tables(self) -> dict[str, Tensor]:
-        """What is kept of every write, by place."""
-        return {
-            name: getattr(self, name) for name in ("commit_prob", "commit_margin", "commit_score")
-        }
-
-    def parts(self) -> dict[str, StepParts]:
-        """What is kept of every step, on its way to the host."""
-        return {
-            f"step_{name}": getattr(self, name).parts() for name in ("prob", "entropy", "proposal")
-        }
-
-
 @dataclass(frozen=True)
 class _OpenRow:
     """A row that has begun: its start, its number there, and the step of the batch it began at."""
@@ -153,18 +129,14 @@ class TrajectoryCapture:
         self._copies = HostCopies(device)
         buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G)
         self._canvas = buffer(torch.int32)
-        self._top = TopTokens(B, G, self.top_k, self._copies) if self.top_k else None
-        self._signals: _Signals | None = None
+        self._signals = top_buffers(B, G, self.top_k, self._copies)  # of every step, by name
+        self._tables: dict[str, Tensor] = {}  # of every write, (B, G) float16
         if self.level == "signals":
-            unknown = torch.full((B, G), torch.nan, dtype=torch.float16, device=device)
-            self._signals = _Signals(
-                prob=buffer(torch.float16),
-                entropy=buffer(torch.float16),
-                proposal=buffer(torch.int32),
-                commit_prob=unknown,
-                commit_margin=unknown.clone(),
-                commit_score=unknown.clone(),
-            )
+            self._signals["step_prob"] = buffer(torch.float16)
+            self._signals["step_entropy"] = buffer(torch.float16)
+            self._signals["step_proposal"] = buffer(torch.int32)
+            for name in ("commit_prob", "commit_margin", "commit_score"):
+                self._tables[name] = torch.full((B, G), torch.nan, device=device).half()
         self._mask_id = state.mask_id
         self._step = 0
         self._open: dict[int, _OpenRow] = {}
@@ -199,12 +171,12 @@ class TrajectoryCapture:
         if self.step_times:
             self._step_seconds.append(time.perf_counter() - self._clock)
         self._canvas.append(state.rows, record.new_ids)
-        if self._top is not None:
+        if self.top_k:
             assert record.denoised is not None
             columns = record.denoised.columns - state.start
-            self._top.append(state.rows, record.denoised.logits, columns)
-        if self._signals is not None:
-            self._add_signals(self._signals, record)
+            append_top(self._signals, state.rows, record.denoised.logits, columns, self.top_k)
+        if self.level == "signals":
+            self._add_signals(record)
         if self.features is not None:
             rows = self._due()
             if rows:
@@ -218,9 +190,8 @@ class TrajectoryCapture:
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
         """Ends rows, and begins others in their places."""
         self._end(result)
-        if self._signals is not None:
-            for table in self._signals.tables().values():
-                table.index_fill_(0, state.rows, torch.nan)
+        for table in self._tables.values():
+            table.index_fill_(0, state.rows, torch.nan)
         self._enter(state, state.rows.tolist())
 
     def on_end(self, result: DecodeResult) -> None:
@@ -231,12 +202,9 @@ class TrajectoryCapture:
         if self._captured is not None:  # whoever asked for rows has them
             self._ended, self._captured = [], None
         tables: dict[str, Tensor] = {}
-        if self._signals is not None:
+        if self._tables:
             index = torch.tensor(result.rows).to(result.ids.device, non_blocking=True)
-            tables = {
-                name: self._copies.add(table[index])
-                for name, table in self._signals.tables().items()
-            }
+            tables = {k: self._copies.add(table[index]) for k, table in self._tables.items()}
         steps = result.num_steps.tolist()
         for number, (place, status) in enumerate(zip(result.rows, result.status, strict=True)):
             begun = self._open.pop(place)
@@ -263,32 +231,23 @@ class TrajectoryCapture:
         if self._captured is None:
             if not self._ended:
                 raise ValueError("capture: no decode has ended yet")
-            signals = {} if self._top is None else self._top.parts()
-            if self._signals is not None:
-                signals |= self._signals.parts()
             self._captured = CapturedDecode(
                 copies=self._copies,
                 rows=self._ended,
                 canvases=self._canvas.parts(),
                 mask_id=self._mask_id,
                 vocab_size=self.vocab_size,
-                signals=signals,
+                signals={name: buffer.parts() for name, buffer in self._signals.items()},
                 step_seconds=self._step_seconds,
                 kept=self._kept,
                 features=self.features,
             )
-            self._forget(min((row.first_step for row in self._open.values()), default=self._step))
-        return self._captured
-
-    def _forget(self, first_step: int) -> None:
-        """Leaves steps to the records of ended rows, where no open one needs them."""
-        self._canvas.forget(first_step)
-        if self._top is not None:
-            self._top.forget(first_step)
-        if self._signals is not None:
-            for buffer in (self._signals.prob, self._signals.entropy, self._signals.proposal):
+            # What no open row needs is left to these records.
+            first_step = min((row.first_step for row in self._open.values()), default=self._step)
+            for buffer in (self._canvas, *self._signals.values()):
                 buffer.forget(first_step)
-        self._kept = [kept for kept in self._kept if kept.step >= first_step]
+            self._kept = [kept for kept in self._kept if kept.step >= first_step]
+        return self._captured
 
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
@@ -309,26 +268,26 @@ class TrajectoryCapture:
 
     # -- signals -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _add_signals(signals: _Signals, record: StepRecord) -> None:
+    def _add_signals(self, record: StepRecord) -> None:
         state, proposal = record.state, record.proposal
         rows, response = state.rows, slice(state.start, None)
         assert proposal.entropy is not None
-        signals.prob.append(rows, proposal.prob)
-        signals.entropy.append(rows, proposal.entropy)
-        signals.proposal.append(rows, proposal.ids)
+        self._signals["step_prob"].append(rows, proposal.prob)
+        self._signals["step_entropy"].append(rows, proposal.entropy)
+        self._signals["step_proposal"].append(rows, proposal.ids)
         passed_over = record.candidates & ~record.commit
         best = record.scores.masked_fill(~passed_over, -torch.inf).amax(1, keepdim=True)
         written = (record.new_ids != state.ids)[:, response]
         commit = record.commit[:, response]
-        for target, values in (
-            (signals.commit_prob, proposal.prob[:, response]),
+        for name, values in (
+            ("commit_prob", proposal.prob),
             # Without an alternative the gap is infinite: nothing else could have been chosen.
-            (signals.commit_margin, (record.scores - best)[:, response]),
-            (signals.commit_score, record.scores[:, response]),
+            ("commit_margin", record.scores - best),
+            ("commit_score", record.scores),
         ):
+            target = self._tables[name]
             # A write that is no commit (an end-of-text fill) was not scored.
-            new = torch.where(commit, values, torch.nan).to(target.dtype)
+            new = torch.where(commit, values[:, response], torch.nan).to(target.dtype)
             target.index_copy_(0, rows, torch.where(written, new, target[rows]))
 
     # -- features ------------------------------------------------------------------------------
@@ -505,11 +464,6 @@ class CapturedDecode:
     """What was kept at level ``features``, and how it is stored."""
 
     @property
-    def num_rows(self) -> int:
-        """The number of records."""
-        return len(self.rows)
-
-    @property
     def nbytes(self) -> int:
         """Memory that waits until the records are made, in bytes."""
         buffers = (self.canvases, *self.signals.values())
@@ -670,43 +624,43 @@ MAX_CHUNK_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 16
 
 
-class TopTokens:
-    """The most probable tokens of every response position of every step."""
-
-    def __init__(self, num_rows: int, num_response: int, k: int, copies: HostCopies) -> None:
-        """Sets up buffers of ``(T, B, G k)``."""
-        self.num_response, self.k = num_response, k
-        buffer = partial(
-            StepBuffer, num_rows, num_response * k, copies=copies, expected_steps=num_response
+def top_buffers(
+    num_rows: int, num_response: int, k: int, copies: HostCopies
+) -> dict[str, StepBuffer]:
+    """Buffers ``(T, B, G k)`` of :data:`TOP_SIGNALS` by name; none for a ``k`` of 0."""
+    return {
+        name: StepBuffer(
+            num_rows,
+            num_response * k,
+            torch.float16 if "log_probs" in name else torch.int32,
+            copies,
+            expected_steps=num_response,
         )
-        self._ids, self._log_probs = buffer(torch.int32), buffer(torch.float16)
+        for name in (TOP_SIGNALS if k else ())
+    }
 
-    def append(self, rows: Tensor, logits: Tensor, columns: Tensor) -> None:
-        """Stores one step.
 
-        Args:
-            rows: ``(b,)`` int64 rows of the starting batch.
-            logits: ``(b, K, V)`` aligned.
-            columns: ``(b, K)`` int64 response position of each; the others keep zeros.
-        """
-        values, ids = logits.topk(self.k, dim=-1)
-        # Row by row: a float32 copy of all logits would be larger than they are.
-        total = torch.stack([row.float().logsumexp(-1) for row in logits])
-        log_probs = (values.float() - total[..., None]).half()
-        place = columns[..., None].expand_as(ids)
-        for buffer, found in ((self._ids, ids.int()), (self._log_probs, log_probs)):
-            spread = found.new_zeros(len(rows), self.num_response, self.k).scatter_(1, place, found)
-            buffer.append(rows, spread.flatten(1))
+def append_top(
+    buffers: Mapping[str, StepBuffer], rows: Tensor, logits: Tensor, columns: Tensor, k: int
+) -> None:
+    """Stores the most probable tokens of every response position of a step.
 
-    def parts(self) -> dict[str, StepParts]:
-        """The signals, on their way to the host."""
-        parts = (self._ids.parts(), self._log_probs.parts())
-        return dict(zip(TOP_SIGNALS, parts, strict=True))
-
-    def forget(self, first_step: int) -> None:
-        """Keeps no steps before this one, as far as parts allow."""
-        self._ids.forget(first_step)
-        self._log_probs.forget(first_step)
+    Args:
+        buffers: among them those of :func:`top_buffers`.
+        rows: ``(b,)`` int64 rows of the starting batch.
+        logits: ``(b, K, V)`` aligned.
+        columns: ``(b, K)`` int64 response position of each; the others keep zeros.
+        k: tokens of each.
+    """
+    values, ids = logits.topk(k, dim=-1)
+    # Row by row: a float32 copy of all logits would be larger than they are.
+    total = torch.stack([row.float().logsumexp(-1) for row in logits])
+    log_probs = (values.float() - total[..., None]).half()
+    place = columns[..., None].expand_as(ids)
+    for name, found in zip(TOP_SIGNALS, (ids.int(), log_probs), strict=True):
+        buffer = buffers[name]
+        spread = found.new_zeros(len(rows), buffer.num_columns // k, k).scatter_(1, place, found)
+        buffer.append(rows, spread.flatten(1))
 
 
 class HostCopies:

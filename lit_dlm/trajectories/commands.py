@@ -12,11 +12,10 @@ import json
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -24,7 +23,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -98,14 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: what follows ``lit-dlm traj``.
-
-    Returns:
-        The exit status.
-    """
+    """Runs one command on what follows ``lit-dlm traj``; returns the exit status."""
     try:
         options = parser().parse_args(list(arguments))
     except SystemExit as stop:  # --help, or bad usage that argparse has explained
@@ -158,25 +149,23 @@ def inspect(shards: Sequence[Path]) -> dict[str, Any]:
     statuses: Counter[str] = Counter()
     methods: dict[str, Counter[str]] = defaultdict(Counter)
     num_overwritten = num_features = 0
-    with Bar() as bar:
-        bar.start("Records", reader.num_records)
-        for shard, index in reader.blocks:
-            for record in reader.read_block(shard, index):
-                lengths["prompt"].append(record.num_prompt)
-                lengths["response"].append(record.num_generated)
-                lengths["steps"].append(record.num_steps)
-                statuses[record.status] += 1
-                counts = methods[str(record.meta.get("method", "-"))]
-                counts["records"] += 1
-                counts["steps"] += record.num_steps
-                counts["committed"] += record.num_committed
-                counts["graded"] += "correct" in record.meta
-                counts["correct"] += bool(record.meta.get("correct"))
-                num_overwritten += record.superseded is not None
-                bar.advance(1)
-            entry = reader.side_file(shard).blocks[index]
-            num_features += entry.feature_size or 0
-            with shard.open("rb") as file:
+    blocks = (reader.read_block(*block) for block in reader.blocks)
+    for record in _tracked(chain.from_iterable(blocks), reader.num_records):
+        lengths["prompt"].append(record.num_prompt)
+        lengths["response"].append(record.num_generated)
+        lengths["steps"].append(record.num_steps)
+        statuses[record.status] += 1
+        counts = methods[str(record.meta.get("method", "-"))]
+        counts["records"] += 1
+        counts["steps"] += record.num_steps
+        counts["committed"] += record.num_committed
+        counts["graded"] += "correct" in record.meta
+        counts["correct"] += bool(record.meta.get("correct"))
+        num_overwritten += record.superseded is not None
+    for shard, side in zip(shards, sides, strict=True):
+        with shard.open("rb") as file:
+            for entry in side.blocks:
+                num_features += entry.feature_size or 0
                 for offset, size in (
                     (entry.offset, entry.size),
                     (entry.feature_offset, entry.feature_size),
@@ -266,37 +255,28 @@ def _set_rows(facts: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _method_table(methods: dict[str, Any]) -> Table:
-    table = Table(title="Methods", title_justify="left")
-    table.add_column("method")
-    for name in ("records", "steps", "tokens per step", "correct"):
-        table.add_column(name, justify="right")
-    for name, facts in methods.items():
-        correct = "-" if facts["correct"] is None else f"{facts['correct']:.3f}"
-        table.add_row(
+    rows = [
+        (
             name,
             f"{facts['num_records']:,}",
             f"{facts['mean_steps']:.1f}",
             f"{facts['tokens_per_step']:.2f}",
-            correct,
+            "-" if facts["correct"] is None else f"{facts['correct']:.3f}",
         )
-    return table
+        for name, facts in methods.items()
+    ]
+    return _table("Methods", ("method", ">records", ">steps", ">tokens per step", ">correct"), rows)
 
 
 def _column_table(facts: dict[str, Any]) -> Table:
     count = max(facts["num_records"], 1)
-    table = Table(title="Columns, bytes per record", title_justify="left")
-    table.add_column("column")
-    table.add_column("holds")
-    table.add_column("raw", justify="right")
-    table.add_column("stored", justify="right")
-    for tag, sizes in facts["columns"].items():
-        table.add_row(
-            tag, _TAGS.get(tag, ""), f"{sizes['raw'] / count:.1f}", f"{sizes['stored'] / count:.1f}"
-        )
-    total = sum(sizes["stored"] for sizes in facts["columns"].values())
-    other = facts["bytes"] - total
-    table.add_row("", "headers and tar", "", f"{other / count:.1f}")
-    return table
+    rows = [
+        (tag, _TAGS.get(tag, ""), f"{sizes['raw'] / count:.1f}", f"{sizes['stored'] / count:.1f}")
+        for tag, sizes in facts["columns"].items()
+    ]
+    other = facts["bytes"] - sum(sizes["stored"] for sizes in facts["columns"].values())
+    rows.append(("", "headers and tar", "", f"{other / count:.1f}"))
+    return _table("Columns, bytes per record", ("column", "holds", ">raw", ">stored"), rows)
 
 
 # -- replay ----------------------------------------------------------------------------------------
@@ -373,21 +353,17 @@ def _write_states(shards: list[Path], uid: str | None, path: Path, console: Cons
     if path.suffix != ".npz":
         raise ValueError(f"--npz: expected a name that ends in .npz, got {path}")
     arrays: dict[str, Any] = {}
+    uids = []
     if uid is not None:
-        record = _find_record(shards, uid)
-        arrays = {"uids": np.array([record.uid]), "states_0": record.all_states()}
+        records: Iterable[Trajectory] = [_find_record(shards, uid)]
     else:
         reader = TrajectoryShardReader(shards, features=False)
-        uids = []
-        with Bar() as bar:
-            bar.start("Records", reader.num_records)
-            for number, record in enumerate(reader):
-                uids.append(record.uid)
-                arrays[f"states_{number}"] = record.all_states()
-                bar.advance(1)
-        arrays["uids"] = np.array(uids)
-    np.savez_compressed(path, **arrays)
-    console.print(f"{path}: canvases of {len(arrays) - 1} records, (T + 1, G) each")
+        records = _tracked(reader, reader.num_records)
+    for number, record in enumerate(records):
+        uids.append(record.uid)
+        arrays[f"states_{number}"] = record.all_states()
+    np.savez_compressed(path, **arrays, uids=np.array(uids))
+    console.print(f"{path}: canvases of {len(arrays)} records, (T + 1, G) each")
     return 0
 
 
@@ -450,7 +426,7 @@ def _run_verify(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: expected at least 1, got {value}")
     if options.level >= 3 and options.backbone is None:
         raise ValueError(f"--backbone: level {options.level} executes the records, so it needs one")
-    with Bar() as bar:
+    with _progress() as bar:
         execution = _execution(shards, options) if options.level >= 3 else None
         result = verify(
             shards,
@@ -559,18 +535,13 @@ def _agreement_rows(result: Verification) -> list[tuple[str, Any]]:
 
 
 def _failures(verdicts: Sequence[Any]) -> Table:
-    table = Table(title="Records that are not exact", title_justify="left")
-    for name in ("uid", "outcome", "steps", "margin", "first difference"):
-        table.add_column(name, overflow="fold")
     ordered = sorted(verdicts, key=lambda v: v.outcome != "failed")
-    for verdict in ordered[:_SHOWN]:
-        table.add_row(
-            verdict.uid,
-            verdict.outcome,
-            f"{verdict.num_agreeing}/{verdict.num_checked}",
-            f"{verdict.margin:.4f}",
-            verdict.reason,
-        )
+    rows = [
+        (v.uid, v.outcome, f"{v.num_agreeing}/{v.num_checked}", f"{v.margin:.4f}", v.reason)
+        for v in ordered[:_SHOWN]
+    ]
+    columns = ("uid", "outcome", "steps", "margin", "first difference")
+    table = _table("Records that are not exact", columns, rows)
     if len(ordered) > _SHOWN:
         table.caption = f"... and {len(ordered) - _SHOWN} more"
     return table
@@ -596,17 +567,17 @@ def _run_recover(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.folder}: there is no such folder")
     found = recover(options.folder)
     if found:
-        table = Table(title="Recovered", title_justify="left")
-        table.add_column("file", overflow="fold")
-        table.add_column("records saved", justify="right")
-        table.add_column("blocks dropped", justify="right")
-        table.add_column("now in", overflow="fold")
-        for entry in found:
-            shard = "-" if entry.shard is None else entry.shard.name
-            table.add_row(
-                entry.path.name, str(entry.num_records), str(entry.num_dropped_blocks), shard
+        rows = [
+            (
+                entry.path.name,
+                str(entry.num_records),
+                str(entry.num_dropped_blocks),
+                "-" if entry.shard is None else entry.shard.name,
             )
-        console.print(table)
+            for entry in found
+        ]
+        columns = ("file", ">records saved", ">blocks dropped", "now in")
+        console.print(_table("Recovered", columns, rows))
     else:
         console.print("nothing to recover")
     if side_files(options.folder):
@@ -683,22 +654,20 @@ def _run_export(options: argparse.Namespace) -> int:
     if not options.out.parent.is_dir():
         raise ValueError(f"--out: there is no folder {options.out.parent}")
     reader = TrajectoryShardReader(shards, features=False)
+    records = _tracked(reader, reader.num_records)
     skipped: list[str] = []
-    with Bar() as bar:
-        bar.start("Records", reader.num_records)
-        if kind == "parquet":
-            if options.tokenizer is not None:
-                raise ValueError("--tokenizer: parquet holds ids and no texts; leave it out")
-            texts = {run_of_shard(shard)[0].text() for shard in shards}
-            run_text = texts.pop() if len(texts) == 1 else None
-            records = _counted(reader, bar)
-            count = exchange.write_parquet(records, options.out, run_text=run_text)
-        else:
-            tokenizer = tokenizer_of(shards, options.tokenizer)
-            make_row = exchange.tabom_row if kind == "jsonl" else exchange.step_map_row
-            write = exchange.write_jsonl if kind == "jsonl" else exchange.write_json_list
-            keep = skipped if options.skip_misfits else None
-            count = write(_rows(_counted(reader, bar), make_row, tokenizer, keep), options.out)
+    if kind == "parquet":
+        if options.tokenizer is not None:
+            raise ValueError("--tokenizer: parquet holds ids and no texts; leave it out")
+        texts = {run_of_shard(shard)[0].text() for shard in shards}
+        run_text = texts.pop() if len(texts) == 1 else None
+        count = exchange.write_parquet(records, options.out, run_text=run_text)
+    else:
+        tokenizer = tokenizer_of(shards, options.tokenizer)
+        make_row = exchange.tabom_row if kind == "jsonl" else exchange.step_map_row
+        write = exchange.write_jsonl if kind == "jsonl" else exchange.write_json_list
+        keep = skipped if options.skip_misfits else None
+        count = write(_rows(records, make_row, tokenizer, keep), options.out)
     console = Console()
     console.print(f"{options.out}: {count:,} records", soft_wrap=True)
     if skipped:
@@ -722,11 +691,9 @@ def _run_import(options: argparse.Namespace) -> int:
         options.out, name=options.name, split=options.split, rank=0, run=run
     )
     count = 0
-    with writer, Bar() as bar:
-        bar.start("Records", None)
-        for record in records:
+    with writer:
+        for record in _tracked(records, None):
             writer.put(record)
-            bar.advance(1)
             count += 1
     if count:
         merge_manifest(options.out)
@@ -775,7 +742,7 @@ def _import_run(files: list[Path], kind: str) -> RunRecord:
 
 
 def _rows(
-    records: Iterator[Trajectory],
+    records: Iterable[Trajectory],
     make_row: Callable[[Trajectory, Any], dict[str, Any]],
     tokenizer: Any,
     skipped: list[str] | None,
@@ -790,12 +757,6 @@ def _rows(
             skipped.append(str(error))
             continue
         yield row
-
-
-def _counted(records: Any, bar: Bar) -> Iterator[Trajectory]:
-    for record in records:
-        bar.advance(1)
-        yield record
 
 
 def _by_suffix(path: Path, option: str, known: Any) -> str:
@@ -825,56 +786,46 @@ def _find_record(shards: Sequence[Path], uid: str | None) -> Trajectory:
         ValueError: no record has this uid; uids that contain it are named.
     """
     reader = TrajectoryShardReader(list(shards))
-    if uid is None:
-        return next(iter(reader))
-    for path, index in reader.blocks:
-        side = reader.side_file(path)
-        first = sum(entry.num_records for entry in side.blocks[:index])
-        if uid in side.uids[first : first + side.blocks[index].num_records]:
-            return next(r for r in reader.read_block(path, index) if r.uid == uid)
+    found = next(iter(reader) if uid is None else reader.find({uid}), None)
+    if found is not None:
+        return found
+    assert uid is not None
     near = [known for known in reader.uids if uid in known][:3]
     hint = f"; did you mean {', '.join(near)}?" if near else f", such as {reader.uids[0]}"
     raise ValueError(f"no record has the uid {uid!r} among {reader.num_records}{hint}")
 
 
-class Bar:
+def _progress() -> Progress:
     """A progress bar on standard error with counts and remaining time; silent off a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task: TaskID | None = None
 
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
+def _tracked(records: Iterable[Trajectory], total: int | None) -> Iterator[Trajectory]:
+    """Shows how many of the records have been taken; ``None`` where nobody knows their number."""
+    with _progress() as bar:
+        yield from bar.track(records, total=total, description="Records")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
 
-    def start(self, description: str, total: int | None) -> None:
-        """A part of the work begins; ``None`` where nobody knows how much it is."""
-        self._task = self._progress.add_task(description, total=total)
-
-    def advance(self, count: int) -> None:
-        """``count`` more units are done."""
-        if self._task is not None:
-            self._progress.advance(self._task, count)
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; columns whose name begins with ``>`` stand to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _facts_table(title: str, rows: Sequence[tuple[str, Any]]) -> Table:

@@ -16,7 +16,8 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -134,32 +135,23 @@ def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> int:
     Returns:
         The number of rows.
     """
-
-    def write(partial: Path) -> int:
+    with _replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         count = 0
-        with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
-        return count
-
-    return _replacing(path, write)
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def write_json_list(rows: Iterable[dict[str, Any]], path: Path) -> int:
     """Writes one JSON list, one entry a line. Returns the number of rows."""
-
-    def write(partial: Path) -> int:
-        count = 0
-        with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write("[\n" if count == 0 else ",\n")
-                file.write(json.dumps(row, ensure_ascii=False))
-                count += 1
-            file.write("\n]\n" if count else "[]\n")
-        return count
-
-    return _replacing(path, write)
+    count = 0
+    with _replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for count, row in enumerate(rows, start=1):
+            file.write("[\n" if count == 1 else ",\n")
+            file.write(json.dumps(row, ensure_ascii=False))
+        file.write("\n]\n" if count else "[]\n")
+    return count
 
 
 def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | None = None) -> int:
@@ -177,17 +169,15 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
     import pyarrow.parquet as pq
 
     schema = _schema().with_metadata({"lit_dlm_run": run_text} if run_text else None)
-
-    def write(partial: Path) -> int:
-        count = 0
-        with pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9) as file:
-            for group in _grouped(records):
-                rows = [_parquet_row(record) for record in group]
-                file.write_table(pa.Table.from_pylist(rows, schema=schema))
-                count += len(rows)
-        return count
-
-    return _replacing(path, write)
+    rows, count = map(_parquet_row, records), 0
+    with (
+        _replacing(path) as partial,
+        pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9) as file,
+    ):
+        while group := list(islice(rows, _ROWS_PER_GROUP)):
+            file.write_table(pa.Table.from_pylist(group, schema=schema))
+            count += len(group)
+    return count
 
 
 def _schema() -> Any:
@@ -247,12 +237,6 @@ def _parquet_row(record: Trajectory) -> dict[str, Any]:
     }
 
 
-def _grouped(records: Iterable[Trajectory]) -> Iterator[list[Trajectory]]:
-    rest = iter(records)
-    while group := list(islice(rest, _ROWS_PER_GROUP)):
-        yield group
-
-
 def _own_fields(record: Trajectory) -> dict[str, Any]:
     """What the other formats lack and an import needs."""
     return {
@@ -291,15 +275,15 @@ def _user_text(record: Trajectory, tokenizer: Any) -> str:
     return text
 
 
-def _replacing(path: Path, write: Callable[[Path], int]) -> int:
-    """Lets ``write`` fill another file and moves it over ``path`` when that has succeeded."""
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Gives another file to fill, and moves it over ``path`` when that has succeeded."""
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        count = write(partial)
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    return count
 
 
 # -- import ----------------------------------------------------------------------------------------

@@ -93,7 +93,10 @@ def encode_features(
                 f"trajectory {record.uid!r}: all features of a block need one layout, "
                 f"expected {facts}, got {_facts(features)}"
             )
-    parts = [_stored_rows(record, features) for record, features in kept]
+    # All records have scales, or none has: it is one of the facts.
+    values, proposals, *scales = map(
+        np.concatenate, zip(*(_stored_rows(*one) for one in kept), strict=True)
+    )
     counts = [0 if r.features is None else r.features.num_kept for r in records]
     rows = [0 if r.features is None else r.features.proposals.shape[1] for r in records]
     text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
@@ -104,18 +107,10 @@ def encode_features(
         make_column("FCNT", Dtype.U32, np.array(counts)),
         make_column("FROW", Dtype.U32, np.array(rows)),
         make_column("FSTP", Dtype.U16, np.concatenate([f.kept_steps for _, f in kept])),
-        make_column("FPRP", Dtype.U24, np.concatenate([part.proposals for part in parts])),
+        make_column("FPRP", Dtype.U24, proposals),
+        *(make_column("FSCL", Dtype.F16, one) for one in scales),
+        make_column("FEAT", Dtype.I8 if scales else Dtype.F16, values),
     ]
-    scales = [part.scales for part in parts if part.scales is not None]
-    if scales:
-        columns.append(make_column("FSCL", Dtype.F16, np.concatenate(scales)))
-    columns.append(
-        make_column(
-            "FEAT",
-            Dtype.I8 if scales else Dtype.F16,
-            np.concatenate([part.features for part in parts]),
-        )
-    )
     header = Header(
         num_records=len(records),
         flags=0,
@@ -250,16 +245,8 @@ def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _StoredRows:
-    """The flat columns of one record's features."""
-
-    features: NDArray[Any]
-    proposals: NDArray[np.int32]
-    scales: NDArray[np.float16] | None
-
-
-def _stored_rows(record: Trajectory, features: StepFeatures) -> _StoredRows:
+def _stored_rows(record: Trajectory, features: StepFeatures) -> tuple[NDArray[Any], ...]:
+    """The flat columns of one record's features: features, proposals, and scales of int8."""
     chosen: Any = ...
     if features.layout == "masked":
         chosen = _masked(record, features.kept_steps, record.num_generated)
@@ -267,12 +254,8 @@ def _stored_rows(record: Trajectory, features: StepFeatures) -> _StoredRows:
             raise InvariantError(
                 f"trajectory {record.uid!r}: features in layout 'masked' must be 0 where no mask is"
             )
-    scales = features.scales
-    if scales is not None:
-        scales = scales[chosen].reshape(-1)
-    return _StoredRows(
-        features.features[chosen].reshape(-1), features.proposals[chosen].reshape(-1), scales
-    )
+    arrays = (features.features, features.proposals, features.scales)
+    return tuple(array[chosen].reshape(-1) for array in arrays if array is not None)
 
 
 def _masked(record: Trajectory, steps: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:

@@ -43,9 +43,8 @@ from lit_dlm.trajectories.record import (
     STATUSES,
     TOP_SIGNALS,
     Columns,
-    Int64,
     Trajectory,
-    flatten,
+    checked,
     trusted,
 )
 
@@ -117,28 +116,23 @@ def encode_block(
         raise ValueError(f"encode_block: expected 1 to {MAX_LENGTH} records, got {len(records)}")
     if len(run_digest) != 16:
         raise ValueError(f"encode_block: run_digest must have 16 bytes, got {len(run_digest)}")
-    flat = flatten(records)
-    for name in ("mask_id", "vocab_size"):
-        if not 0 <= getattr(flat, name) < 2**32:
-            raise InvariantError(
-                f"trajectory {records[0].uid!r}: {name} must be in 0..2**32-1, "
-                f"got {getattr(flat, name)}"
-            )
-    flat.check()
-    statuses = status_codes(records)
-    uids = uid_bytes(records)
+    flat = checked(records)
+    if len(set(flat.uids)) < len(records):
+        twice = next(uid for uid in flat.uids if flat.uids.count(uid) > 1)
+        raise InvariantError(f"trajectory {twice!r}: a uid appears twice", record=twice)
+    statuses = np.array([STATUSES.index(record.status) for record in records])
     # -1 goes in as 0: a mask or a given token tells the reader that no step wrote the cell.
     cstp = np.maximum(flat.commit_step, 0)
     narrow = int(flat.num_steps.max()) <= 256
     columns = [
-        Column("SMID", Dtype.BYTES, pack_texts("<H", uids)),
+        Column("SMID", Dtype.BYTES, pack_texts("<H", [uid.encode() for uid in flat.uids])),
         make_column("PLEN", Dtype.U16, flat.num_prompt),
         make_column("GLEN", Dtype.U16, flat.num_generated),
         make_column("NSTP", Dtype.U16, flat.num_steps),
         make_column("PTOK", Dtype.U24, flat.prompts),
         make_column("GTOK", Dtype.U24, flat.tokens),
         make_column("CSTP", Dtype.U8 if narrow else Dtype.U16, cstp),
-        make_column("SEED", Dtype.U64, seeds(records)),
+        make_column("SEED", Dtype.U64, np.array([r.seed for r in records], dtype=np.uint64)),
         Column("CDIG", Dtype.BYTES, b"".join(flat.content_digests())),
         make_column("STAT", Dtype.U8, statuses),
     ]
@@ -156,7 +150,7 @@ def encode_block(
         columns.append(
             Column("META", Dtype.BYTES, pack_texts("<I", [meta_bytes(r) for r in records]))
         )
-    columns += signal_columns(records, flat)
+    columns += signal_columns(records)
     flags = FLAG_PARTIAL if (statuses >= 2).any() else 0
     if any(record.features is not None for record in records):
         flags |= FLAG_FEATURES
@@ -337,53 +331,7 @@ def _check_strictly(
         )
 
 
-# -- uid, seed, status, meta ---------------------------------------------------------------------
-
-
-def uid_bytes(records: Sequence[Trajectory]) -> list[bytes]:
-    """UTF-8 of every uid.
-
-    Raises:
-        InvariantError: If one is empty, too long, not text, or appears twice.
-    """
-    texts = []
-    for record in records:
-        try:
-            data = record.uid.encode()
-        except UnicodeEncodeError as error:
-            raise InvariantError(f"uid {record.uid[:40]!r}: not valid text: {error}") from error
-        if not 1 <= len(data) <= MAX_LENGTH:
-            raise InvariantError(
-                f"uid {record.uid[:40]!r}: expected 1 to {MAX_LENGTH} bytes, got {len(data)}"
-            )
-        texts.append(data)
-    if len(set(texts)) < len(texts):
-        twice = next(text for text in texts if texts.count(text) > 1).decode()
-        raise InvariantError(f"trajectory {twice!r}: a uid appears twice", record=twice)
-    return texts
-
-
-def status_codes(records: Sequence[Trajectory]) -> NDArray[np.uint8]:
-    """``(n,)`` uint8 codes of the statuses."""
-    for record in records:
-        if record.status not in STATUSES:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: status must be one of {STATUSES}, "
-                f"got {record.status!r}",
-                record=record.uid,
-            )
-    return np.array([STATUSES.index(record.status) for record in records], dtype=np.uint8)
-
-
-def seeds(records: Sequence[Trajectory]) -> NDArray[np.uint64]:
-    """``(n,)`` uint64."""
-    for record in records:
-        if not 0 <= record.seed < 2**64:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: seed must be in 0..2**64-1, got {record.seed}",
-                record=record.uid,
-            )
-    return np.array([record.seed for record in records], dtype=np.uint64)
+# -- meta ----------------------------------------------------------------------------------------
 
 
 def meta_bytes(record: Trajectory) -> bytes:
@@ -417,46 +365,23 @@ def read_metas(column: Column | None, n: int) -> list[dict[str, Any]]:
 # -- signals -------------------------------------------------------------------------------------
 
 
-def _signal_lengths(name: str, flat: Columns, masked_rows: Int64 | None) -> Int64:
-    if name.startswith("commit_"):
-        return flat.num_generated
-    if name == "step_time_us":
-        return flat.num_steps
-    assert masked_rows is not None
-    return masked_rows
-
-
-_PER_ROW = ("step_prob", "step_entropy", "step_proposal", *TOP_SIGNALS)
-
-
-def signal_columns(records: Sequence[Trajectory], flat: Columns) -> list[Column]:
+def signal_columns(records: Sequence[Trajectory]) -> list[Column]:
     """The signal columns of a block; all records must carry the same signals."""
-    names = sorted(records[0].signals)
+    names = [(name, values.shape[1:]) for name, values in sorted(records[0].signals.items())]
     for record in records:
-        if sorted(record.signals) != names:
+        own = [(name, values.shape[1:]) for name, values in sorted(record.signals.items())]
+        if own != names:
             raise InvariantError(
                 f"trajectory {record.uid!r}: all records of a block need the same signals, "
-                f"expected {names}, got {sorted(record.signals)}"
+                f"expected {names}, got {own}"
             )
-    unknown = [name for name in names if name not in SIGNAL_TAGS]
-    if unknown:
-        raise InvariantError(f"signals: unknown {unknown}; known: {sorted(SIGNAL_TAGS)}")
-    rows = flat.masked_row_counts() if any(name in _PER_ROW for name in names) else None
     columns = []
-    for name in names:
+    for name, _ in names:
         tag, dtype = SIGNAL_TAGS[name]
-        arrays = [np.asarray(record.signals[name]) for record in records]
-        lengths = _signal_lengths(name, flat, rows).tolist()
-        width = arrays[0].shape[1:2] if name in TOP_SIGNALS else ()
-        for record, array, length in zip(records, arrays, lengths, strict=True):
-            if array.shape != (length, *width):
-                raise InvariantError(
-                    f"trajectory {record.uid!r}: signal {name!r} must have shape "
-                    f"{(length, *width)}, got {array.shape}",
-                    record=record.uid,
-                )
-            _check_range(record.uid, name, array, dtype)
-        columns.append(make_column(tag, dtype, np.concatenate(arrays).reshape(-1)))
+        for record in records:
+            _check_range(record.uid, name, record.signals[name], dtype)
+        values = np.concatenate([record.signals[name] for record in records])
+        columns.append(make_column(tag, dtype, values.reshape(-1)))
     return columns
 
 
@@ -478,10 +403,16 @@ def read_signals(read: ColumnReader, flat: Columns) -> list[dict[str, NDArray[An
     """The signals of every record."""
     signals: list[dict[str, NDArray[Any]]] = [{} for _ in flat.uids]
     names = [name for name, (tag, _) in SIGNAL_TAGS.items() if tag in read.columns]
-    rows = flat.masked_row_counts() if any(name in _PER_ROW for name in names) else None
+    rows = flat.masked_row_counts() if names else None
     for name in names:
         tag, dtype = SIGNAL_TAGS[name]
-        lengths = _signal_lengths(name, flat, rows)
+        if name.startswith("commit_"):
+            lengths = flat.num_generated
+        elif name == "step_time_us":
+            lengths = flat.num_steps
+        else:
+            assert rows is not None
+            lengths = rows
         total = int(lengths.sum())
         width = 1
         if name in TOP_SIGNALS:

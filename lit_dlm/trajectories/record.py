@@ -205,10 +205,6 @@ class Trajectory:
         """
         return np.argwhere(self.all_states()[:-1] == self.mask_id)
 
-    def num_masked_rows(self) -> int:
-        """The number of rows of :meth:`masked_rows`, without building them."""
-        return int(flatten([self]).masked_row_counts()[0])
-
     def digest(self) -> bytes:
         """Content digest (16 bytes): equal for equal prompts, writes and lengths.
 
@@ -222,16 +218,9 @@ class Trajectory:
         """Checks every rule of the format.
 
         Raises:
-            ValueError: Naming the sample, the field and what was wrong.
+            InvariantError: Naming the sample, the field and what was wrong.
         """
-        if not 0 <= self.seed < 2**64:
-            self._fail(f"seed must be in 0..2**64-1, got {self.seed}")
-        if self.status not in STATUSES:
-            self._fail(f"status must be one of {STATUSES}, got {self.status!r}")
-        if not self.uid or len(self.uid.encode()) > MAX_LENGTH:
-            self._fail("uid must have 1 to 65535 bytes of UTF-8")
-        flatten([self]).check()
-        self._check_signals()
+        checked([self])
         if self.features is not None:
             self.features.validate(self.uid, self.num_prompt, self.num_generated, self.num_steps)
 
@@ -241,25 +230,33 @@ class Trajectory:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _fail(self, message: str) -> None:
-        raise ValueError(f"trajectory {self.uid!r}: {message}")
+    def _fail(self, message: str) -> NoReturn:
+        raise InvariantError(f"trajectory {self.uid!r}: {message}", record=self.uid)
 
     def _check_step(self, step: int, last: int) -> None:
         if not 0 <= step <= last:
             self._fail(f"step must be in 0..{last}, got {step}")
 
-    def _check_signals(self) -> None:
-        rows: int | None = None
+    def _check_fields(self, masked_rows: int) -> None:
+        """Checks what :class:`Columns` lack: seed, status, uid and signals."""
+        if not 0 <= self.seed < 2**64:
+            self._fail(f"seed must be in 0..2**64-1, got {self.seed}")
+        if self.status not in STATUSES:
+            self._fail(f"status must be one of {STATUSES}, got {self.status!r}")
+        try:
+            size = len(self.uid.encode())
+        except UnicodeEncodeError as error:
+            self._fail(f"the uid is not valid text: {error}")
+        if not 1 <= size <= MAX_LENGTH:
+            self._fail(f"uid must have 1 to {MAX_LENGTH} bytes of UTF-8, got {size}")
         for name, array in self.signals.items():
             if name not in SIGNAL_DTYPES:
                 self._fail(f"unknown signal {name!r}; known: {sorted(SIGNAL_DTYPES)}")
+            expected = masked_rows
             if name.startswith("commit_"):
                 expected = self.num_generated
             elif name == "step_time_us":
                 expected = self.num_steps
-            else:
-                rows = self.num_masked_rows() if rows is None else rows
-                expected = rows
             shape = (expected, *array.shape[1:2]) if name in TOP_SIGNALS else (expected,)
             if array.shape != shape:
                 self._fail(f"signal {name!r} must have shape {shape}, got {array.shape}")
@@ -412,6 +409,19 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
         mask_id=mask_id,
         vocab_size=vocab_size,
     )
+
+
+def checked(records: Sequence[Trajectory]) -> Columns:
+    """Lays records end to end and checks every rule of the format but those of features.
+
+    Raises:
+        InvariantError: naming the record, the field and what was wrong.
+    """
+    flat = flatten(records)
+    flat.check()
+    for record, rows in zip(records, flat.masked_row_counts().tolist(), strict=True):
+        record._check_fields(rows)
+    return flat
 
 
 def trusted(values: dict[str, Any]) -> Trajectory:
@@ -632,6 +642,9 @@ class Columns:
         Raises:
             InvariantError: Naming the record and the rule.
         """
+        for name in ("mask_id", "vocab_size"):
+            if not 0 <= (value := getattr(self, name)) < 2**32:
+                self._fail(0, f"{name} must be in 0..2**32-1, got {value}")
         self._check_ids("prompt_ids", self._words(), self.num_prompt)
         self._check_ids("tokens", self.tokens, self.num_generated)
         commit = self.commit_step

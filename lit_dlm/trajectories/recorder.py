@@ -35,7 +35,8 @@ from lit_dlm.trajectories.capture import (
     HostCopies,
     StartingRows,
     StepBuffer,
-    TopTokens,
+    append_top,
+    top_buffers,
 )
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.provenance import RunRecord, hardware_facts
@@ -108,7 +109,7 @@ class TraceRecorder:
         self._num_steps = torch.zeros(B, dtype=torch.long, device=ids.device)
         self._copies = HostCopies(ids.device)
         self._canvas = StepBuffer(B, L - start, torch.int32, self._copies, expected_steps=L - start)
-        self._top = TopTokens(B, L - start, self.top_k, self._copies) if self.top_k else None
+        self._top = top_buffers(B, L - start, self.top_k, self._copies)
         self._step_seconds: list[float] = []
         self._clock = time.perf_counter()
 
@@ -137,15 +138,13 @@ class TraceRecorder:
         self._num_steps = torch.where(is_open, number, self._num_steps)
         self._canvas.append(self._rows, ids)
         self._ids = ids
-        if self._top is not None:
+        if self.top_k:
             if logits is None:
                 raise ValueError(f"recorder: top_k {self.top_k} needs the logits of every step")
             response = torch.arange(ids.shape[1] - self._start, device=ids.device)
-            self._top.append(
-                self._rows,
-                logits[:, self._start :].detach(),
-                response.expand(len(ids), -1),
-            )
+            columns = response.expand(len(ids), -1)
+            shown = logits[:, self._start :].detach()
+            append_top(self._top, self._rows, shown, columns, self.top_k)
         self._clock = time.perf_counter()
 
     def end(
@@ -188,7 +187,7 @@ class TraceRecorder:
             canvases=self._canvas.parts(),
             mask_id=self.mask_id,
             vocab_size=self.vocab_size,
-            signals={} if self._top is None else self._top.parts(),
+            signals={name: buffer.parts() for name, buffer in self._top.items()},
             step_seconds=self._step_seconds,
         )
         self._ids = None

@@ -19,11 +19,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import Progress
 
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
@@ -56,18 +58,6 @@ from lit_dlm.trajectories.store.provenance import (
     tokenizer_digest,
 )
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-
-
-class Progress(Protocol):
-    """Told how far the work is."""
-
-    def start(self, description: str, total: int) -> None:
-        """A part begins that takes ``total`` units."""
-        ...
-
-    def advance(self, count: int) -> None:
-        """``count`` more units are done."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +147,7 @@ def verify(
         execution: needed at levels 3 and 4.
         tolerance: margin below which a differing decision counts as a near tie.
         sample: execute only this many records, spread evenly over the set.
-        progress: told how far the work is.
+        progress: bars to show how far the work is.
 
     Returns:
         What was found.
@@ -175,15 +165,13 @@ def verify(
     if sample is not None and sample < 1:
         raise ValueError(f"sample: expected at least 1, got {sample}")
     paths = [Path(shard) for shard in shards]
-    advance = progress.advance if progress is not None else None
     try:
         reader = _lenient(paths)
     except ShardError:  # no shard has its side file: nothing can be read
-        problems = check_files(paths, level=min(level, 2), progress=None)
+        problems = check_files(paths, level=min(level, 2))
         return Verification(level=level, num_records=0, problems=problems)
-    if progress is not None:
-        progress.start("Files", reader.num_records)
-    problems = check_files(paths, level=min(level, 2), progress=advance)
+    on_records = _counter(progress, "Files", reader.num_records)
+    problems = check_files(paths, level=min(level, 2), progress=on_records)
     differences: list[str] = []
     verdicts: list[RecordVerdict] = []
     if level >= 3:
@@ -194,11 +182,10 @@ def verify(
             (b.run.digest(), b.method): (b.run, b.method) for b in batches
         }.values():
             rebuilt_decoder(run, method, execution)
-        if progress is not None:
-            total = sum(_num_forwards(batch, level, execution.num_steps) for batch in batches)
-            progress.start("Re-execution", total)
+        total = sum(_num_forwards(batch, level, execution.num_steps) for batch in batches)
+        on_step = _counter(progress, "Re-execution", total)
         for number, batch in enumerate(batches):
-            lines, found = _execute(batch, number, level, execution, tolerance, progress)
+            lines, found = _execute(batch, number, level, execution, tolerance, on_step)
             differences += [line for line in lines if line not in differences]
             verdicts += found
     return Verification(
@@ -208,6 +195,15 @@ def verify(
         differences=differences,
         verdicts=verdicts,
     )
+
+
+def _counter(
+    progress: Progress | None, description: str, total: int
+) -> Callable[[int], None] | None:
+    """Begins a bar of so many units, and returns what counts units that are done."""
+    if progress is None:
+        return None
+    return partial(progress.advance, progress.add_task(description, total=total))
 
 
 @dataclass(frozen=True)
@@ -273,7 +269,7 @@ def _execute(
     level: int,
     execution: Execution,
     tolerance: float,
-    progress: Progress | None,
+    on_step: Callable[[int], None] | None,
 ) -> tuple[list[str], list[RecordVerdict]]:
     """Names what differs from the run, then executes one batch."""
     run = batch.run
@@ -287,7 +283,7 @@ def _execute(
         "tolerance": tolerance,
         "captured": _captured(run, records),
         "device": execution.device,
-        "on_step": progress.advance if progress else None,
+        "on_step": on_step,
     }
     if level == 4:
         return lines, free_running(execution.backbone, decoder, records, **options)

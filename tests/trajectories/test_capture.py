@@ -451,7 +451,7 @@ def test_the_most_probable_tokens_and_the_times_of_every_step_are_kept_on_reques
         record.validate()
         P = max(map(len, PROMPTS))
         ids, log_probs = (record.signals[name] for name in TOP_SIGNALS)
-        assert ids.shape == log_probs.shape == (record.num_masked_rows(), 3)
+        assert ids.shape == log_probs.shape == (len(record.masked_rows()), 3)
         for found, values, (step, position) in zip(
             ids, log_probs, record.masked_rows(), strict=True
         ):

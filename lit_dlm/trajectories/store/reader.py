@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -153,6 +153,13 @@ class TrajectoryShardReader:
                     left = os.fstat(file.fileno()).st_size - offset
                     members[extension] = file.read(max(min(size, left), 0))
         return self._decode(path, index, members)
+
+    def find(self, uids: Collection[str]) -> Iterator[Trajectory]:
+        """The records of some names, in the order of the set; only blocks with one are read."""
+        for path, index in self.blocks:
+            first, end = self._starts[path][index : index + 2]
+            if any(uid in uids for uid in self._sides[path].uids[first:end]):
+                yield from (one for one in self.read_block(path, index) if one.uid in uids)
 
     def outline(self, shard: str | Path, index: int, *, written: bool = False) -> BlockOutline:
         """What can be said about the records of a block from its small columns.

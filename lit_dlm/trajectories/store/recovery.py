@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lit_dlm.trajectories.container import read_header
 from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
-from lit_dlm.trajectories.features import attach_features, encode_features
-from lit_dlm.trajectories.format import FLAG_FEATURES, decode_block, encode_block
+from lit_dlm.trajectories.features import attach_features
+from lit_dlm.trajectories.format import FLAG_FEATURES, decode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import (
     MANIFEST_FILE,
@@ -29,7 +29,7 @@ from lit_dlm.trajectories.store.files import (
     side_path,
     write_atomically,
 )
-from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, lock
+from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded, lock
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def _process_lives(path: Path) -> bool:
     except (ProcessLookupError, ValueError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -250,9 +250,9 @@ def _recover_file(
         )
         for records, block, features in found.blocks:
             new = [record for record in records if record.uid not in done]
-            if len(new) < len(records):
-                block, features = _encode(new, found.run_digest)
             if new:
+                if len(new) < len(records):
+                    block, features = encoded(new, run_digest=found.run_digest)
                 target.append(new, block, features)
                 done.update(record.uid for record in new)
                 saved += len(new)
@@ -262,15 +262,6 @@ def _recover_file(
     else:
         path.rename(path.with_name(path.name + ".damaged"))
     return Recovered(path, shard, saved, found.num_dropped)
-
-
-def _encode(records: Sequence[Trajectory], run_digest: bytes) -> tuple[bytes, bytes | None]:
-    if not records:
-        return b"", None
-    features = None
-    if any(record.features is not None for record in records):
-        features = encode_features(records, run_digest=run_digest)
-    return encode_block(records, run_digest=run_digest), features
 
 
 def _salvage(path: Path, file: BinaryIO) -> _Salvage:

@@ -19,8 +19,8 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from lit_dlm.trajectories.container import unpack
 from lit_dlm.trajectories.features import encode_features
@@ -273,12 +273,7 @@ class TrajectoryShardWriter:
     def __enter__(self) -> TrajectoryShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -381,33 +376,28 @@ class TrajectoryShardWriter:
             raise broken
         if self.max_total_bytes is not None and self.bytes_written > self.max_total_bytes:
             raise SizeLimitError(
-                f"max_total_bytes: the writer of {self.folder} has reached its limit of "
-                f"{self.max_total_bytes} bytes; what was written is kept"
+                f"max_gigabytes: the writer of {self.folder} has reached its limit of "
+                f"{self.max_total_bytes} bytes; what was written is kept, raise it to go on"
             )
 
     def _encode_pending(self) -> tuple[bytes | None, bytes | None, ValueError | None]:
         """The open block, without the records that break a rule, and the first one's error."""
+        encode = partial(encoded, run_digest=self._run_digest, level=self.level)
         try:
-            return *self._encode(self._pending), None
+            return *encode(self._pending), None
         except ValueError:
             pass  # find out whose fault it is
         sound: list[Trajectory] = []
         broken: ValueError | None = None
         for record in self._pending:
             try:
-                self._encode([record])
+                encode([record])
                 sound.append(record)
             except ValueError as error:
                 self._uids.discard(record.uid)
                 broken = broken or error
         self._pending = sound
-        return *(self._encode(sound) if sound else (None, None)), broken
-
-    def _encode(self, records: Sequence[Trajectory]) -> tuple[bytes, bytes | None]:
-        features = None
-        if any(record.features is not None for record in records):
-            features = encode_features(records, run_digest=self._run_digest)
-        return encode_block(records, run_digest=self._run_digest, level=self.level), features
+        return *(encode(sound) if sound else (None, None)), broken
 
     def close(self) -> None:
         """Flushes and finishes the open shard. Calling it again does nothing.
@@ -435,6 +425,20 @@ class TrajectoryShardWriter:
             path = self._shard.finish()
             self._shard = None
             logger.debug("finished %s", path)
+
+
+def encoded(
+    records: Sequence[Trajectory], *, run_digest: bytes, level: int = 9
+) -> tuple[bytes, bytes | None]:
+    """The block of some records, at a zstd level, and the block of their features, if any has some.
+
+    Raises:
+        ValueError: as :func:`encode_block` and :func:`encode_features`.
+    """
+    features = None
+    if any(record.features is not None for record in records):
+        features = encode_features(records, run_digest=run_digest)
+    return encode_block(records, run_digest=run_digest, level=level), features
 
 
 def lock(fd: int) -> bool | None:
