@@ -29,15 +29,12 @@ class ShardWriter(GradedWriter):
         name: name of the set, of a-z, 0-9, ``_`` and ``-``; begins every file name.
         split: split of the set, of a-z, 0-9 and ``_``.
         block_size: records per block.
-        max_shard_records: close a shard at this many records.
-        flush_seconds: finished records wait at most this long in memory.
         level: zstd level of records.
         grade: grade every completion and store ``correct`` with the record, and ``score`` where
             the grader gives partial credit.
         num_workers: grading threads.
         max_gigabytes: stop the run with an error when the folder has grown beyond this; ``None``
             for no limit.
-        max_queue_megabytes: memory of records that wait for the disk; decoding waits beyond it.
     """
 
     def __init__(
@@ -47,28 +44,20 @@ class ShardWriter(GradedWriter):
         name: str = "trajectories",
         split: str = "train",
         block_size: int = 64,
-        max_shard_records: int = 4096,
-        flush_seconds: float = 30.0,
         level: int = 9,
         grade: bool = False,
         num_workers: int = 1,
         max_gigabytes: float | None = None,
-        max_queue_megabytes: int = 256,
     ) -> None:
         super().__init__()
         if max_gigabytes is not None and max_gigabytes <= 0:
             raise ValueError(f"max_gigabytes: expected a positive number, got {max_gigabytes}")
-        if max_queue_megabytes < 1:
-            raise ValueError(f"max_queue_megabytes: expected at least 1, got {max_queue_megabytes}")
         self.folder = Path(folder)
         self.name = name
         self.split = split
         self.block_size = block_size
-        self.max_shard_records = max_shard_records
-        self.flush_seconds = flush_seconds
         self.level = level
         self.max_gigabytes = max_gigabytes
-        self.max_queue_megabytes = max_queue_megabytes
         self.grade = grade
         self.num_workers = num_workers
 
@@ -91,11 +80,8 @@ class ShardWriter(GradedWriter):
             name=self.name,
             split=self.split,
             block_size=self.block_size,
-            max_shard_records=self.max_shard_records,
-            flush_seconds=self.flush_seconds,
             level=self.level,
             max_gigabytes=self.max_gigabytes,
-            max_queue_bytes=self.max_queue_megabytes * 2**20,
         )
 
     def write(self, decoded: DecodedBatch, verdicts: list[Verdict] | None) -> None:

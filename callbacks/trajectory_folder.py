@@ -15,7 +15,6 @@ from lit_dlm.pictures import PICTURES, PictureFolder
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
-    SizeLimitError,
     TrajectoryShardWriter,
     completed_uids,
     drop_shards,
@@ -46,7 +45,6 @@ class TrajectoryFolder:
         *,
         name: str,
         split: str,
-        max_queue_bytes: int = 256 * 2**20,
         max_gigabytes: float | None = None,
         is_stale: Callable[[str], bool] | None = None,
         **options: Any,
@@ -59,7 +57,6 @@ class TrajectoryFolder:
             module: what decodes.
             name: name of the set, begins every file name.
             split: split of the set.
-            max_queue_bytes: memory of records that wait for the disk; decoding waits beyond it.
             max_gigabytes: stop with an error when the folder has grown beyond this.
             is_stale: of which uids what the folder holds is deleted, to be written anew; by default
                 of none.
@@ -71,7 +68,6 @@ class TrajectoryFolder:
             OSError: If it cannot be written.
         """
         self.folder = Path(folder)
-        self.max_gigabytes = max_gigabytes
         run = run_record(trainer, module)
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +96,7 @@ class TrajectoryFolder:
                 run=run,
                 max_total_bytes=budget,
                 **options,
-            ),
-            max_queue_bytes=max_queue_bytes,
+            )
         )
         if trainer.is_global_zero:
             logger.info("Trajectories go to %s", self.folder)
@@ -137,10 +132,7 @@ class TrajectoryFolder:
                 record.with_meta(**facts[row]) for row, record in zip(left, records, strict=True)
             ]
 
-        try:
-            self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
-        except SizeLimitError as error:
-            raise self._too_large() from error
+        self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
 
     def _not_held(self, uids: Sequence[str]) -> list[int]:
         """Numbers of the uids that the folder did not hold when the run began."""
@@ -163,13 +155,10 @@ class TrajectoryFolder:
         Raises:
             BaseException: What broke the writer since the last call.
         """
-        try:
-            for row in self._not_held([record.uid for record in records]):
-                for digest in records[row].meta.get("images", ()):
-                    self._pictures.put(self._vision.found(digest))
-                self._writer.put(records[row])
-        except SizeLimitError as error:
-            raise self._too_large() from error
+        for row in self._not_held([record.uid for record in records]):
+            for digest in records[row].meta.get("images", ()):
+                self._pictures.put(self._vision.found(digest))
+            self._writer.put(records[row])
 
     def flush(self) -> None:
         """Waits until everything queued is in finished shards.
@@ -177,10 +166,7 @@ class TrajectoryFolder:
         Raises:
             BaseException: What broke the writer.
         """
-        try:
-            self._writer.flush()
-        except SizeLimitError as error:
-            raise self._too_large() from error
+        self._writer.flush()
 
     def close(self, trainer: Trainer) -> None:
         """Finishes the shards; when all processes have, the first merges the manifest.
@@ -188,10 +174,7 @@ class TrajectoryFolder:
         Raises:
             BaseException: What broke the writer.
         """
-        try:
-            self._writer.close()
-        except SizeLimitError as error:
-            raise self._too_large() from error
+        self._writer.close()
         trainer.strategy.barrier("shards_closed")
         if trainer.is_global_zero:
             manifest = merge_manifest(self.folder)
@@ -208,7 +191,7 @@ class TrajectoryFolder:
         try:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
-            if error is not exception and error is not exception.__cause__:
+            if error is not exception:
                 is_ours = not isinstance(error, OSError)
                 logger.error(
                     "%s: not all trajectories could be written (%s)",
@@ -216,12 +199,6 @@ class TrajectoryFolder:
                     error,
                     exc_info=is_ours,
                 )
-
-    def _too_large(self) -> RuntimeError:
-        return RuntimeError(
-            f"max_gigabytes: {self.folder} has reached its limit of {self.max_gigabytes} GB; "
-            "what was written is kept, raise the limit to go on"
-        )
 
 
 def require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:

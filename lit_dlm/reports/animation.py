@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.samples import Sample
 from lit_dlm.reports.themes import Theme, monospaced_font, theme_of
 from lit_dlm.trajectories.record import Trajectory
@@ -19,6 +19,10 @@ MAX_FRAMES = 120
 """A longer decode shows its steps in strides."""
 _PICTURE_LINES = 9
 """Lines of text that a drawn picture takes."""
+_COLUMNS = 56
+"""Characters in a line."""
+_FONT_SIZE = 18
+"""In pixels."""
 HOLD_SECONDS = 2.5
 """How long the last frame stands."""
 
@@ -33,34 +37,13 @@ class Cell:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnimationStyle:
-    """How an animation looks."""
-
-    columns: int = 56
-    """Characters in a line."""
-    font_size: int = 18
-    """In pixels."""
-    theme: str = "light"
-    fps: float = 4.0
-    """Steps a second."""
-
-    def __post_init__(self) -> None:
-        theme_of(self.theme)
-        if self.columns < 16:
-            raise ValueError(f"columns: expected at least 16, got {self.columns}")
-        if not 6 <= self.font_size <= 72:
-            raise ValueError(f"font_size: expected 6 to 72 pixels, got {self.font_size}")
-        if not 0.1 <= self.fps <= 50:
-            raise ValueError(f"fps: expected 0.1 to 50 steps a second, got {self.fps}")
-
-
 def write_gif(
     path: Path,
     samples: Sequence[Sample],
     pieces: TokenPieces,
     *,
-    style: AnimationStyle | None = None,
+    theme: str = "light",
+    fps: float = 4.0,
 ) -> None:
     """Writes an animation of one decode, or of several one below the other.
 
@@ -69,15 +52,16 @@ def write_gif(
     the one with fewer steps stands still sooner.
 
     Raises:
-        ValueError: there is no sample.
+        ValueError: there is no sample or theme, or ``fps`` is not 0.1 to 50 steps a second.
     """
-    frames = animation_frames(samples, pieces, style=style)
-    pace = (style or AnimationStyle()).fps
+    if not 0.1 <= fps <= 50:
+        raise ValueError(f"fps: expected 0.1 to 50 steps a second, got {fps}")
+    frames = animation_frames(samples, pieces, theme=theme)
     palette = _palette(frames)
     small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     steps = max(sample.record.num_steps for sample in samples)
     # Browsers show frames under 20 ms slowly.
-    milliseconds = max(20, round(1000 * _stride(steps) / pace))
+    milliseconds = max(20, round(1000 * _stride(steps) / fps))
     data = io.BytesIO()
     small[0].save(
         data,
@@ -88,14 +72,11 @@ def write_gif(
         loop=0,
         optimize=True,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    draft.write_bytes(data.getvalue())
-    draft.replace(path)
+    write_atomically(path, data.getvalue())
 
 
 def animation_frames(
-    samples: Sequence[Sample], pieces: TokenPieces, *, style: AnimationStyle | None = None
+    samples: Sequence[Sample], pieces: TokenPieces, *, theme: str = "light"
 ) -> list[Image.Image]:
     """The frames of an animation: the start, the canvas after every step, and the end once more.
 
@@ -107,8 +88,7 @@ def animation_frames(
     """
     if not samples:
         raise ValueError("animation: expected at least one sample, got none")
-    style = style or AnimationStyle()
-    painter = _Painter(samples, pieces, style)
+    painter = _Painter(samples, pieces, theme_of(theme))
     steps = max(sample.record.num_steps for sample in samples)
     stride = _stride(steps)
     shown = [*range(0, steps, stride), steps]
@@ -156,28 +136,24 @@ def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Ce
 class _Painter:
     """Draws frames of one size."""
 
-    def __init__(
-        self, samples: Sequence[Sample], pieces: TokenPieces, style: AnimationStyle
-    ) -> None:
+    def __init__(self, samples: Sequence[Sample], pieces: TokenPieces, theme: Theme) -> None:
         self.samples = samples
-        self.style = style
-        self.theme: Theme = theme_of(style.theme)
-        self.font = ImageFont.truetype(str(monospaced_font()), style.font_size)
-        self.small = ImageFont.truetype(str(monospaced_font()), round(style.font_size * 0.72))
+        self.theme = theme
+        self.font = ImageFont.truetype(str(monospaced_font()), _FONT_SIZE)
+        self.small = ImageFont.truetype(str(monospaced_font()), round(_FONT_SIZE * 0.72))
         self.advance = self.font.getlength("0")
-        self.line = round(style.font_size * 1.55)
-        self.margin = style.font_size
-        self.prompt = _wrapped(
-            pieces.line(samples[0].record.prompt_ids.tolist()).strip(), style.columns, most=6
-        )
+        self.line = round(_FONT_SIZE * 1.55)
+        self.margin = _FONT_SIZE
+        prompt = pieces.line(samples[0].record.prompt_ids.tolist()).strip()
+        self.prompt = _wrapped(prompt, _COLUMNS, most=6)
         self.drawn = [pieces.drawn(sample.record) for sample in samples]
         self.cells = [
-            [] if drawn else lay_out(sample.record, pieces, columns=style.columns)
+            [] if drawn else lay_out(sample.record, pieces, columns=_COLUMNS)
             for sample, drawn in zip(samples, self.drawn, strict=True)
         ]
         self.states = [sample.record.all_states() for sample in samples]
         self.special = pieces.is_special
-        self.width = round(2 * self.margin + style.columns * self.advance)
+        self.width = round(2 * self.margin + _COLUMNS * self.advance)
         rows = [
             _PICTURE_LINES if drawn else max((cell.row for cell in cells), default=0) + 1
             for cells, drawn in zip(self.cells, self.drawn, strict=True)

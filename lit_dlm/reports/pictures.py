@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.reports.animation import AnimationStyle, write_gif
+from lit_dlm.reports.animation import write_gif
 from lit_dlm.reports.decode_statistics import plot_statistics
 from lit_dlm.reports.fill_order import plot_fill_order, plot_order
 from lit_dlm.reports.pieces import TokenPieces
@@ -52,7 +52,7 @@ def write_pictures(
     record = samples[0].record
     regions = regions_of(record, method)
     if gif is not None:
-        write_gif(gif, samples, pieces, style=AnimationStyle(theme=theme, fps=fps))
+        write_gif(gif, samples, pieces, theme=theme, fps=fps)
     if heatmap is not None:
         plot_fill_order(record, heatmap, regions=regions, pieces=pieces, theme=theme)
     if order is not None:

@@ -110,19 +110,15 @@ class TokenPieces:
             first = max(end, first + 1)
         return groups
 
-    def line(self, ids: Sequence[int], *, mask_id: int | None = None, mask: str = "░") -> str:
-        """Text of a row without special tokens; each mask is shown as ``mask``."""
+    def line(self, ids: Sequence[int]) -> str:
+        """Text of a row without special tokens."""
         groups = {start: (length, text) for start, length, text in self.joined(ids)}
         parts: list[str] = []
         position = 0
         while position < len(ids):
             token = ids[position]
             length, text = groups.get(position, (1, self.text(token)))
-            if token == mask_id:
-                text = mask
-            elif self.is_special(token):
-                text = ""
-            parts.append(text)
+            parts.append("" if self.is_special(token) else text)
             position += length
         return "".join(parts)
 

@@ -42,14 +42,11 @@ def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> l
         return _named(record)
     if method and "layout" in method:
         # Here: torch takes seconds to import.
-        import torch
+        from lit_dlm.trajectories import replay
 
-        from lit_dlm.decoding.description import layout_from_description
-
-        layout = layout_from_description(method)
+        layout = replay.regions_of(record, method)
         assert layout is not None
-        blocks = layout.blocks(torch.from_numpy(record.initial()).long()).blocks
-        return [Region(block.name, block.start, block.end) for block in blocks]
+        return [Region(block.name, block.start, block.end) for block in layout.blocks]
     return _blocks(record, (method or {}).get("window") or {})
 
 

@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.trajectories.store import files
+
 FACTS_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
@@ -316,15 +318,14 @@ def _located(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file under a temporary name and renames it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file, a text in UTF-8, so that readers see all of it or nothing; makes its folder.
+
+    Raises:
+        OSError: naming ``path``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    files.write_atomically(path, content.encode() if isinstance(content, str) else content)
 
 
 def drop_torn_line(path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lit_dlm.reports.animation import MAX_FRAMES, AnimationStyle, animation_frames, lay_out
+from lit_dlm.reports.animation import MAX_FRAMES, animation_frames, lay_out
 from lit_dlm.reports.pictures import write_pictures
 from lit_dlm.reports.themes import theme_of
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, sample, tiny_pieces
@@ -49,7 +49,7 @@ def test_layout_wraps_long_lines():
 def test_frames_go_from_masks_to_text(theme: str):
     ids = ids_of("4-4=0")
     one = sample(record([*ids, EOS], [2, 1, 0, 1, 2, 0], prompt=ids))
-    frames = animation_frames([one], tiny_pieces(), style=AnimationStyle(theme=theme))
+    frames = animation_frames([one], tiny_pieces(), theme=theme)
     assert len(frames) == 3 + 2  # the start, three steps, and the end without marks
     assert len({frame.size for frame in frames}) == 1
     mask, accent = colour(theme, "mask"), colour(theme, "accent")
@@ -60,7 +60,7 @@ def test_frames_go_from_masks_to_text(theme: str):
 
 def test_long_decodes_show_their_steps_in_strides():
     one = sample(record([10] * 8, range(6, 700, 99)))
-    frames = animation_frames([one], tiny_pieces(), style=AnimationStyle(font_size=6))
+    frames = animation_frames([one], tiny_pieces())
     assert len(frames) <= MAX_FRAMES
     assert not has_colour(frames[-1], colour("light", "mask"))
 
@@ -115,6 +115,6 @@ def test_wrong_names_and_settings_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="theme: expected one of light, dark, got 'blue'"):
         write_pictures([one], tiny_pieces(), heatmap=tmp_path / "x.png", theme="blue")
     with pytest.raises(ValueError, match="fps: expected"):
-        AnimationStyle(fps=0)
+        write_pictures([one], tiny_pieces(), gif=tmp_path / "x.gif", fps=0)
     with pytest.raises(ValueError, match="at least one sample"):
         animation_frames([], tiny_pieces())
