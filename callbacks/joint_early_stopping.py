@@ -20,12 +20,9 @@ class JointEarlyStopping(Callback):
     Args:
         monitors: names of logged scores, all to be maximised.
         patience: validations without an improvement of any of them.
-        min_delta: what counts as an improvement.
     """
 
-    def __init__(
-        self, monitors: Sequence[str], *, patience: int = 8, min_delta: float = 0.0
-    ) -> None:
+    def __init__(self, monitors: Sequence[str], *, patience: int = 8) -> None:
         super().__init__()
         if not monitors:
             raise ValueError("monitors: expected at least one score, got none")
@@ -33,7 +30,6 @@ class JointEarlyStopping(Callback):
             raise ValueError(f"patience: expected at least 1, got {patience}")
         self.monitors = list(monitors)
         self.patience = patience
-        self.min_delta = min_delta
         self.best: dict[str, float] = {}
         self.waited = 0
 
@@ -51,7 +47,7 @@ class JointEarlyStopping(Callback):
                 known = ", ".join(sorted(trainer.callback_metrics))
                 raise ValueError(f"monitors: '{name}' was not logged; logged: {known}")
             score = float(trainer.callback_metrics[name])
-            if score > self.best.get(name, -math.inf) + self.min_delta:
+            if score > self.best.get(name, -math.inf):
                 self.best[name] = score
                 improved = True
         self.waited = 0 if improved else self.waited + 1

@@ -15,6 +15,9 @@ from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 
+_DRAW_SECONDS = 30.0
+"""The plot is drawn at most this often, and at the end."""
+
 
 class RewardCurve(Callback):
     """Keeps ``reward_curve.jsonl`` and ``reward_curve.png`` up to date.
@@ -27,13 +30,11 @@ class RewardCurve(Callback):
 
     Args:
         folder: where the files go.
-        draw_seconds: the plot is drawn at most this often, and at the end.
     """
 
-    def __init__(self, folder: str, *, draw_seconds: float = 30.0) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.draw_seconds = draw_seconds
         self._drawn = -math.inf
         self.points: list[dict[str, Any]] = []
 
@@ -66,7 +67,7 @@ class RewardCurve(Callback):
         self.points.append({"step": step, "updates": trainer.global_step, **values})
         if trainer.is_global_zero:
             write_points(self.points, self.folder / "reward_curve.jsonl")
-            if time.monotonic() - self._drawn > self.draw_seconds:
+            if time.monotonic() - self._drawn > _DRAW_SECONDS:
                 self._draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

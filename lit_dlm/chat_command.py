@@ -146,13 +146,7 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm chat``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status, 0.
 
     Raises:
         ValueError: the model, tokenizer or decoder does not fit.

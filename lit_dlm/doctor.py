@@ -11,8 +11,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -28,43 +28,23 @@ _EXTRAS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report."""
-
-    mark: Literal["ok", "note", "bad"]
-    subject: str
-    state: str
-    consequence: str = ""
+Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
+"""A line of the report: mark, subject, state, and what follows from it."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the findings.
-
-    Args:
-        arguments: none but ``--help``.
-
-    Returns:
-        The exit status: 1 if something that every run needs is missing or too old.
-    """
+    """Prints the findings; returns 1 if something that every run needs is missing or too old."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm doctor", description="Says what this machine gives, and what follows from it."
     )
     parser.parse_args(arguments)
     status = 0
-    for finding in _findings():
-        follows = f": {finding.consequence}" if finding.consequence else ""
-        sys.stdout.write(f"{finding.mark:5}{finding.subject:10}{finding.state}{follows}\n")
+    for mark, subject, state, consequence in chain(_versions(), _gpus(), _sandbox(), _space()):
+        follows = f": {consequence}" if consequence else ""
+        sys.stdout.write(f"{mark:5}{subject:10}{state}{follows}\n")
         sys.stdout.flush()
-        status |= finding.mark == "bad"
+        status |= mark == "bad"
     return status
-
-
-def _findings() -> Iterator[Finding]:
-    yield from _versions()
-    yield from _gpus()
-    yield from _sandbox()
-    yield from _space()
 
 
 def _versions() -> Iterator[Finding]:
@@ -72,8 +52,7 @@ def _versions() -> Iterator[Finding]:
     try:
         requirements = [Requirement(line) for line in metadata.requires("lit-dlm") or []]
     except metadata.PackageNotFoundError:
-        state = f"{python}; lit-dlm is not installed"
-        yield Finding(mark="note", subject="versions", state=state, consequence="not compared")
+        yield "note", "versions", f"{python}; lit-dlm is not installed", "not compared"
         return
     missing: dict[str, list[str]] = {}
     for requirement in requirements:
@@ -86,16 +65,15 @@ def _versions() -> Iterator[Finding]:
     state = f"lit-dlm {metadata.version('lit-dlm')}, {python}, torch {torch}"
     if "" in missing:
         wanted = "pip install --upgrade " + " ".join(f"'{name}'" for name in missing.pop(""))
-        yield Finding(mark="bad", subject="versions", state=state, consequence=wanted)
+        yield "bad", "versions", state, wanted
     else:
-        yield Finding(mark="ok", subject="versions", state=state)
+        yield "ok", "versions", state, ""
     for extra, consequence in _EXTRAS.items():
         if extra in missing:
-            state = f"{extra} lacks {', '.join(missing[extra])}"
             how = f"{consequence}; pip install 'lit-dlm[{extra}]'"
-            yield Finding(mark="note", subject="extra", state=state, consequence=how)
+            yield "note", "extra", f"{extra} lacks {', '.join(missing[extra])}", how
         else:
-            yield Finding(mark="ok", subject="extra", state=f"{extra} is installed")
+            yield "ok", "extra", f"{extra} is installed", ""
 
 
 def _is_met(requirement: Requirement) -> bool:
@@ -110,20 +88,17 @@ def _gpus() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        consequence = "the embedded models run, those of 7B and more are too slow"
-        yield Finding(mark="note", subject="GPU", state="none", consequence=consequence)
+        yield "note", "GPU", "none", "the embedded models run, those of 7B and more are too slow"
         return
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
         state = f"{device.name}, {device.total_memory / _GB:.0f} GB"
         if device.major < 8:
-            consequence = "computes no bfloat16: set trainer.precision to 32-true"
-            yield Finding(mark="note", subject="GPU", state=state, consequence=consequence)
+            yield "note", "GPU", state, "computes no bfloat16: set trainer.precision to 32-true"
         elif device.total_memory < 20 * _GB:
-            consequence = "too small for the 16 GB of an 8B model and its logits"
-            yield Finding(mark="note", subject="GPU", state=state, consequence=consequence)
+            yield "note", "GPU", state, "too small for the 16 GB of an 8B model and its logits"
         else:
-            yield Finding(mark="ok", subject="GPU", state=state)
+            yield "ok", "GPU", state, ""
 
 
 def _sandbox() -> Iterator[Finding]:
@@ -134,19 +109,16 @@ def _sandbox() -> Iterator[Finding]:
             probe(method)
         except SandboxError as error:
             works[method] = False
-            state = f"{method} does not work ({error})"
-            yield Finding(mark="note", subject="sandbox", state=state)
+            yield "note", "sandbox", f"{method} does not work ({error})", ""
         else:
             works[method] = True
-            yield Finding(mark="ok", subject="sandbox", state=f"{method} works")
+            yield "ok", "sandbox", f"{method} works", ""
     if not any(works.values()):
-        consequence = "tasks that run model-written code are refused, all others work"
-        yield Finding(mark="note", subject="sandbox", state="none", consequence=consequence)
+        refused = "tasks that run model-written code are refused, all others work"
+        yield "note", "sandbox", "none", refused
     elif not (works["bubblewrap"] or works["namespaces"]):
-        consequence = "RL on code needs require_isolation: landlock, see SECURITY.md"
-        yield Finding(
-            mark="note", subject="sandbox", state="no namespaces", consequence=consequence
-        )
+        needed = "RL on code needs require_isolation: landlock, see SECURITY.md"
+        yield "note", "sandbox", "no namespaces", needed
 
 
 def _space() -> Iterator[Finding]:
@@ -157,10 +129,13 @@ def _space() -> Iterator[Finding]:
         free = shutil.disk_usage(there).free
         state = f"{free / _GB:.0f} GB free, {name} ({folder})"
         if not os.access(there, os.W_OK):
-            consequence = "not writable: set run_dir, or HF_HOME for the cache"
-            yield Finding(mark="note", subject="disk", state=state, consequence=consequence)
+            yield "note", "disk", state, "not writable: set run_dir, or HF_HOME for the cache"
         elif free < 40 * _GB:
-            consequence = "an 8B model takes 16 GB, and as much again for each export"
-            yield Finding(mark="note", subject="disk", state=state, consequence=consequence)
+            yield (
+                "note",
+                "disk",
+                state,
+                "an 8B model takes 16 GB, and as much again for each export",
+            )
         else:
-            yield Finding(mark="ok", subject="disk", state=state)
+            yield "ok", "disk", state, ""

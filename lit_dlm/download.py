@@ -115,11 +115,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm download``; what this command does not know goes to the
-            parser of configurations.
+    """Runs the command on what follows its name; other options are those of configurations.
 
     Returns:
         The exit status: 1 if something is missing that was not fetched.

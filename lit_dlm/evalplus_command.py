@@ -17,13 +17,7 @@ DATASETS = {"humaneval": "HumanEval", "humaneval+": "HumanEval", "mbpp": "Mbpp",
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm evalplus``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status, 0.
 
     Raises:
         ValueError: the run has no results of HumanEval or MBPP.

@@ -18,13 +18,7 @@ from lit_dlm.reports.results import write_atomically
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm eval``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status, 0.
 
     Raises:
         ValueError: a task is unknown or runs code, or the model or decoder does not fit.

@@ -43,13 +43,7 @@ lit-dlm generate "..." {options}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm export``.
-
-    Args:
-        arguments: what follows the command.
-
-    Returns:
-        The exit status, 0.
+    """Runs ``lit-dlm export`` on what follows the command; returns the exit status, 0.
 
     Raises:
         ValueError: the model, the adapter or the results do not fit.
@@ -70,12 +64,6 @@ def main(arguments: Sequence[str]) -> int:
 def merge(arguments: Sequence[str]) -> int:
     """Runs ``lit-dlm merge``: an export with the adapter added to the weights.
 
-    Args:
-        arguments: what follows the command.
-
-    Returns:
-        The exit status, 0.
-
     Raises:
         ValueError: the model, the adapter or the results do not fit.
     """
@@ -86,12 +74,6 @@ def merge(arguments: Sequence[str]) -> int:
 
 def push(arguments: Sequence[str]) -> int:
     """Runs ``lit-dlm push``: uploads an exported folder. The only command that writes to the hub.
-
-    Args:
-        arguments: what follows the command.
-
-    Returns:
-        The exit status, 0.
 
     Raises:
         ValueError: the folder is no export, or the hub refuses.

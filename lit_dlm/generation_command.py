@@ -71,13 +71,7 @@ class LiveCanvas:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: what follows ``lit-dlm generate``.
-
-    Returns:
-        The exit status, 0.
+    """Runs the command on what follows its name; returns the exit status, 0.
 
     Raises:
         ValueError: there is no prompt, or the model, tokenizer or decoder does not fit.
@@ -118,14 +112,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:
-    """What the options of :func:`add_decoding_arguments` name.
+    """The backbone on its device, its tokenizer and the decoder that were parsed.
 
     Args:
-        parser: has those options.
+        parser: has the options of :func:`add_decoding_arguments`.
         config: what it parsed.
-
-    Returns:
-        The backbone on its device, its tokenizer and the decoder.
 
     Raises:
         ValueError: one of them does not exist or does not fit.

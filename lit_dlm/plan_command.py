@@ -28,14 +28,7 @@ class PlanCLI(trainer_command.CLI):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints a plan.
-
-    Args:
-        arguments: those of ``fit``.
-
-    Returns:
-        The exit status.
-    """
+    """Prints the plan of a run with these arguments of ``fit``; returns the exit status."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")  # noqa: T201
         return 0

@@ -80,15 +80,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
 
 
 def check_run(command: str, arguments: Sequence[str]) -> None:
-    """Looks for mistakes in the files and options of a run.
-
-    Args:
-        command: ``fit``, ``validate``, ``test`` or ``predict``.
-        arguments: what follows it.
-
-    Raises:
-        ValueError: one was found.
-    """
+    """Does so for ``fit``, ``validate``, ``test`` or ``predict``."""
     document = _document(arguments)
     known = _RUN_KEYS | _LOOP_KEYS
     for key in document:
@@ -130,11 +122,7 @@ def check_run(command: str, arguments: Sequence[str]) -> None:
 
 
 def check_decoder(arguments: Sequence[str]) -> None:
-    """Looks for mistakes in the decoder and the model of ``generate`` and its like.
-
-    Raises:
-        ValueError: one was found.
-    """
+    """Does so for the decoder and the model of ``generate`` and its like."""
     decoder = source_index.short_name("Decoder")
     assert decoder is not None
     parameters = decoder.parameters() or {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,57 +29,41 @@ ADAPTIVE = "adaptive"
 """In place of a number of steps: the quota of the decode file, so that a threshold decides."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """What is crossed."""
+def grid(
+    policies: Mapping[str, Path], steps: Sequence[int | str], caches: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The part of a configuration that adds the methods of a grid and runs only them.
 
-    policies: Mapping[str, Path]
-    """Decode files by the names that their methods get."""
-    steps: Sequence[int | str]
-    """Budgets of steps (forwards), and ``adaptive``."""
-    caches: Sequence[str] = ()
-    """Names of :data:`CACHES`; that of the decode file where there are none."""
+    Args:
+        policies: decode files by the names that their methods get.
+        steps: budgets of steps (forwards), and ``adaptive``.
+        caches: names of :data:`CACHES`; that of the decode file where there are none.
+    """
+    # Here: torch takes seconds to import.
+    from lit_dlm.decoding.sweep import method_name
 
-    def __post_init__(self) -> None:
-        if not self.policies or not self.steps:
-            raise ValueError("profile: expected at least one policy and one number of steps")
-        for value in self.steps:
-            if value != ADAPTIVE and (not isinstance(value, int) or value < 1):
-                raise ValueError(
-                    f"steps: expected numbers of at least 1 or '{ADAPTIVE}', got {value!r}"
-                )
-        for name in self.caches:
-            if name not in CACHES:
-                raise ValueError(f"caches: expected some of {', '.join(CACHES)}, got {name!r}")
-
-    def config(self) -> dict[str, Any]:
-        """The part of a configuration that adds the grid's methods and runs only them."""
-        # Here: torch takes seconds to import.
-        from lit_dlm.decoding.sweep import method_name
-
-        decoders: dict[str, Any] = {}
-        sweeps: dict[str, Any] = {}
-        methods: list[str] = []
-        budgets = [value for value in self.steps if value != ADAPTIVE]
-        for policy, path in self.policies.items():
-            given = decode_arguments(path)
-            caches: list[str | None] = [*self.caches] or [None]
-            for cache in caches:
-                name = policy if cache in (None, "none") else f"{policy}-{cache}"
-                decoder = given if cache is None else _with_cache(given, cache)
-                if ADAPTIVE in self.steps:
-                    decoders[f"{name}_{ADAPTIVE}"] = decoder
-                    methods.append(f"{name}_{ADAPTIVE}")
-                if budgets:
-                    quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
-                    sweeps[name] = {
-                        "decoder": {**decoder, "quota": quota},
-                        "option": "quota.steps",
-                        "values": budgets,
-                    }
-                    methods += [method_name(name, value) for value in budgets]
-        model = {"decoders": decoders, "sweep": sweeps}
-        return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
+    decoders: dict[str, Any] = {}
+    sweeps: dict[str, Any] = {}
+    methods: list[str] = []
+    budgets = [value for value in steps if value != ADAPTIVE]
+    for policy, path in policies.items():
+        given = decode_arguments(path)
+        for cache in caches or [None]:
+            name = policy if cache in (None, "none") else f"{policy}-{cache}"
+            decoder = given if cache is None else _with_cache(given, cache)
+            if ADAPTIVE in steps:
+                decoders[f"{name}_{ADAPTIVE}"] = decoder
+                methods.append(f"{name}_{ADAPTIVE}")
+            if budgets:
+                quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
+                sweeps[name] = {
+                    "decoder": {**decoder, "quota": quota},
+                    "option": "quota.steps",
+                    "values": budgets,
+                }
+                methods += [method_name(name, value) for value in budgets]
+    model = {"decoders": decoders, "sweep": sweeps}
+    return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
 
 
 def policy_files(given: Sequence[str]) -> dict[str, Path]:
@@ -127,15 +110,11 @@ def _with_cache(decoder: Mapping[str, Any], cache: str) -> dict[str, Any]:
 def main(
     arguments: Sequence[str], *, predict: Callable[[list[str]], int | None] | None = None
 ) -> int:
-    """Runs the command.
+    """Runs the command; returns the exit status.
 
     Args:
-        arguments: what follows ``lit-dlm profile``; what this command does not know goes to
-            ``predict``.
+        arguments: what follows its name; what this command does not know goes to ``predict``.
         predict: runs ``["predict", ...]`` and returns its exit status; the trainer's by default.
-
-    Returns:
-        The exit status.
 
     Raises:
         ValueError: a file, cache or number of steps is wrong, or nothing was decoded.
@@ -152,11 +131,9 @@ def main(
     for config in options.config:
         command += ["--config", config]
     if options.policies:
-        grid = Grid(
-            policies=policy_files(options.policies), steps=options.steps, caches=options.caches
-        )
+        methods = grid(policy_files(options.policies), options.steps, options.caches)
         path = run_dir / "grid.yaml"
-        write_atomically(path, yaml.safe_dump(grid.config(), sort_keys=False))
+        write_atomically(path, yaml.safe_dump(methods, sort_keys=False))
         command += ["--config", str(path)]
     elif options.caches or options.steps != list(DEFAULT_STEPS):
         raise ValueError(
@@ -239,9 +216,8 @@ def _parser() -> argparse.ArgumentParser:
 def _steps(text: str) -> int | str:
     if text == ADAPTIVE:
         return text
-    try:
-        return int(text)
-    except ValueError as error:
+    if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(
-            f"expected a number or '{ADAPTIVE}', got {text!r}"
-        ) from error
+            f"expected numbers of at least 1 or '{ADAPTIVE}', got {text!r}"
+        )
+    return int(text)

@@ -19,12 +19,6 @@ _FIELDS = ("Needs", "Expected")
 def main(arguments: Sequence[str]) -> int:
     """Lists the experiments, or prints one with all that it takes from other files.
 
-    Args:
-        arguments: perhaps a name.
-
-    Returns:
-        The exit status.
-
     Raises:
         ValueError: there is no such file.
     """

@@ -19,12 +19,6 @@ KINDS = ("policy", "task", "reward", "method")
 def main(arguments: Sequence[str]) -> int:
     """Writes ``NAME.py``, ``NAME.yaml`` and ``test_NAME.py``; replaces nothing.
 
-    Args:
-        arguments: what follows ``lit-dlm new``.
-
-    Returns:
-        The exit status, 0.
-
     Raises:
         ValueError: the name is no module name or that of one of Python's, or a file is there.
     """

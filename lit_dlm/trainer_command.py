@@ -129,15 +129,7 @@ class CLI(LightningCLI):
 
 
 def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
-    """Runs one subcommand.
-
-    Args:
-        arguments: the subcommand and its options.
-        cli: what runs it.
-
-    Returns:
-        The exit status: 1 where a class or a file refused what it was given.
-    """
+    """Runs a subcommand with its options; returns 1 where a class or a file refused its input."""
     # Advertisements for other services, a deprecation inside Lightning itself, and what it says of
     # loaders that give out a queue.
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(

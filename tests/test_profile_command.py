@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_dlm.profile_command import Grid, decode_arguments, main, policy_files
+from lit_dlm.profile_command import decode_arguments, grid, main, policy_files
 from tests.e2e.runs import ROOT, write_config
 
 DECODE = ROOT / "configs" / "decode"
@@ -38,12 +38,8 @@ data:
 
 
 def test_every_policy_is_crossed_with_every_cache_and_budget():
-    grid = Grid(
-        policies={"sure": DECODE / "threshold_09.yaml"},
-        steps=[5, "adaptive", 50],
-        caches=["none", "dual"],
-    )
-    config = grid.config()
+    policies = {"sure": DECODE / "threshold_09.yaml"}
+    config = grid(policies, [5, "adaptive", 50], ["none", "dual"])
     assert config["data"]["init_args"]["methods"] == [
         *("sure_adaptive", "sure_5", "sure_50"),
         *("sure-dual_adaptive", "sure-dual_5", "sure-dual_50"),
@@ -64,11 +60,11 @@ def test_every_policy_is_crossed_with_every_cache_and_budget():
 
 
 def test_without_caches_that_of_the_file_stays_and_its_files_are_found_from_anywhere():
-    grid = Grid(policies={"dual": DECODE / "confidence_dual.yaml"}, steps=[4])
-    decoder = grid.config()["model"]["init_args"]["sweep"]["dual"]["decoder"]
+    policies = {"dual": DECODE / "confidence_dual.yaml"}
+    decoder = grid(policies, [4])["model"]["init_args"]["sweep"]["dual"]["decoder"]
     assert decoder["cache"] == {"class_path": "DualCache"}
-    removed = Grid(policies={"dual": DECODE / "confidence_dual.yaml"}, steps=[4], caches=["none"])
-    assert "cache" not in removed.config()["model"]["init_args"]["sweep"]["dual"]["decoder"]
+    removed = grid(policies, [4], ["none"])["model"]["init_args"]["sweep"]["dual"]["decoder"]
+    assert "cache" not in removed
     layout = decode_arguments(DECODE / "lockstep_jacobi.yaml")["layout"]
     assert layout["class_path"] == "FractionLayout"
 
@@ -107,19 +103,21 @@ def test_a_decode_file_may_name_its_class(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("options", "message"),
     [
-        ({"policies": {}}, "expected at least one policy"),
-        ({"steps": []}, "one number of steps"),
-        ({"steps": [0]}, "steps: expected numbers of at least 1 or 'adaptive', got 0"),
-        ({"steps": ["all"]}, "got 'all'"),
-        ({"caches": ["kv"]}, "caches: expected some of none, prefix, dual, block, got 'kv'"),
+        (["--policies"], "expected at least one argument"),
+        (["--steps"], "expected at least one argument"),
+        (["--steps", "0"], "expected numbers of at least 1 or 'adaptive', got '0'"),
+        (["--steps", "all"], "got 'all'"),
+        (["--caches", "kv"], "invalid choice: 'kv'"),
     ],
 )
-def test_bad_grids_are_refused(changes: dict[str, object], message: str):
-    values = {"policies": {"a": Path("a.yaml")}, "steps": [5], **changes}
-    with pytest.raises(ValueError, match=message):
-        Grid(**values)  # type: ignore[arg-type]
+def test_bad_grids_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", "a.yaml", *options])
+    assert message in capsys.readouterr().err
 
 
 def test_what_predict_is_asked_to_do(tmp_path: Path):

@@ -2,20 +2,16 @@
 
 Both the candidate and the reference solution run in the sandbox, where what they returned is
 compared by EvalPlus's rules (:mod:`.child.compare`). Expected outputs are computed when a problem
-is first graded, kept in memory, and optionally in a private folder. Nothing is pickled.
+is first graded, and kept in memory. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from lit_dlm.grading.child import wire
@@ -74,18 +70,10 @@ class PlusGrader:
 
     Args:
         limits: memory and the like for each run; its wall time bounds one run over all inputs.
-        cache_dir: a folder for expected outputs, made with access for its owner only; ``None``
-            keeps them in memory.
         allow_code_execution: must be true to grade.
     """
 
-    def __init__(
-        self,
-        *,
-        limits: SandboxLimits | None = None,
-        cache_dir: str | None = None,
-        allow_code_execution: bool,
-    ) -> None:
+    def __init__(self, *, limits: SandboxLimits | None = None, allow_code_execution: bool) -> None:
         self._limits = limits or SandboxLimits(
             wall_seconds=_MOST_SECONDS + 1,
             cpu_seconds=_MOST_SECONDS + 1,
@@ -93,18 +81,16 @@ class PlusGrader:
             value_bytes=1 << 28,  # Mbpp/255 returns lists of millions of tuples
         )
         self._allow = allow_code_execution
-        self._folder = None if cache_dir is None else _private_folder(cache_dir)
         self._expected: dict[str, _Expected] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def grade(self, code: str, problem: PlusProblem, *, base_only: bool = False) -> Verdict:
+    def grade(self, code: str, problem: PlusProblem) -> Verdict:
         """Runs a candidate on the original inputs and, if it passes them all, on the added ones.
 
         Args:
             code: A module that should define the entry point.
             problem: What to compare with.
-            base_only: Leave the added inputs out.
 
         Returns:
             ``right`` if every output matches; ``score`` is the share of matching outputs among
@@ -114,9 +100,7 @@ class PlusGrader:
             ValueError: If code execution was not allowed, or the reference solution itself fails.
         """
         require_permission(self._allow)
-        parts = [("base", problem.base_inputs)]
-        if not base_only:
-            parts.append(("plus", problem.plus_inputs))
+        parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))
         total = sum(len(inputs) for _, inputs in parts)
         passed = 0
         for part, inputs in parts:
@@ -167,17 +151,16 @@ class PlusGrader:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             if key not in self._expected:
-                self._expected[key] = self._load_or_compute(problem, inputs)
+                self._expected[key] = self._computed(problem, inputs)
             return self._expected[key]
 
-    def _load_or_compute(self, problem: PlusProblem, inputs: Sequence[Sequence[Any]]) -> _Expected:
-        calls = [wire.encode(tuple(args)) for args in inputs]
-        code = problem.reference_code
-        digest = hashlib.sha256(f"{code}\n{json.dumps(calls)}".encode()).hexdigest()
-        path = None if self._folder is None else self._folder / f"{digest}.expected"
-        if path is not None and (stored := _read_expected(path)) is not None:
-            return stored
-        job = {"mode": "record", "code": code, "entry_point": problem.entry_point, "calls": calls}
+    def _computed(self, problem: PlusProblem, inputs: Sequence[Sequence[Any]]) -> _Expected:
+        job = {
+            "mode": "record",
+            "code": problem.reference_code,
+            "entry_point": problem.entry_point,
+            "calls": [wire.encode(tuple(args)) for args in inputs],
+        }
         # The reference is trusted and must get through, also on a busy machine.
         limits = replace(
             self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
@@ -188,38 +171,4 @@ class PlusGrader:
         # EvalPlus compares these in one process. It is 1 input of 41,015 in MBPP+.
         if num_left_out := values.count(_LEFT_OUT):
             logger.info("%s: %d outputs are too large and left out", problem.name, num_left_out)
-        expected = _Expected(values=values, seconds=head["taken"])
-        if path is not None:
-            _write_expected(path, expected)
-        return expected
-
-
-def _private_folder(folder: str) -> Path:
-    path = Path(folder).expanduser()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ValueError(
-            f"cache_dir: {str(path)!r} must belong to you and be writable by nobody else: expected "
-            "outputs decide what is right"
-        )
-    return path
-
-
-def _read_expected(path: Path) -> _Expected | None:
-    try:
-        stored = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if stored[:32] != hashlib.sha256(stored[32:]).digest():
-        logger.warning("%s is damaged and is computed again", path)
-        return None
-    seconds, *values = wire.unpack(stored[32:])
-    return _Expected(values=values, seconds=json.loads(seconds))
-
-
-def _write_expected(path: Path, expected: _Expected) -> None:
-    body = wire.pack([json.dumps(expected.seconds).encode(), *expected.values])
-    temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.write_bytes(hashlib.sha256(body).digest() + body)
-    temporary.replace(path)
+        return _Expected(values=values, seconds=head["taken"])

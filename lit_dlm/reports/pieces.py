@@ -7,7 +7,8 @@ its own; its bytes are shown until the tokens that complete the character stand 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lit_dlm.trajectories.record import Trajectory
@@ -21,19 +22,13 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _METASPACE = "\u2581"
 
 
+@cache
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level vocabularies, as character to byte.
+    """The printable stand-ins of byte-level vocabularies, as character to byte."""
+    # Here: transformers takes seconds to import.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    Bytes that print as Latin-1 stand for themselves, the others for code points from 256 on, in
-    order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-_ALPHABET: Mapping[str, int] = _byte_alphabet()
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenPieces:
@@ -155,8 +150,9 @@ def _bytes_of(name: str) -> bytes | None:
     fallback = _BYTE_FALLBACK.fullmatch(name)
     if fallback is not None:
         return bytes.fromhex(fallback[1])
-    if all(character in _ALPHABET for character in name):
-        return bytes(_ALPHABET[character] for character in name)
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in name):
+        return bytes(alphabet[character] for character in name)
     return None
 
 

@@ -58,19 +58,10 @@ class MeanCorrectnessFilter(GroupFilter):
 
 
 class SpreadFilter(GroupFilter):
-    """Keeps groups whose rewards differ at all (dLLM-RL, code; dynamic sampling in general).
-
-    Args:
-        min_std: the population standard deviation must be greater than this.
-    """
-
-    def __init__(self, min_std: float = 0.0) -> None:
-        if not min_std >= 0:
-            raise ValueError(f"SpreadFilter.min_std must be 0 or more, got {min_std!r}")
-        self.min_std = min_std
+    """Keeps groups whose rewards differ at all (dLLM-RL, code; dynamic sampling in general)."""
 
     def keep(self, scores: Sequence[RewardScore]) -> bool:
         """Whether the rewards spread."""
         totals = np.array([score.total for score in scores], dtype=np.float64)
         # Equal numbers can have a tiny spread after rounding, but never a range.
-        return bool(len(totals) and np.ptp(totals) > 0 and totals.std() > self.min_std)
+        return bool(len(totals) and np.ptp(totals) > 0 and totals.std() > 0)

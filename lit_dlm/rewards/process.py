@@ -219,7 +219,7 @@ def _question(rollout: Rollout, part: int, end: int) -> StepQuestion:
 
 def true_answer(example: PromptExample) -> str:
     """What the reference of a problem calls its answer, or a solution; empty without either."""
-    for key in ("answer", "solution", "code"):
+    for key in ("answer", "solution"):
         value = example.reference.get(key)
         if value not in (None, ""):
             return str(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
-from lit_dlm.grading.code import extract_code, grade_by_tests, python_block
+from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
 from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, completed
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
@@ -225,9 +225,13 @@ class CodeTask(DatasetTask):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The module that is run: the stub, if any, and the code of the completion."""
+        return self._found(example, completion).code
+
+    @staticmethod
+    def _found(example: PromptExample, completion: str) -> ExtractedCode:
         reference = example.reference
         answer = example.answer_start + completion
-        return extract_code(answer, reference["entry_point"], stub=reference["stub"]).code
+        return extract_code(answer, reference["entry_point"], stub=reference["stub"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Runs the tests, in the sandbox; the verdict's score is the share that passed."""

@@ -10,45 +10,34 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_dlm.grading import Verdict
-from lit_dlm.grading.code import ExtractedCode, extract_code, python_block, ungradable
+from lit_dlm.grading.code import ungradable
 from lit_dlm.grading.plus import PlusGrader, PlusProblem, Rule
-from lit_dlm.tasks.base import DatasetTask, PromptExample
+from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
 
-class PlusTask(DatasetTask):
+class PlusTask(CodeTask):
     """Base of the EvalPlus tasks; a subclass says how a row becomes a prompt and a problem.
 
     Args:
-        path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
-        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-        cache_dir: folder for expected outputs, private to its owner; memory only by default.
-        base_only: grades by the original inputs alone.
+        path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release; see :class:`CodeTask` for
+            the other options.
     """
 
-    runs_code = True
     required_fields = ("task_id", "prompt", "entry_point", "canonical_solution")
     _file: str
     """Name of the release's file, for messages."""
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        allow_code_execution: bool = False,
-        cache_dir: str | None = None,
-        base_only: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, path: str | None = None, **options: Any) -> None:
         if path is None:
             raise ValueError(
                 f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
                 f"{self._file} (its hub copy lacks the inputs)"
             )
-        self.allow_code_execution = allow_code_execution
-        self._base_only = base_only
-        self._grader = PlusGrader(cache_dir=cache_dir, allow_code_execution=allow_code_execution)
         super().__init__(path, **options)
+        self._grader = PlusGrader(
+            limits=self.limits, allow_code_execution=self.allow_code_execution
+        )
 
     @abstractmethod
     def _question(self, row: Row) -> str:
@@ -71,7 +60,7 @@ class PlusTask(DatasetTask):
             "task_id": row.text("task_id"),
             "entry_point": row.text("entry_point"),
             "stub": self._stub(row),
-            "code": self._solution(row),
+            "solution": self._solution(row),
             **plus_fields(row),
         }
         return self._prompt(row, problem_number(row), self._question(row), reference)
@@ -89,7 +78,7 @@ class PlusTask(DatasetTask):
         return PlusProblem(
             name=reference["task_id"],
             entry_point=reference["entry_point"],
-            reference_code=reference["code"],
+            reference_code=reference["solution"],
             base_inputs=base_inputs,
             plus_inputs=plus_inputs,
             atol=reference["atol"],
@@ -97,27 +86,13 @@ class PlusTask(DatasetTask):
             alternative=alternative,
         )
 
-    def reference_completion(self, example: PromptExample) -> str:
-        """The release's solution in a fenced block."""
-        return python_block(example.reference["code"])
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The module that is run: the prompt's stub, if any, and the code of the completion."""
-        return self._found(example, completion).code
-
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         """Compares the completion's outputs with the reference solution's on all inputs."""
         found = self._found(example, completion)
         if (verdict := ungradable(found)) is not None:
             return verdict
         assert found.code is not None
-        return self._grader.grade(found.code, self.problem(example), base_only=self._base_only)
-
-    @staticmethod
-    def _found(example: PromptExample, completion: str) -> ExtractedCode:
-        reference = example.reference
-        answer = example.answer_start + completion
-        return extract_code(answer, reference["entry_point"], stub=reference["stub"])
+        return self._grader.grade(found.code, self.problem(example))
 
 
 def problem_number(row: Row) -> str:

@@ -95,13 +95,11 @@ def test_plus_agrees_with_evalplus_but_for_its_known_defect(mini):
 def test_plus_finds_what_the_base_tests_miss(mini):
     """``numbers`` sorted, but compared with ``<=``: only an added test tells."""
     example = mini.examples()[0]
-    code = example.reference["code"].replace("< threshold", "<= threshold")
+    code = example.reference["solution"].replace("< threshold", "<= threshold")
     assert "<= threshold" in code
     verdict = mini.grade(example, code)
     assert verdict.status == "wrong"
     assert verdict.detail.startswith("plus input")
-    base = HumanEvalPlus(MINI, limit=1, allow_code_execution=True, base_only=True)
-    assert base.grade(base.examples()[0], code).is_correct
 
 
 def test_any_root_counts_for_find_zero(mini):
@@ -126,7 +124,7 @@ def test_evalplus_gives_the_same_verdicts(mini, monkeypatch):
         example = mini.examples()[index]
         reference = example.reference
         inputs = reference["base_input"] + reference["plus_input"]
-        stub, canonical = reference["stub"], reference["code"]
+        stub, canonical = reference["stub"], reference["solution"]
         body = canonical.removeprefix(stub)
         assert change[0] in body
         entry_point = reference["entry_point"]

@@ -118,25 +118,13 @@ class RunRecord:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> RunRecord:
-        """Reads a record.
-
-        Raises:
-            ValueError: If the file is not a run record.
-        """
-        return cls._of(_read(Path(path)))
-
-    @classmethod
     def parse(cls, text: str) -> RunRecord:
         """Reads a record from its text.
 
         Raises:
             ValueError: If it is not a run record.
         """
-        return cls._of(_checked(text.encode(), "run record"))
-
-    @classmethod
-    def _of(cls, stored: Mapping[str, Any]) -> RunRecord:
+        stored = _checked(text.encode(), "run record")
         groups = (*ESSENTIAL, "software", "hardware", "parent")
         return cls(**{name: stored[name] for name in groups})
 
