@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.reports.calibration import plot_calibration, write_calibration
+from lit_dlm.reports.plots import plot_calibration, write_calibration
 
 
 class CalibrationPlot(Callback):

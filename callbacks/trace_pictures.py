@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
@@ -211,8 +209,7 @@ class TracePictures(Callback):
             response_length=self.response_length,
         )
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size, level="signals")
-        with _evaluating(module), torch.no_grad():
-            module.decode(batch, [capture])
+        module.decode(batch, [capture])  # in evaluation mode, without gradients: Lightning's hook
         records = capture.trajectories([f"{example.uid}@{method}" for example in examples])
         return [
             Sample(record=record, example=example.uid, task="prompt", method=method, correct=None)
@@ -291,15 +288,3 @@ def _pieces(module: DecodeModule) -> TokenPieces:
 def file_name(name: str) -> str:
     """A uid or method as a file name."""
     return re.sub(r"[^\w.+-]+", "_", name).strip(".") or "_"
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, and every part's own mode again afterwards."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode

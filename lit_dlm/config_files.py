@@ -35,15 +35,7 @@ _MOST_LISTED = 20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'threshold'?``, else a list of all names if it is short.
-
-    Args:
-        name: what was given.
-        known: what would have been right.
-
-    Returns:
-        The hint, or an empty string when nothing is known.
-    """
+    """A hint such as ``; did you mean 'threshold'?``, else all known names if they are few."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
@@ -90,13 +82,9 @@ def _found(name: str, beside: Path | None) -> Path | None:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Reads a configuration file with all that it names.
+    """Reads a configuration file (see :func:`find`) with all that it names, as plain containers.
 
-    Args:
-        name: of the file, see :func:`find`.
-
-    Returns:
-        Plain containers; ``${...}`` references stay as they are.
+    References such as ``${run_dir}`` stay as they are.
 
     Raises:
         ValueError: a file is missing, is no mapping, names itself, or is not valid YAML.
@@ -139,15 +127,10 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Lays one configuration over another.
+    """Lays one configuration over another; both stay as they are.
 
-    Args:
-        old: below.
-        new: above; wins. Mappings are merged, null takes a mapping away (its default counts),
-            anything else replaces.
-
-    Returns:
-        The result; the arguments stay as they are.
+    Mappings are merged, null takes a mapping away (its default counts), anything else of the new
+    one replaces what the old one has.
     """
     if isinstance(old, str) and isinstance(new, dict) and "init_args" in new:
         old = {"class_path": old}  # a class that was given by its name alone
@@ -201,12 +184,6 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     behind it win over all files. Any other value may name files too, such as
     ``--model.init_args.backbone backbone/dream.yaml``.
 
-    Args:
-        arguments: of the command line.
-
-    Returns:
-        The arguments, without names of files.
-
     Raises:
         ValueError: as :func:`load`.
     """
@@ -234,13 +211,8 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     """Sets what a flag says about decoders of the files, where the parser reaches no mappings.
 
-    Args:
-        document: of all files; changed in place.
-        keys: of the flag; ``init_args`` may be left out, or be given where the file left it out.
-        text: the value.
-
-    Returns:
-        Whether the document has that place.
+    The flag may leave ``init_args`` out, or give it where the file left it out. The document of all
+    files is changed in place; returns whether it has the place.
     """
     if not {"decoders", "sweep"} & set(keys):
         return False

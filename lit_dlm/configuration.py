@@ -51,14 +51,11 @@ _KEY = re.compile(r'Parser key "([^"]+)"')
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
-    """Condenses an error of the argument parser.
+    """Condenses an error of the argument parser to its place, the fault and a suggestion: one line.
 
     Args:
         message: the parser's own report, possibly nested over many lines.
         parser: the parser, for its known keys; ``None`` when a class was being built.
-
-    Returns:
-        The place, the fault and a suggestion on one line.
     """
     if found := _PLUG.search(message):
         path = found["path"] or found["abstract"] or found["given"]
@@ -159,12 +156,8 @@ def _start_anew(
 
     jsonargparse hands every old setting on that the new class happens to accept, so that a filter
     of one source would silently be that of another. A class given by its name alone still takes
-    over what both have, and so does a subclass.
-
-    Args:
-        parser_or_action: of the new class.
-        prev_val: class and settings that are replaced; changed in place.
-        value: class and settings that were given.
+    over what both have, and so does a subclass. ``prev_val``, class and settings that are replaced
+    by those of ``value``, is changed in place.
     """
     if not prev_val or "init_args" not in prev_val:
         return

@@ -195,20 +195,12 @@ def joined_prompts(
 
 
 def in_order(pictures: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Pictures of a batch in the order of their ids.
-
-    Args:
-        pictures: digests of each prompt, of :func:`joined_prompts`.
-    """
+    """Pictures of a batch in the order of their ids, from what :func:`joined_prompts` gave."""
     return tuple(chain.from_iterable(dict.fromkeys(pictures)))
 
 
 class PictureFolder:
-    """Pictures by their digests, beside the records that name them.
-
-    Args:
-        folder: made when something is put.
-    """
+    """Pictures by their digests, beside the records that name them; made by the first one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -230,37 +222,23 @@ class PictureFolder:
         return (self.folder / digest).is_file()
 
     def get(self, digest: str, uid: str) -> Picture:
-        """A picture; whether it is the right one is for its reader to see.
-
-        Args:
-            digest: SHA-256 of its file.
-            uid: of a sample that has it, for errors.
+        """A picture by the SHA-256 of its file; whether it is the right one, its reader sees.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: it is not there; names the sample that has it.
         """
         path = self.folder / digest
         return Picture(path, name=f"{uid}: {path}")
 
 
 def look_in(backbone: Any, *folders: Path) -> None:
-    """Lets a backbone look for pictures of records in the folders that hold these.
-
-    Args:
-        backbone: the model.
-        folders: of records.
-    """
+    """Lets a backbone look for pictures of records in the folders that hold these."""
     if (vision := getattr(backbone, "vision", None)) is not None:
         vision.folders += [PictureFolder(folder / PICTURES) for folder in folders]
 
 
 def take_up(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
-    """Makes the pictures of a record known to a backbone that is to read it.
-
-    Args:
-        backbone: the model.
-        uid: of the record.
-        meta: of the record; names its pictures.
+    """Makes the pictures that a record's meta names known to a backbone that is to read it.
 
     Raises:
         ValueError: the model does not see, or a picture is not in ``vision.folders``; names the
@@ -279,13 +257,8 @@ def take_up(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
 def know(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
     """Makes the pictures of a sample known to a backbone that is to be trained on it.
 
-    Args:
-        backbone: the model.
-        uid: of the sample, for errors.
-        pictures: its pictures.
-
     Raises:
-        ValueError: the model does not see.
+        ValueError: the model does not see; names the sample.
     """
     for picture in pictures:
         named = copy(picture)
@@ -296,10 +269,7 @@ def know(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
 def placed(backbone: Any, ids: Sequence[int], digests: Sequence[str]) -> list[int]:
     """A prompt of training for decoding (:meth:`~lit_dlm.backbones.vision.Vision.placed`).
 
-    Args:
-        backbone: knows its pictures.
-        ids: of the prompt.
-        digests: what ids behind the vocabulary stand for.
+    The backbone knows its pictures; ``digests`` are what ids behind the vocabulary stand for.
     """
     if not digests:
         return list(ids)
@@ -311,12 +281,8 @@ def placed(backbone: Any, ids: Sequence[int], digests: Sequence[str]) -> list[in
 def seeing(backbone: Any, uid: str) -> Any:
     """What a backbone sees with.
 
-    Args:
-        backbone: the model.
-        uid: of a sample with pictures.
-
     Raises:
-        ValueError: it does not see.
+        ValueError: it does not see; names the sample.
     """
     vision = getattr(backbone, "vision", None)
     if vision is None:

@@ -238,9 +238,6 @@ def _adapted(model: HFBackbone) -> int:
 def check_run(config: Mapping[str, Any]) -> str | None:
     """Plans a run of a large model before anything is loaded, and refuses what cannot fit.
 
-    Args:
-        config: see :func:`plan_of`.
-
     Returns:
         The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where
         the backbone cannot be described: building it says so, with its place.
@@ -266,10 +263,6 @@ def check_run(config: Mapping[str, Any]) -> str | None:
 
 def check_fits(plan: Plan, trainer: Mapping[str, Any]) -> None:
     """Refuses a run whose weights, gradients and optimiser states alone exceed the device.
-
-    Args:
-        plan: of the run.
-        trainer: the trainer's settings.
 
     Raises:
         ValueError: they do.

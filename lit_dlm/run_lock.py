@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from lit_dlm.trajectories.store.writer import lock
+from lit_dlm.trajectories.store.writer import lives, lock
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +78,6 @@ def _lives(owner: bytes) -> bool:
     """Whether a process may still run, where the file system has no locks that would tell."""
     try:
         facts = json.loads(owner)
-        if facts["host"] != socket.gethostname():
-            return True
-        os.kill(facts["pid"], 0)
-    except (ValueError, KeyError, TypeError, ProcessLookupError):
+        return facts["host"] != socket.gethostname() or lives(facts["pid"])
+    except (ValueError, KeyError, TypeError):
         return False
-    except PermissionError:
-        return True
-    return True

@@ -103,16 +103,10 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def extract_number(completion: str) -> str | None:
-    r"""The final number of a worked solution, in the form ``18`` or ``1/3``.
+    r"""The final number of a worked solution, in the form ``18`` or ``1/3``; ``None`` without any.
 
     Looked for in this order: the first number after the last ``####`` (on its line), the last
     ``\boxed{}``, the last number of the text.
-
-    Args:
-        completion: A model's solution.
-
-    Returns:
-        The number written canonically, or ``None`` without any number.
     """
     marked = text_after_marker(completion)
     if marked is not None:
@@ -202,9 +196,6 @@ def normalised_vqa(answer: str) -> str:
     Lower case, number words as digits, no articles, no full stops but in numbers, apostrophes of
     contractions put back. Punctuation goes away where a space is beside it or a comma groups
     digits, and becomes a space elsewhere.
-
-    Args:
-        answer: a word or a few.
     """
     text = " ".join(answer.split())
     for mark in _VQA_MARKS:
@@ -246,11 +237,7 @@ def grade_relaxed(completion: str, gold: str) -> Verdict:
     """Grades a short answer about a chart: numbers may be off by 5 % (ChartQA, arXiv:2203.10244).
 
     A percentage is a hundredth. What is no number on both sides, and a gold answer of zero, must be
-    the same text in any case.
-
-    Args:
-        completion: A model's answer and nothing else.
-        gold: The true answer.
+    the same text in any case. The completion is the answer and nothing else.
     """
     answer = completion.strip()
     if not answer:
@@ -276,11 +263,8 @@ def extract_choice(completion: str, num_options: int) -> str | None:
     r"""The letter that a solution ends with.
 
     Looked for in this order: the last ``\boxed{}``, the last "answer is (C)" or "answer: C" (as
-    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else.
-
-    Args:
-        completion: A model's solution.
-        num_options: Letters beyond this many are none.
+    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else. Letters beyond
+    the number of options are none.
     """
     boxed = last_boxed(completion)
     told = _CHOICE.findall(completion)
@@ -292,16 +276,7 @@ def extract_choice(completion: str, num_options: int) -> str | None:
 
 
 def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
-    """Grades a solution by the letter of the option that it ends with.
-
-    Args:
-        completion: A model's solution; see :func:`extract_choice`.
-        gold: The right letter.
-        num_options: How many options there are.
-
-    Returns:
-        ``right``, ``wrong`` or ``no_answer``.
-    """
+    """Grades a solution by the letter of the option that it ends with (:func:`extract_choice`)."""
     answer = extract_choice(completion, num_options)
     if answer is None:
         return Verdict(status="no_answer", detail="no letter of an option")

@@ -1,21 +1,27 @@
-"""Code in completions: finding it without compiling it here, and grading it by tests."""
+"""Code in completions: finding it without compiling it here, and grading it.
+
+Functions are graded by tests, whole programs by what they print on given standard input.
+"""
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE, ExtractedCode, whole_part
 from lit_dlm.grading.launch import SandboxLimits
-from lit_dlm.grading.sandbox import run_python_check
-from lit_dlm.grading.verdict import Verdict
+from lit_dlm.grading.sandbox import run_python_check, run_python_program
+from lit_dlm.grading.verdict import Status, Verdict
 
 # Compiling can warn (invalid escapes, comparisons of literals): no concern of ours, and as an error
 # it would change verdicts. Only this file name is affected.
 warnings.filterwarnings("ignore", module=re.escape(CANDIDATE_FILE))
 
 _EXTRACTION_SECONDS = 10.0
+MAX_TIMEOUTS = 2
+"""A program that ran out of time so often is not started on its other inputs: they fail."""
 
 
 def python_block(code: str) -> str:
@@ -75,6 +81,62 @@ def grade_by_tests(
         allow_code_execution=allow_code_execution,
         preamble=whole_part(stub),
     )
+
+
+def grade_by_outputs(
+    completion: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    *,
+    limits: SandboxLimits | None = None,
+    allow_code_execution: bool,
+) -> Verdict:
+    """Runs the program of a completion once per input and compares what it prints.
+
+    The expected outputs never leave this process. Outputs are compared word by word: the amount of
+    white space does not matter.
+
+    Args:
+        completion: What the model wrote.
+        inputs: Standard input of each test.
+        outputs: Expected standard output of each test.
+        limits: What each run may use.
+        allow_code_execution: Must be ``True``.
+
+    Returns:
+        The verdict; its ``score`` is the share of tests that passed, its ``status`` and ``detail``
+        tell of the first that did not.
+
+    Raises:
+        ValueError: If code execution was not allowed, there is no test, or the numbers differ.
+        SandboxError: If the sandbox cannot be set up on this machine.
+    """
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(
+            "expected as many outputs as inputs, and at least one, got "
+            f"{len(inputs)} inputs and {len(outputs)} outputs"
+        )
+    found = extract_program(completion)
+    if (verdict := ungradable(found)) is not None:
+        return verdict
+    assert found.code is not None
+    failure: tuple[Status, str] | None = None
+    num_passed = num_timeouts = 0
+    for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True), start=1):
+        result = run_python_program(
+            found.code, stdin, limits=limits, allow_code_execution=allow_code_execution
+        )
+        status, detail = result.status, result.detail
+        if status == "right" and result.stdout.split() != expected.split():
+            status, detail = "wrong", "another output was expected"
+        num_passed += status == "right"
+        if status != "right":
+            failure = failure or (status, f"test {number} of {len(inputs)}: {detail}")
+        num_timeouts += status == "timeout"
+        if num_timeouts >= MAX_TIMEOUTS:
+            break
+    status, detail = failure or ("right", "")
+    return Verdict(status=status, answer=found.code, detail=detail, score=num_passed / len(inputs))
 
 
 def ungradable(found: ExtractedCode) -> Verdict | None:

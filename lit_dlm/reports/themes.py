@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.figure import Figure
-
-ThemeName = Literal["light", "dark"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class Theme:
     """Colours as ``#rrggbb``."""
 
     background: str
-    panel: str
     text: str
     muted: str
     line: str
@@ -38,7 +35,6 @@ class Theme:
 THEMES: dict[str, Theme] = {
     "light": Theme(
         background="#ffffff",
-        panel="#f5f5f3",
         text="#1b1c20",
         muted="#5a5d66",
         line="#d9dadf",
@@ -58,7 +54,6 @@ THEMES: dict[str, Theme] = {
     ),
     "dark": Theme(
         background="#121316",
-        panel="#1a1c20",
         text="#e9eaee",
         muted="#a6aab6",
         line="#343842",

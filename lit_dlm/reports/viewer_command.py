@@ -94,9 +94,10 @@ def main(arguments: Sequence[str]) -> int:
         names=options.sample,
         methods=options.method,
     )
-    sets = [_viewed(shown, options.tokenizer)]
-    if options.compare is not None:
-        sets.append(_viewed(_beside(shown, options), options.tokenizer))
+    found = [shown] if options.compare is None else [shown, _beside(shown, options)]
+    sets = [
+        ViewedSet(samples=one, pieces=pieces_of(one.shards, options.tokenizer)) for one in found
+    ]
     pictures = [options.gif, options.heatmap, options.order, options.statistics]
     if any(pictures):
         _write_pictures(sets[0], options)
@@ -137,10 +138,6 @@ def _write_pictures(viewed: ViewedSet, options: argparse.Namespace) -> None:
     for path in written:
         names = decodes if path == options.gif else decodes[:1]
         print(f"{path}: {', '.join(sample.record.uid for sample in names)}")  # noqa: T201
-
-
-def _viewed(samples: SampleSet, tokenizer: str | None) -> ViewedSet:
-    return ViewedSet(samples=samples, pieces=pieces_of(samples.shards, tokenizer))
 
 
 def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:

@@ -7,9 +7,8 @@ from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
 from lit_dlm.rewards.lockstep import LockstepReward
 from lit_dlm.rewards.process import ProcessReward
 from lit_dlm.rewards.reward_model import RewardModel
-from lit_dlm.rewards.rewarder import Rewarder
+from lit_dlm.rewards.rewarder import Rewarder, summarise
 from lit_dlm.rewards.shape import FormatReward, LengthPenalty
-from lit_dlm.rewards.summary import summarise
 
 __all__ = [
     "FormatReward",

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_program
-from lit_dlm.grading.programs import grade_by_outputs
+from lit_dlm.grading.code import extract_program, grade_by_outputs
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
 

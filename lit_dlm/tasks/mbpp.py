@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits
@@ -111,7 +112,7 @@ class MBPPPlus(PlusTask):
     def problem(self, example: PromptExample) -> PlusProblem:
         """The inputs, re-typed, and the reference solution in the form the grader takes."""
         reference = example.reference
-        restore = _evalplus_restore()
+        restore = _evalplus("data.mbpp").mbpp_deserialize_inputs
         rule, alternative = _special_rule(reference["entry_point"])
         return self._problem(
             example,
@@ -148,27 +149,19 @@ def _entry_point(code: str, tests: Sequence[str], origin: str) -> tuple[str, str
     raise ValueError(f"{origin}: the tests call no function that the field 'code' defines")
 
 
-def _evalplus_restore() -> Any:
+def _evalplus(module: str) -> Any:
     try:
-        from evalplus.data.mbpp import mbpp_deserialize_inputs
+        return import_module(f"evalplus.{module}")
     except ImportError as error:
-        raise _evalplus_missing(error) from None
-    return mbpp_deserialize_inputs
-
-
-def _evalplus_missing(error: ImportError) -> ValueError:
-    return ValueError(
-        "the task 'mbpp+' needs the package evalplus 0.3.1: pip install 'lit-dlm[code]' "
-        f"({error.name or error} is missing)"
-    )
+        raise ValueError(
+            "the task 'mbpp+' needs the package evalplus 0.3.1: pip install 'lit-dlm[code]' "
+            f"({error.name or error} is missing)"
+        ) from None
 
 
 def _special_rule(entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
     """EvalPlus's rules for problems that have more than one right output."""
-    try:
-        from evalplus.eval import _special_oracle as special
-    except ImportError as error:
-        raise _evalplus_missing(error) from None
+    special = _evalplus("eval._special_oracle")
     if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
         return "same_set", None
     if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:

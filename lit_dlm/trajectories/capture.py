@@ -252,18 +252,7 @@ class TrajectoryCapture:
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """The records of :meth:`captured`; after a decode of one batch, those of its rows.
-
-        Args:
-            uids: one name per row.
-            metas: small JSON values per row.
-
-        Returns:
-            One record per row.
-
-        Raises:
-            ValueError: If no row has ended, or the number of names differs from that of rows.
-        """
+        """The records of :meth:`captured`, see :meth:`CapturedDecode.trajectories`."""
         return self.captured().trajectories(uids, metas)
 
     # -- signals -------------------------------------------------------------------------------
@@ -578,12 +567,7 @@ class KeptSteps:
     """
 
     def __init__(self, seeds: Sequence[int], *, ratio: float) -> None:
-        """Starts a plan.
-
-        Args:
-            seeds: one seed per row, as int64.
-            ratio: fraction of steps to keep, in (0, 1].
-        """
+        """Starts a plan for rows by their seeds, int64; the ratio is in (0, 1]."""
         if not 0.0 < ratio <= 1.0:
             raise ValueError(f"step_ratio: expected a number in (0, 1], got {ratio}")
         self.ratio = ratio
@@ -667,22 +651,14 @@ class HostCopies:
     """Tensors on their way from one device to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepares copies.
-
-        Args:
-            device: where the tensors are. On the CPU nothing is copied.
-        """
+        """Prepares copies from a device; on the CPU nothing is copied."""
         self.device = device
         self._arrival: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Starts to copy a tensor.
+        """The values of a tensor on the host, valid after :meth:`wait`.
 
-        Args:
-            tensor: on the device; must not be written any more.
-
-        Returns:
-            The same values on the host, valid after :meth:`wait`.
+        The tensor, on the device, must not be written any more.
         """
         if self.device.type == "cpu":
             return tensor
@@ -801,11 +777,7 @@ class StepBuffer:
         return StepParts(self._first_step, tuple(self._parts), self.num_columns)
 
     def forget(self, first_step: int) -> None:
-        """Drops the parts that end before a step.
-
-        Args:
-            first_step: the first one that will be asked for again.
-        """
+        """Drops the parts that end before the first step that will be asked for again."""
         while self._parts and self._first_step + len(self._parts[0]) <= first_step:
             self._first_step += len(self._parts.pop(0))
 

@@ -37,6 +37,11 @@ from lit_dlm.trajectories.record import (
 _ROWS_PER_GROUP = 1024
 _OF_NULLS = (TypeError, AttributeError, RecursionError)
 """What a null gives where there must be none, and JSON that is nested too deeply."""
+_PLAIN = (
+    *("uid", "prompt_ids", "tokens", "commit_step", "num_steps", "mask_id", "vocab_size", "seed"),
+    *("status", "given"),
+)
+"""Fields of a record that are columns of a Parquet file as they are."""
 _RELEASE_METHODS = {"confidence": "default"}
 """What TABOM's release calls our decoders, where it differs; its filters know no other names."""
 
@@ -217,16 +222,7 @@ def _parquet_row(record: Trajectory) -> dict[str, Any]:
         names = ("step", "position", "token")
         writes = [dict(zip(names, write, strict=True)) for write in record.superseded.tolist()]
     return {
-        "uid": record.uid,
-        "prompt_ids": record.prompt_ids,
-        "tokens": record.tokens,
-        "commit_step": record.commit_step,
-        "num_steps": record.num_steps,
-        "mask_id": record.mask_id,
-        "vocab_size": record.vocab_size,
-        "seed": record.seed,
-        "status": record.status,
-        "given": record.given,
+        **{name: getattr(record, name) for name in _PLAIN},
         "superseded": writes,
         "meta": json.dumps(record.meta, ensure_ascii=False, sort_keys=True),
         "digest": record.digest(),
@@ -239,14 +235,8 @@ def _parquet_row(record: Trajectory) -> dict[str, Any]:
 
 def _own_fields(record: Trajectory) -> dict[str, Any]:
     """What the other formats lack and an import needs."""
-    return {
-        "num_steps": record.num_steps,
-        "mask_id": record.mask_id,
-        "vocab_size": record.vocab_size,
-        "seed": record.seed,
-        "status": record.status,
-        "meta": record.meta,
-    }
+    names = ("num_steps", "mask_id", "vocab_size", "seed", "status", "meta")
+    return {name: getattr(record, name) for name in names}
 
 
 def _check_single_writes(record: Trajectory) -> None:
@@ -452,20 +442,11 @@ def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
 
 def _from_parquet(row: Mapping[str, Any]) -> Trajectory:
     writes = row["superseded"]
+    if writes is not None:
+        writes = np.array([[w["step"], w["position"], w["token"]] for w in writes], dtype=np.int32)
     record = Trajectory(
-        uid=row["uid"],
-        prompt_ids=np.array(row["prompt_ids"], dtype=np.int32),
-        tokens=np.array(row["tokens"], dtype=np.int32),
-        commit_step=np.array(row["commit_step"], dtype=np.int32),
-        num_steps=row["num_steps"],
-        mask_id=row["mask_id"],
-        vocab_size=row["vocab_size"],
-        seed=row["seed"],
-        status=row["status"],
-        given=None if row["given"] is None else np.array(row["given"], dtype=bool),
-        superseded=None
-        if writes is None
-        else np.array([[w["step"], w["position"], w["token"]] for w in writes], dtype=np.int32),
+        **{name: row[name] for name in _PLAIN},
+        superseded=writes,
         signals={
             name: np.array(row[name], dtype=dtype).reshape(
                 (len(row[name]), -1 if row[name] else 0) if name in TOP_SIGNALS else -1

@@ -29,9 +29,8 @@ from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict, launch
 from lit_dlm.grading.answers import MATH_SECONDS, grade_math, grade_numeric
-from lit_dlm.grading.code import grade_by_tests
+from lit_dlm.grading.code import grade_by_outputs, grade_by_tests
 from lit_dlm.grading.plus import PlusGrader, PlusProblem
-from lit_dlm.grading.programs import grade_by_outputs
 from lit_dlm.grading.sandbox import run_python_check
 from tests.processes import no_sandbox_left
 

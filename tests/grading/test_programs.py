@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lit_dlm.grading import SandboxLimits
-from lit_dlm.grading.code import extract_program
-from lit_dlm.grading.programs import grade_by_outputs
+from lit_dlm.grading.code import extract_program, grade_by_outputs
 
 ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 

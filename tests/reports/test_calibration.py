@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 
 from lit_dlm.metrics.calibration import CalibrationCurve
-from lit_dlm.reports.calibration import plot_calibration, write_calibration
+from lit_dlm.reports.plots import plot_calibration, write_calibration
 
 
 def test_file_and_picture_of_a_curve_with_empty_bins(tmp_path: Path) -> None:

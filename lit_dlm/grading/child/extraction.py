@@ -97,12 +97,6 @@ def extract_program(completion: str) -> ExtractedCode:
     """Finds the program of an answer: the last fenced Python block, else the whole text.
 
     Blocks that do not compile are passed over while another one does.
-
-    Args:
-        completion: What the model wrote.
-
-    Returns:
-        The program or the reason why there is none.
     """
     pieces = _pieces(completion)
     if not pieces:

@@ -142,11 +142,7 @@ def _die_with(parent: int) -> None:
 
 
 def enter_namespaces(folders: Sequence[str]) -> None:
-    """Goes on as a grandchild of the calling process in namespaces of its own, with a small root.
-
-    Args:
-        folders: See :func:`put_up_walls`.
-    """
+    """Goes on as a grandchild of the caller in namespaces of its own, with a small root."""
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
     if uid != 0:
@@ -206,9 +202,6 @@ def _build_root(folders: Sequence[str]) -> None:
 def restrict_files(folders: Sequence[str]) -> None:
     """Lets the calling process open the system's and the given folders to read, and nothing else.
 
-    Args:
-        folders: See :func:`put_up_walls`.
-
     Raises:
         OSError: If the kernel lacks Landlock or has it switched off.
     """
@@ -234,11 +227,7 @@ def restrict_files(folders: Sequence[str]) -> None:
 
 
 def become(user: int | None) -> None:
-    """Gives up root, all capabilities and new privileges, for good.
-
-    Args:
-        user: User and group id to become, or ``None`` to keep the present one.
-    """
+    """Gives up root, all capabilities and new privileges, for good; see :func:`put_up_walls`."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)

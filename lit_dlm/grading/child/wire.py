@@ -162,9 +162,6 @@ def encode(
         to_handle: Registers an object that cannot be sent and returns its number; without it such
             an object is an error.
 
-    Returns:
-        A structure for ``json.dumps``.
-
     Raises:
         WireError: For unsupported types, cycles and values beyond ``max_bytes``.
     """
@@ -278,13 +275,7 @@ class Channel:
     """JSON messages over two file descriptors, each with a 4-byte big-endian length in front."""
 
     def __init__(self, read_fd: int, write_fd: int, *, max_bytes: int) -> None:
-        """Takes the descriptors over.
-
-        Args:
-            read_fd: Where messages come from.
-            write_fd: Where messages go.
-            max_bytes: Largest message accepted in either direction.
-        """
+        """Takes the descriptors over; ``max_bytes`` is the largest message in either direction."""
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._max_bytes = max_bytes
@@ -315,13 +306,10 @@ class Channel:
                 raise ChannelClosedError from None
 
     def receive(self, *, deadline: float | None = None) -> Any:
-        """Reads one message.
+        """Reads one message, as ``json.loads`` makes it.
 
         Args:
             deadline: ``time.monotonic()`` value after which to give up; ``None`` waits for ever.
-
-        Returns:
-            What ``json.loads`` makes of it.
 
         Raises:
             WireError: If it is too large or no JSON.

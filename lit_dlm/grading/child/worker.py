@@ -131,10 +131,7 @@ def _describe(error: BaseException) -> list[Any]:
 def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     """Serves requests; the caller has put the walls up already.
 
-    Args:
-        read_fd: Requests come from here.
-        write_fd: Replies go here.
-        config: The driver's settings: ``value_bytes``, ``output_bytes``, ``library_paths``.
+    Of the driver's settings it takes ``value_bytes``, ``output_bytes`` and ``library_paths``.
     """
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True

@@ -99,9 +99,7 @@ class BackgroundWriter:
             make: called once, in the thread.
             nbytes: memory that waits with it.
 
-        Raises:
-            ValueError: After ``close``.
-            BaseException: What broke the thread since the last call.
+        Errors are those of :meth:`put`.
         """
         self._enqueue(make, nbytes)
 

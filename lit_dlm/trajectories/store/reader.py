@@ -126,14 +126,7 @@ class TrajectoryShardReader:
             yield from self._read_shard(path)
 
     def read_block(self, shard: str | Path, index: int) -> list[Trajectory]:
-        """Random access to one block.
-
-        Args:
-            shard: a shard of this set.
-            index: number of the block in it.
-
-        Returns:
-            Its records.
+        """The records of one block of a shard of this set.
 
         Raises:
             ShardError: If the block is damaged.
@@ -172,9 +165,6 @@ class TrajectoryShardReader:
             shard: a shard of this set.
             index: number of the block in it.
             written: also find the records in which a step wrote a token that stands at the end.
-
-        Returns:
-            The outline; with its kept steps if this reader reads features.
 
         Raises:
             ShardError: If a column that is read is damaged.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from lit_dlm.trajectories.store.files import (
     side_path,
     write_atomically,
 )
-from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded, lock
+from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded, lives, lock
 
 logger = logging.getLogger(__name__)
 
@@ -220,13 +219,8 @@ def _is_orphan(path: Path, was_free: bool | None) -> bool:
 
 def _process_lives(path: Path) -> bool:
     """Whether this machine runs the process whose id ends the name ``{file}.tmp-{pid}``."""
-    try:
-        os.kill(int(path.name.rpartition("-")[2]), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        pass
-    return True
+    pid = path.name.rpartition("-")[2]
+    return pid.isdecimal() and lives(int(pid))
 
 
 def _recover_file(

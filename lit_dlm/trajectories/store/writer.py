@@ -427,6 +427,17 @@ class TrajectoryShardWriter:
             logger.debug("finished %s", path)
 
 
+def lives(pid: int) -> bool:
+    """Whether this machine runs a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user
+    return True
+
+
 def encoded(
     records: Sequence[Trajectory], *, run_digest: bytes, level: int = 9
 ) -> tuple[bytes, bytes | None]:
