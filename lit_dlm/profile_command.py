@@ -48,7 +48,8 @@ def grid(
     budgets = [value for value in steps if value != ADAPTIVE]
     for policy, path in policies.items():
         given = decode_arguments(path)
-        for cache in caches or [None]:
+        crossed: list[str | None] = [*caches] or [None]
+        for cache in crossed:
             name = policy if cache in (None, "none") else f"{policy}-{cache}"
             decoder = given if cache is None else _with_cache(given, cache)
             if ADAPTIVE in steps:
