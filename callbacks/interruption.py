@@ -155,13 +155,7 @@ class Interruption(Callback):
             self._end_training(trainer, is_repeated=is_rl and self._saved == self._began)
 
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
-        """Ends the rollouts of an RL step, which are repeated; several processes train first.
-
-        Args:
-            text: what is going on.
-            done: how much of it is done.
-            total: how much there is.
-        """
+        """Ends the rollouts of an RL step, which are repeated; several processes train first."""
         del text, done, total
         trainer = self._trainer
         assert trainer is not None

@@ -205,11 +205,7 @@ def require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
     """Refuses to end a run that has lost some of its samples; for the first process.
 
     Nothing is asked of a run that was to decode a part only, or whose data are not our own.
-
-    Args:
-        trainer: the running trainer.
-        done: keys of the decodes on disk.
-        folder: where they are, for messages.
+    ``done`` are the keys of the decodes in the folder.
 
     Raises:
         ValueError: some are missing.

@@ -59,13 +59,9 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def turn(self, line: str) -> bool:
-        """Obeys a command or answers a message; a bad command is told and changes nothing.
+        """Obeys a command or answers a message, not empty; returns whether it goes on.
 
-        Args:
-            line: what was typed, not empty.
-
-        Returns:
-            Whether the conversation goes on.
+        A bad command is told and changes nothing.
         """
         if not line.startswith("/"):
             self._answer(line)

@@ -117,8 +117,7 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; other options are those of configurations.
 
-    Returns:
-        The exit status: 1 if something is missing that was not fetched.
+    The exit status is 1 if something is missing that was not fetched.
 
     Raises:
         ValueError: the hub or the disk refuses.

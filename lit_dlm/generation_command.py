@@ -114,9 +114,7 @@ def main(arguments: Sequence[str]) -> int:
 def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:
     """The backbone on its device, its tokenizer and the decoder that were parsed.
 
-    Args:
-        parser: has the options of :func:`add_decoding_arguments`.
-        config: what it parsed.
+    The parser has the options of :func:`add_decoding_arguments`.
 
     Raises:
         ValueError: one of them does not exist or does not fit.

@@ -88,14 +88,8 @@ def log_likelihood_bound(
 def masked_draws(length: int, *, num_draws: int, antithetic: bool, seed: int) -> Tensor:
     """The cells that each draw of :func:`log_likelihood_bound` hides.
 
-    Args:
-        length: tokens of the target, ``n``.
-        num_draws: ``N``; even with ``antithetic``.
-        antithetic: see there.
-        seed: of the draws.
-
     Returns:
-        ``(N, n)`` bool, at least one true per row.
+        ``(num_draws, length)`` bool, at least one true per row.
     """
     num_orders = num_draws // 2 if antithetic else num_draws
     number = torch.arange(num_orders)

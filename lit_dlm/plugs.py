@@ -24,15 +24,7 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
 
 
 def difference(kind: type, plug: type) -> str | None:
-    """Says what keeps a class from being a plug.
-
-    Args:
-        kind: the class.
-        plug: the base whose abstract methods it needs.
-
-    Returns:
-        What is missing or different; ``None`` if nothing is.
-    """
+    """Says what a class lacks or has otherwise of a plug's abstract methods; ``None``: nothing."""
     for name in sorted(getattr(plug, "__abstractmethods__", ())):
         method = getattr(kind, name, None)
         if not callable(method) or getattr(method, "__isabstractmethod__", False):

@@ -571,13 +571,7 @@ def _check_checkpoint(given: Any) -> None:
 def _check_backbone(
     at: str, given: Any, classes: Iterator[tuple[str, str, Mapping[str, Any]]]
 ) -> None:
-    """Refuses a backbone that is nowhere, and adapters, policies and projectors of another one.
-
-    Args:
-        at: place of the backbone.
-        given: its class and settings, or its path.
-        classes: all classes of the model, with place and settings.
-    """
+    """Refuses a backbone that is nowhere, and adapters, policies and projectors of another one."""
     options = given.get("init_args") or {} if isinstance(given, Mapping) else {"path": given}
     if lora := options.get("lora"):
         try:

@@ -94,14 +94,11 @@ class BoundedProcesses:
         atexit.register(self.close)
 
     def ask(self, question: dict[str, str], *, seconds: float) -> Any:
-        """Asks one question.
+        """The answer to a question, or ``None`` if there was none within the limits.
 
         Args:
             question: arguments of the answering function of :mod:`.child.bounded`.
             seconds: wall limit.
-
-        Returns:
-            The answer, or ``None`` if there was none within the limits.
 
         Raises:
             SandboxError: No process can be started.

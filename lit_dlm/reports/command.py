@@ -65,14 +65,10 @@ class ReportedRun:
 def write_pages(
     runs: Sequence[ReportedRun], folder: Path, *, num_samples: int, traces: bool, title: str
 ) -> list[Path]:
-    """Writes ``report.html`` and ``report.md``, and ``traces.html`` where trajectories were kept.
+    """Writes ``report.html`` and ``report.md``; with ``traces`` the viewer page of their samples.
 
-    Args:
-        runs: what to report.
-        folder: where the files go.
-        num_samples: samples shown of each method on each task.
-        traces: also write the viewer page of the samples shown.
-        title: title of the pages.
+    That is ``traces.html``, where trajectories were kept. Of each method on each task
+    ``num_samples`` are shown.
     """
     best: list[SampleGroup] = []
     others: list[SampleGroup] = []

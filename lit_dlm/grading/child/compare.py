@@ -71,15 +71,8 @@ def outputs_match(output: Any, expected: Any, *, atol: float = 0.0) -> bool:
     Equal values match. Otherwise, if ``atol`` is positive, or the expected value is a float or a
     non-empty list or tuple of floats (then ``atol`` is 1e-6), the types and lengths must be the
     same and the numbers within ``atol + 1e-7 * |expected|``. EvalPlus keeps that 1e-6 for all later
-    inputs of a task once a float was seen; here each input is judged by itself.
-
-    Args:
-        output: What the candidate returned, made of builtin types.
-        expected: What the reference solution returned.
-        atol: Absolute tolerance of the problem.
-
-    Returns:
-        Whether they match.
+    inputs of a task once a float was seen; here each input is judged by itself. Both values are
+    made of builtin types.
     """
     if output == expected:
         return True

@@ -67,9 +67,6 @@ def extract_code(completion: str, entry_point: str, *, stub: str = "") -> Extrac
         stub: Beginning of the module that the prompt showed: imports, helpers, signature and
             docstring; it may end within a definition. Its imports and helpers are put in front in
             any case.
-
-    Returns:
-        The code or the reason why there is none.
     """
     pieces = _pieces(completion)
     if not pieces:

@@ -133,16 +133,10 @@ _FIRST_UNKNOWN = 470
 
 
 def build_program(machine: str) -> bytes:
-    """Assembles the filter; calls it does not list are allowed.
-
-    Args:
-        machine: ``x86_64`` or ``aarch64``.
-
-    Returns:
-        The instructions, 8 bytes each.
+    """Assembles the filter, instructions of 8 bytes; calls it does not list are allowed.
 
     Raises:
-        OSError: For another machine, of which the numbers are not known here.
+        OSError: For a machine other than ``x86_64`` and ``aarch64``, whose numbers are not known.
     """
     if machine not in _COLUMNS:
         raise OSError(f"no table of system calls for {machine}")

@@ -305,21 +305,21 @@ class Channel:
             except BrokenPipeError:
                 raise ChannelClosedError from None
 
-    def receive(self, *, deadline: float | None = None) -> Any:
-        """Reads one message, as ``json.loads`` makes it.
-
-        Args:
-            deadline: ``time.monotonic()`` value after which to give up; ``None`` waits for ever.
+    def receive(self) -> Any:
+        """Reads one message, as ``json.loads`` makes it; waits for ever.
 
         Raises:
             WireError: If it is too large or no JSON.
             ChannelClosedError: At end of file.
-            ChannelTimeoutError: If it is not complete by the deadline.
         """
-        return parse(self.receive_bytes(deadline=deadline))
+        return parse(self.receive_bytes())
 
     def receive_bytes(self, *, deadline: float | None = None) -> bytes:
-        """Like :meth:`receive`, but leaves the message as text."""
+        """Like :meth:`receive`, but leaves the message as text.
+
+        Raises:
+            ChannelTimeoutError: If it is not complete by ``deadline``, of ``time.monotonic()``.
+        """
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
         if length > self._max_bytes:
             raise WireError(f"a message of {length} bytes is over {self._max_bytes}")

@@ -204,7 +204,7 @@ def test_channel_respects_deadline_limit_and_end():
         with pytest.raises(wire.WireError, match="over 100"):
             channel.send("x" * 200)
         with pytest.raises(wire.ChannelTimeoutError):
-            channel.receive(deadline=time.monotonic() + 0.02)
+            channel.receive_bytes(deadline=time.monotonic() + 0.02)
         os.write(write_fd, b"\x7f\xff\xff\xff")
         with pytest.raises(wire.WireError, match="over 100"):
             channel.receive()
