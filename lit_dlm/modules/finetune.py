@@ -43,13 +43,13 @@ class TrainableModule(DecodeModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        corruption: which states are trained on.
+        corruption: which states are trained on; noise is drawn anew in every pass over the data.
         tokenizer: folder, embedded name or hub id of the tokenizer.
-        decoders: decoding methods by name.
+        decoders: decoding methods by name, for ``predict`` and scores during training.
         seed: base seed of noise and decoding.
         num_padding: cells of fill behind an answer that are supervised, counted from its end;
-            ``null`` for all.
-        optimizer: constructor of the optimiser.
+            ``null`` for all (``post_num`` in dLLM-RL). It teaches a model to end.
+        optimizer: constructor of the optimiser, given the trainable parameters.
         warmup_steps: optimiser steps of the warm-up.
         export_dir: where the last weights are written as an adapter or model folder; ``null``
             leaves that to callbacks.
@@ -67,13 +67,15 @@ class TrainableModule(DecodeModule):
         *,
         corruption: Corruption,
         tokenizer: str,
-        decoders: dict[str, Decoder] | None,
-        seed: int,
-        num_padding: int | None,
-        optimizer: OptimizerCallable,
-        warmup_steps: int,
-        export_dir: str | None,
-        chat_template: str | None,
+        decoders: dict[str, Decoder] | None = None,
+        seed: int = 0,
+        num_padding: int | None = 0,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
+            params, lr=2e-5, weight_decay=0.01
+        ),
+        warmup_steps: int = 50,
+        export_dir: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         super().__init__(
             backbone,
@@ -193,20 +195,10 @@ class FinetuneModule(TrainableModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        corruption: which states are trained on; noise is drawn anew in every pass over the data.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
-        decoders: decoding methods by name, for ``predict`` and scores during training.
-        seed: base seed of noise and decoding.
-        num_padding: cells of fill behind an answer that are supervised, counted from its end;
-            ``null`` for all. It teaches a model to end.
         loss_norm: ``local`` divides by the targets of each process's own batch; ``global`` by
             those of all processes together, as if it were one batch.
-        optimizer: constructor of the optimiser, given the trainable parameters.
-        warmup_steps: optimiser steps of the warm-up.
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
-        export_dir: where the last weights are written as an adapter or model folder; ``null``
-            leaves that to callbacks.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        common: options of :class:`TrainableModule`.
 
     Raises:
         ValueError: nothing is trainable, or a setting is out of range.
@@ -216,32 +208,11 @@ class FinetuneModule(TrainableModule):
         self,
         backbone: HFBackbone,
         *,
-        corruption: Corruption,
-        tokenizer: str,
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
-        num_padding: int | None = 0,
         loss_norm: LossNorm = "local",
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=2e-5, weight_decay=0.01
-        ),
-        warmup_steps: int = 50,
         lr_floor: float = 0.0,
-        export_dir: str | None = None,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            backbone,
-            corruption=corruption,
-            tokenizer=tokenizer,
-            decoders=decoders,
-            seed=seed,
-            num_padding=num_padding,
-            optimizer=optimizer,
-            warmup_steps=warmup_steps,
-            export_dir=export_dir,
-            chat_template=chat_template,
-        )
+        super().__init__(backbone, **common)
         if loss_norm not in ("local", "global"):
             raise ValueError(f"loss_norm: expected 'local' or 'global', got {loss_norm!r}")
         if not 0.0 <= lr_floor <= 1.0:
@@ -440,48 +411,20 @@ class SFTModule(FinetuneModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
         corruption: which states are trained on; random masking by default.
-        decoders: decoding methods by name.
-        seed: base seed of noise and decoding.
-        num_padding: supervised cells behind the answer, ``null`` for all (``post_num`` in dLLM-RL).
-        loss_norm: ``local`` or ``global``, see :class:`~lit_dlm.modules.finetune.FinetuneModule`.
-        optimizer: constructor of the optimiser.
-        warmup_steps: optimiser steps of the warm-up.
-        lr_floor: factor on the learning rate at the end.
-        export_dir: where the last weights are written.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        optimizer: constructor of the optimiser, given the trainable parameters.
+        common: options of :class:`FinetuneModule`.
     """
 
     def __init__(
         self,
         backbone: HFBackbone,
         *,
-        tokenizer: str,
         corruption: Corruption | None = None,
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
-        num_padding: int | None = 0,
-        loss_norm: LossNorm = "local",
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-5, weight_decay=0.01
         ),
-        warmup_steps: int = 50,
-        lr_floor: float = 0.0,
-        export_dir: str | None = None,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            backbone,
-            corruption=corruption or RandomMasking(),
-            tokenizer=tokenizer,
-            decoders=decoders,
-            seed=seed,
-            num_padding=num_padding,
-            loss_norm=loss_norm,
-            optimizer=optimizer,
-            warmup_steps=warmup_steps,
-            lr_floor=lr_floor,
-            export_dir=export_dir,
-            chat_template=chat_template,
-        )
+        corruption = corruption or RandomMasking()
+        super().__init__(backbone, corruption=corruption, optimizer=optimizer, **common)

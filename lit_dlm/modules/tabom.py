@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.decoding import Decoder
 from lit_dlm.losses.corruption import TimeDelay
 from lit_dlm.losses.ranking import Ties, entropy_ranking
 from lit_dlm.losses.states import NoisyStates
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.modules.finetune import FinetuneModule, LossNorm
+from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
 from lit_dlm.ops.discrimination import entropy_variance
@@ -38,7 +35,6 @@ class TABOMModule(FinetuneModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
         window: supervised steps (or tokens) from the cut on, M.
         rank_window: ranked ones among them, W; ``null`` ranks all.
         window_unit: what both count: ``steps`` (the release) or ``tokens`` (the paper).
@@ -49,16 +45,10 @@ class TABOMModule(FinetuneModule):
         ties: positions of one step: ``strict`` makes no pair of them, ``position`` takes the left
             one as earlier, ``rank`` the one of lower entropy at decoding (needs recorded
             entropies).
-        decoders: decoding methods by name.
-        seed: base seed of cuts and decoding.
         num_padding: supervised cells behind the answer; ``null`` for all, as in every recipe of
             the release.
-        loss_norm: ``local`` (the release) or ``global``, for both losses.
-        optimizer: constructor of the optimiser.
-        warmup_steps: optimiser steps of the warm-up.
-        lr_floor: factor on the learning rate at the end.
-        export_dir: where the last weights are written.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`; its ``loss_norm`` is
+            for both losses.
 
     Raises:
         ValueError: a setting is out of range.
@@ -68,7 +58,6 @@ class TABOMModule(FinetuneModule):
         self,
         backbone: HFBackbone,
         *,
-        tokenizer: str,
         window: int = 32,
         rank_window: int | None = 32,
         window_unit: Literal["steps", "tokens"] = "steps",
@@ -77,34 +66,13 @@ class TABOMModule(FinetuneModule):
         rank_weight: float = 1.0,
         margin: float = 0.1,
         ties: Ties = "strict",
-        decoders: dict[str, Decoder] | None = None,
-        seed: int = 0,
         num_padding: int | None = None,
-        loss_norm: LossNorm = "local",
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
-            params, lr=2e-5, weight_decay=0.01
-        ),
-        warmup_steps: int = 50,
-        lr_floor: float = 0.0,
-        export_dir: str | None = None,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            backbone,
-            corruption=TimeDelay(
-                window=window, unit=window_unit, cut_range=cut_range, cut_sampler=cut_sampler
-            ),
-            tokenizer=tokenizer,
-            decoders=decoders,
-            seed=seed,
-            num_padding=num_padding,
-            loss_norm=loss_norm,
-            optimizer=optimizer,
-            warmup_steps=warmup_steps,
-            lr_floor=lr_floor,
-            export_dir=export_dir,
-            chat_template=chat_template,
+        corruption = TimeDelay(
+            window=window, unit=window_unit, cut_range=cut_range, cut_sampler=cut_sampler
         )
+        super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
         if backbone.spec.attention != "full":
             raise ValueError(
                 "TABOMModule: expected a model with full attention, whose states a cut describes; "

@@ -61,7 +61,6 @@ class TraceRLModule(TrainableModule):
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
             Dropout must be 0.
-        tokenizer: folder, embedded name or hub id of the tokenizer.
         decoders: decoding methods by name.
         corruption: the states trained on: ``TraceMasking`` (TraceRL; by default every step, exactly
             as it was decoded), ``RandomMasking``, ``CoupledMasking``, ``CoupledViews``
@@ -80,14 +79,10 @@ class TraceRLModule(TrainableModule):
             grows the blocks while rollouts still have the old size.
         packing: states of one response in one row, for block models; 1 keeps them apart. A packed
             row is one item of ``data.batch_size`` and ``packing`` rows of ``data.rows_per_update``.
-        num_padding: cells of fill behind an answer that are trained, ``null`` for all
-            (``post_num`` in dLLM-RL).
-        seed: base seed of rollouts and states.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
         reset_optimizer: forget the optimiser's state before every RL step, as dLLM-RL does.
-        export_dir: where the last weights are written.
-        chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
+        common: options of :class:`~lit_dlm.modules.finetune.TrainableModule`.
 
     Raises:
         ValueError: options contradict each other.
@@ -97,7 +92,6 @@ class TraceRLModule(TrainableModule):
         self,
         backbone: HFBackbone,
         *,
-        tokenizer: str,
         decoders: dict[str, Decoder],
         corruption: Corruption | None = None,
         method: str | None = None,
@@ -109,27 +103,20 @@ class TraceRLModule(TrainableModule):
         block_alignment: Literal["absolute", "response"] | None = None,
         block_size: int | None = None,
         packing: int = 1,
-        num_padding: int | None = 0,
-        seed: int = 0,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-6, weight_decay=0.0
         ),
         warmup_steps: int = 0,
         reset_optimizer: bool = False,
-        export_dir: str | None = None,
-        chat_template: str | None = None,
+        **common: Any,
     ) -> None:
         super().__init__(
             backbone,
             corruption=corruption or TraceMasking(padding="replayed"),
-            tokenizer=tokenizer,
             decoders=decoders,
-            seed=seed,
-            num_padding=num_padding,
             optimizer=optimizer,
             warmup_steps=warmup_steps,
-            export_dir=export_dir,
-            chat_template=chat_template,
+            **common,
         )
         if not self.decoders:
             raise ValueError("decoders: expected at least one, which rolls out, got none")
@@ -171,8 +158,8 @@ class TraceRLModule(TrainableModule):
         self.rows = RowBuilder(
             self.corruption,
             spec,
-            seed=seed,
-            num_padding=num_padding,
+            seed=self.seed,
+            num_padding=self.num_padding,
             normalise=self.objective.normalise,
             copies=packing,
         )
