@@ -56,7 +56,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
             backbone, mask_id = module.backbone, module.backbone.spec.mask_id
             self._source = StoredRollouts(self.shards, mask_id=mask_id, backbone=backbone)
         else:
-            self._source = OnlineRollouts.of(module, module.method, self)
+            self._source = OnlineRollouts(module, module.method, self)
         if self.val_tasks:
             self.validation = RolloutValidation.of(module, module.val_methods, self)
 

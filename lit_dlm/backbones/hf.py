@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,35 @@ _WIDE = 64
 """Queries of a window from which on a CPU runs query heads that share keys apart."""
 
 __all__ = ["AttentionRoute", "DType", "HFBackbone"]
+
+
+class RowContext(TypedDict, total=False):
+    """What a forward over training rows may be told beside their ids."""
+
+    mask: Tensor | BlockMask | None
+    """``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that of
+    :meth:`HFBackbone.denoise`. A boolean ``(B, 1, L, L)`` one replaces it, as in
+    :meth:`HFBackbone.forward`; so does one by blocks."""
+    position_ids: Tensor | None
+    """``(B, L)`` int64; by default as in :meth:`HFBackbone.denoise` or :meth:`HFBackbone.forward`.
+    """
+    response_start: int | None
+    """See :meth:`HFBackbone.denoise`."""
+    pictures: Sequence[str]
+    """Digests of the pictures that ids behind the vocabulary stand for, in order
+    (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`)."""
+
+
+class ScoreOptions(RowContext, total=False):
+    """And how the head scores their cells."""
+
+    forbidden_ids: Sequence[int] | None
+    """Ids without probability; by default ``spec.forbidden_ids``."""
+    id_range: tuple[int, int | None]
+    """First id that has some, and the first one behind them, as in sampling
+    (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`)."""
+    temperature: float
+    """The logits are divided by it; 1 by default."""
 
 
 class HFBackbone(StoredDecoder, Backbone):
@@ -208,18 +237,7 @@ class HFBackbone(StoredDecoder, Backbone):
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
     def score_tokens(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        *,
-        mask: Tensor | BlockMask | None = None,
-        position_ids: Tensor | None = None,
-        response_start: int | None = None,
-        pictures: Sequence[str] = (),
-        forbidden_ids: Sequence[int] | None = None,
-        id_range: tuple[int, int | None] = (0, None),
-        temperature: float = 1.0,
+        self, ids: Tensor, targets: Tensor, rows: Tensor, **options: Unpack[ScoreOptions]
     ) -> TokenStats:
         """Cross-entropy, entropy and log-probability of chosen cells; no logits are kept.
 
@@ -230,17 +248,7 @@ class HFBackbone(StoredDecoder, Backbone):
             ids: ``(B, L)`` int64 canvas as the model sees it, masks included.
             targets: ``(B, L)`` int64 tokens to score; read at ``rows`` only.
             rows: ``(B, L)`` bool, cells to score.
-            mask: ``(B, L)`` bool, ``True`` on real tokens, or ``None``: then the attention is that
-                of :meth:`denoise`. A boolean ``(B, 1, L, L)`` one replaces it, as in
-                :meth:`forward`; so does one by blocks.
-            position_ids: ``(B, L)`` int64; by default as in :meth:`denoise` or :meth:`forward`.
-            response_start: see :meth:`denoise`.
-            pictures: digests of the pictures that ids behind the vocabulary stand for, in order
-                (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`).
-            forbidden_ids: ids without probability; by default ``spec.forbidden_ids``.
-            id_range: first id that has some, and the first one behind them, as in sampling
-                (:meth:`Sampler.id_range <lit_dlm.decoding.Sampler.id_range>`).
-            temperature: the logits are divided by it.
+            options: see :class:`ScoreOptions`.
 
         Returns:
             One entry per chosen cell, row by row: ``rows.sum()`` of them; a forbidden target has
@@ -251,10 +259,7 @@ class HFBackbone(StoredDecoder, Backbone):
             ValueError: shapes do not fit, the temperature is not positive, or the head is not a
                 plain linear layer.
         """
-        _check_cells(ids, targets, rows)
-        cells = _cells(rows)
-        hidden = self._rows(ids, cells, mask, position_ids, response_start, pictures)
-        return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature)
+        return self.score_with_rows(ids, targets, rows, **options)[0]
 
     def score_with_rows(
         self,
@@ -262,13 +267,10 @@ class HFBackbone(StoredDecoder, Backbone):
         targets: Tensor,
         rows: Tensor,
         *,
-        mask: Tensor | BlockMask | None = None,
-        position_ids: Tensor | None = None,
-        response_start: int | None = None,
-        pictures: Sequence[str] = (),
         forbidden_ids: Sequence[int] | None = None,
         id_range: tuple[int, int | None] = (0, None),
         temperature: float = 1.0,
+        **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
         """:meth:`score_tokens`, and the hidden rows that were scored.
 
@@ -277,21 +279,40 @@ class HFBackbone(StoredDecoder, Backbone):
         Returns:
             The scores, and ``(N, D)`` aligned hidden rows after the final norm, one per score.
         """
-        _check_cells(ids, targets, rows)
-        cells = _cells(rows)
-        hidden = self._rows(ids, cells, mask, position_ids, response_start, pictures)
-        return self._score(hidden, targets[cells], forbidden_ids, id_range, temperature), hidden
+        if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
+            raise ValueError(
+                "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
+                f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
+            )
+        if not temperature > 0.0:
+            raise ValueError(f"temperature: expected a positive number, got {temperature}")
+        head = self.model.lm_head
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
+                "the head are not supported"
+            )
+        # By number: the host waits once, before the forward is under way.
+        cells = rows.nonzero(as_tuple=True)
+        hidden = self._rows(ids, cells, **context)
+        part = slice(*id_range)
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
+        known = range(self.vocab_size)[part]
+        if len(known) < self.vocab_size:
+            weight, bias = weight[part], None if bias is None else bias[part]
+        forbidden = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
+        stats = token_stats(
+            hidden,
+            weight,
+            targets[cells] - known.start,
+            bias=bias,
+            logit_scale=self.spec.logit_scale / temperature,
+            forbidden_ids=[number - known.start for number in forbidden if number in known],
+        )
+        return stats, hidden
 
-    def encode_rows(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        *,
-        mask: Tensor | BlockMask | None = None,
-        position_ids: Tensor | None = None,
-        response_start: int | None = None,
-        pictures: Sequence[str] = (),
-    ) -> Tensor:
+    def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
         """Hidden rows of chosen cells, for heads other than the model's own.
 
         Arguments are those of :meth:`score_tokens`.
@@ -299,16 +320,17 @@ class HFBackbone(StoredDecoder, Backbone):
         Returns:
             ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
         """
-        return self._rows(ids, _cells(rows), mask, position_ids, response_start, pictures)
+        return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
     def _rows(
         self,
         ids: Tensor,
         cells: tuple[Tensor, ...],
-        mask: Tensor | BlockMask | None,
-        position_ids: Tensor | None,
-        response_start: int | None,
-        pictures: Sequence[str],
+        *,
+        mask: Tensor | BlockMask | None = None,
+        position_ids: Tensor | None = None,
+        response_start: int | None = None,
+        pictures: Sequence[str] = (),
     ) -> Tensor:
         """Aligned hidden rows ``(N, D)`` of chosen cells."""
         starts: Tensor | None = None
@@ -328,39 +350,6 @@ class HFBackbone(StoredDecoder, Backbone):
             visible = _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
         return aligned(last, self.spec.shift, starts=starts)[cells]
-
-    def _score(
-        self,
-        hidden: Tensor,
-        wanted: Tensor,
-        forbidden_ids: Sequence[int] | None,
-        id_range: tuple[int, int | None],
-        temperature: float,
-    ) -> TokenStats:
-        """Scores of hidden rows ``(N, D)``."""
-        if not temperature > 0.0:
-            raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        head = self.model.lm_head
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
-                "the head are not supported"
-            )
-        part = slice(*id_range)
-        weight: Tensor = head.weight
-        bias: Tensor | None = head.bias
-        known = range(self.vocab_size)[part]
-        if len(known) < self.vocab_size:
-            weight, bias = weight[part], None if bias is None else bias[part]
-        forbidden = self.spec.forbidden_ids if forbidden_ids is None else forbidden_ids
-        return token_stats(
-            hidden,
-            weight,
-            wanted - known.start,
-            bias=bias,
-            logit_scale=self.spec.logit_scale / temperature,
-            forbidden_ids=[number - known.start for number in forbidden if number in known],
-        )
 
     def _hidden_index(self, index: int) -> int:
         count = self.num_layers + 1
@@ -456,19 +445,6 @@ class HFBackbone(StoredDecoder, Backbone):
     def _head(self, rows: Tensor) -> Tensor:
         logits = self.model.lm_head(rows)
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
-
-
-def _cells(rows: Tensor) -> tuple[Tensor, ...]:
-    """Chosen cells by number: the host waits once, before the forward is under way."""
-    return rows.nonzero(as_tuple=True)
-
-
-def _check_cells(ids: Tensor, targets: Tensor, rows: Tensor) -> None:
-    if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
-        raise ValueError(
-            "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
-            f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
-        )
 
 
 def _given_visibility(mask: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import know, look_in, take_up
-from lit_dlm.rewards import GroupFilter, Rewarder
+from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import ALONE, Ranks
 from lit_dlm.rl.settings import RolloutSettings
@@ -597,74 +597,33 @@ class OnlineRollouts(RolloutSource):
     as a whole.
 
     Args:
-        engine: what decodes.
-        rewarder: what scores.
-        prompts: all training prompts.
-        filters: groups that one of them drops are not trained on.
-        num_prompts: prompts of an RL step.
-        num_responses: responses to each.
-        max_rounds: rounds of rollouts; after the first one, as many new prompts are drawn as groups
-            were dropped.
-        seed: seed of the order of prompts.
+        module: whose decoder rolls out.
+        method: name of that decoder.
+        settings: of the data module.
+
+    Raises:
+        ValueError: no prompt is short enough, or rewards and tasks do not fit.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        rewarder: Rewarder,
-        prompts: Sequence[EncodedPrompt],
-        *,
-        filters: Sequence[GroupFilter],
-        num_prompts: int,
-        num_responses: int,
-        max_rounds: int,
-        seed: int,
-    ) -> None:
-        self.engine = engine
-        self.rewarder = rewarder
-        self.prompts = prompts
-        self.filters = tuple(filters)
-        self.num_prompts = num_prompts
-        self.num_responses = num_responses
-        self.max_rounds = max_rounds
-        self.sampler = PromptSampler(len(prompts), seed=seed)
-
-    @classmethod
-    def of(cls, module: TrainableModule, method: str, settings: RolloutSettings) -> OnlineRollouts:
-        """The training rollouts of a run.
-
-        Args:
-            module: whose decoder rolls out.
-            method: name of that decoder.
-            settings: of the data module.
-
-        Raises:
-            ValueError: no prompt is short enough, or rewards and tasks do not fit.
-        """
-        rewarder = Rewarder(
+    def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.filters = tuple(settings.filters or ())
+        self.rewarder = Rewarder(
             settings.rewards,
             tasks_by_name(settings.tasks),
-            filters=settings.filters or (),
+            filters=self.filters,
             overlong_is_wrong=settings.overlong_is_wrong,
             num_workers=settings.num_workers,
             require_isolation=settings.require_isolation,
         )
-        prompts = encoded_prompts(
+        self.prompts = encoded_prompts(
             module,
             settings.tasks,
             max_length=settings.max_prompt_length,
             response_length=settings.response_length,
         )
-        return cls(
-            RolloutEngine.of(module, method, settings.response_length, settings),
-            rewarder,
-            prompts,
-            filters=settings.filters or (),
-            num_prompts=settings.prompts_per_step,
-            num_responses=settings.responses_per_prompt,
-            max_rounds=settings.max_rollout_rounds,
-            seed=settings.seed,
-        )
+        self.engine = RolloutEngine.of(module, method, settings.response_length, settings)
+        self.sampler = PromptSampler(len(self.prompts), seed=settings.seed)
 
     def close(self) -> None:
         """Ends the grading threads."""
@@ -677,13 +636,16 @@ class OnlineRollouts(RolloutSource):
         found = Rollouts([], 0, dict.fromkeys(("rollout", "wait", "reward"), 0.0))
         self.engine.occupancy = Occupancy()
         num_tokens = num_kept = 0
-        for _ in range(self.max_rounds):
-            missing = self.num_prompts - num_kept
+        for _ in range(self.settings.max_rollout_rounds):
+            missing = self.settings.prompts_per_step - num_kept
             first = found.num_drawn
             numbers = self.sampler.draw(cursor + first, missing)
             prompts = [(first + at, self.prompts[number]) for at, number in enumerate(numbers)]
             asked = grouped_prompts(
-                prompts, method=self.engine.method, step=step, num_responses=self.num_responses
+                prompts,
+                method=self.engine.method,
+                step=step,
+                num_responses=self.settings.responses_per_prompt,
             )
             share = -(-len(asked) // ranks.world_size)
             begin = time.perf_counter()
@@ -702,7 +664,7 @@ class OnlineRollouts(RolloutSource):
             num_tokens += sum(int(record.meta["num_tokens"]) for record in own)
             found.num_drawn += missing
             num_kept = len({record.meta["place"] for record in found.kept})
-            if num_kept >= self.num_prompts:
+            if num_kept >= self.settings.prompts_per_step:
                 break
         found.records = in_order(found.records)
         found.occupancy = self.engine.occupancy.share
@@ -718,7 +680,7 @@ class OnlineRollouts(RolloutSource):
         ranks: Ranks,
     ) -> list[Trajectory]:
         """All records of a round with their scores, every group's from one process."""
-        size = self.num_responses
+        size = self.settings.responses_per_prompt
         own = [
             [
                 self.engine.rollout(prompt, record)
