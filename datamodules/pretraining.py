@@ -26,6 +26,9 @@ from lit_dlm.toy.generated import DrillSource, TrainingSource
 POOL_STEPS = 8
 """Batches whose problems are drawn together and sorted by prompt length, to save padding."""
 
+DRILL_EVERY = 5
+"""Every so many steps have drills, throughout."""
+
 RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
 """How often a drill hides a digit of a result, and any other token."""
 
@@ -44,7 +47,6 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         suffix_share: float = 0.25,
         drills: DrillSource | None = None,
         dense_drill_steps: int = 700,
-        drill_every: int = 5,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -61,8 +63,8 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
             response_length: cells of every response ``G``.
             suffix_share: share of rows that hide a suffix.
             drills: task that gives drills, if any.
-            dense_drill_steps: until this step those of every second step have drills.
-            drill_every: those of every so many steps have drills, throughout.
+            dense_drill_steps: until this step those of every second step have drills, then those
+                of every fifth.
             seed: seed of problems, styles and masks.
             rank: global rank.
             world_size: number of processes.
@@ -78,7 +80,6 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         self.suffix_share = suffix_share
         self.drills = drills
         self.dense_drill_steps = dense_drill_steps
-        self.drill_every = drill_every
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
@@ -114,9 +115,7 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
         )
         # Processes that share weights must run equally many forwards.
         step = number // (self.accumulate * self.world_size)
-        has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (
-            step % self.drill_every == 0
-        )
+        has_drill = (step < self.dense_drill_steps and step % 2 == 0) or (step % DRILL_EVERY == 0)
         drill = self._draw_drills(number, generator) if self.drills and has_drill else None
         return PretrainBatch(ids=ids, pad_mask=pad_mask, start=start, hidden=hidden, drill=drill)
 
@@ -204,8 +203,7 @@ class PretrainDataModule(ElasticDataModule):
         response_length: cells of every response.
         suffix_share: share of rows that hide a suffix instead of uniform cells.
         drills: task that gives drills, if any.
-        dense_drill_steps: until this step every second batch has drills.
-        drill_every: every so many steps a batch has drills, throughout.
+        dense_drill_steps: until this step every second batch has drills, then every fifth.
         seed: seed of problems, styles and masks.
 
     Raises:
@@ -224,7 +222,6 @@ class PretrainDataModule(ElasticDataModule):
         suffix_share: float = 0.25,
         drills: DrillSource | None = None,
         dense_drill_steps: int = 700,
-        drill_every: int = 5,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -232,8 +229,6 @@ class PretrainDataModule(ElasticDataModule):
             raise ValueError("sources: expected at least one task, got none")
         if shares is not None and (len(shares) != len(sources) or min(shares) <= 0):
             raise ValueError(f"shares: expected {len(sources)} positive numbers, got {shares}")
-        if drill_every < 1:
-            raise ValueError(f"drill_every: expected at least 1, got {drill_every}")
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.rows_per_update = rows_per_update
@@ -245,7 +240,6 @@ class PretrainDataModule(ElasticDataModule):
             "suffix_share": suffix_share,
             "drills": drills,
             "dense_drill_steps": dense_drill_steps,
-            "drill_every": drill_every,
             "seed": seed,
         }
 

@@ -35,16 +35,10 @@ class ResumableLoader(DataLoader[Any]):
         del state
 
 
-def planned_loader(
+def _planned_loader(
     dataset: Dataset[Any], plan: EpochPlan | FixedPlan, *, num_workers: int = 0
 ) -> ResumableLoader:
-    """A loader over whole batches that a plan lists, in page-locked memory where there is a GPU.
-
-    Args:
-        dataset: gives a collated batch for a list of example references.
-        plan: which examples go into which batch.
-        num_workers: loader processes.
-    """
+    """A loader over whole batches that a plan lists, in page-locked memory where there is a GPU."""
     return ResumableLoader(
         dataset,
         sampler=plan,
@@ -65,25 +59,14 @@ class _Computed(Dataset[Any]):
         return self.make(refs)
 
 
-def computed_loader(
-    make: Callable[[Sequence[ExampleRef]], Any],
-    count: int,
-    *,
-    batch_size: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-) -> ResumableLoader:
-    """A loader over batches that a function makes, in order; copies fill the last ones.
+def computed_loader(make: Callable[[Sequence[ExampleRef]], Any], count: int) -> ResumableLoader:
+    """A loader over batches that a function makes, in order.
 
     Args:
-        make: gives a collated batch for a list of example references.
-        count: examples of all ranks.
-        batch_size: examples per batch and rank.
-        rank: global rank.
-        world_size: number of processes.
+        make: gives a batch for a list of one example reference.
+        count: how many batches.
     """
-    plan = FixedPlan(np.arange(count), batch_size=batch_size, rank=rank, world_size=world_size)
-    return planned_loader(_Computed(make), plan)
+    return _planned_loader(_Computed(make), FixedPlan(np.arange(count), batch_size=1))
 
 
 class ElasticDataModule(LightningDataModule):
@@ -183,7 +166,7 @@ class ElasticDataModule(LightningDataModule):
             max_tokens=self.max_tokens_per_batch,
             batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
         )
-        return planned_loader(dataset, plan, num_workers=self.num_workers)
+        return _planned_loader(dataset, plan, num_workers=self.num_workers)
 
     def planned_validation(
         self, dataset: Dataset[Any], numbers: NDArray[np.integer], *, batch_size: int
@@ -197,7 +180,7 @@ class ElasticDataModule(LightningDataModule):
         """
         rank, world_size = self._place
         plan = FixedPlan(numbers, batch_size=batch_size, rank=rank, world_size=world_size)
-        return planned_loader(dataset, plan, num_workers=self.num_workers)
+        return _planned_loader(dataset, plan, num_workers=self.num_workers)
 
     @property
     def _place(self) -> tuple[int, int]:

@@ -159,7 +159,7 @@ class StateDataset(Dataset[StateBatch]):
         """Steps of a record that are examples."""
         if self.reader.features:
             return [] if record.features is None else record.features.kept_steps.tolist()
-        return chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
+        return _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
 
     def _read(self, block: int) -> list[Trajectory]:
         first, end = self._starts[block : block + 2]
@@ -389,7 +389,7 @@ class TrajectoryDataModule(ElasticDataModule):
         if self.source == "features":
             return [] if outline.features is None else outline.features.steps[row].tolist()
         num_steps = int(outline.num_steps[row])
-        return chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
+        return _chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
 
     def _check_features(self, uid: str, features: FeatureOutline) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -466,15 +466,8 @@ def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
     return _hash(f"{seed}:{prompt_uid}") / 2**64 < fraction
 
 
-def chosen_steps(uid: str, num_steps: int, ratio: float, *, seed: int) -> list[int]:
-    """Steps of a record that become examples, ascending.
-
-    Args:
-        uid: of the record.
-        num_steps: executed steps.
-        ratio: share of them, 0 to 1.
-        seed: seed of the choice.
-    """
+def _chosen_steps(uid: str, num_steps: int, ratio: float, *, seed: int) -> list[int]:
+    """Steps of a record that become examples, ascending: a share of them, by its uid."""
     rng = np.random.default_rng(_hash(f"steps:{seed}:{uid}"))
     steps = rng.choice(num_steps, size=round(ratio * num_steps), replace=False)
     return np.sort(steps).tolist()

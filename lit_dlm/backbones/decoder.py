@@ -163,7 +163,7 @@ class StoredDecoder(nn.Module):
                     )
             self.architecture = architecture
             self._keys = KeyMap.of(architecture.family)
-            self.model = random_decoder(
+            self.model = _random_decoder(
                 architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
             )
         else:
@@ -179,7 +179,7 @@ class StoredDecoder(nn.Module):
             is_late = trainable and lora is None and adapter is None and not resolved.adds_mask
             if is_late and int(os.environ.get("WORLD_SIZE", 1)) > 1:
                 self._late = torch_dtype(dtype)
-            self.model, self.mapped = loaded_decoder(
+            self.model, self.mapped = _loaded_decoder(
                 resolved,
                 self._weight_files,
                 attn_implementation=attn_implementation,
@@ -188,9 +188,9 @@ class StoredDecoder(nn.Module):
             )
         self._is_4bit = load_in_4bit
         if load_in_4bit:
-            quantise(self.model)
-        fuse_norms(self.model)
-        hasten_products(self.model)
+            _quantise(self.model)
+        _fuse_norms(self.model)
+        _hasten_products(self.model)
         last = self.model.model.layers[-1]
         last.forward = MethodType(_last_layer, last)
         for layer in self.model.model.layers:
@@ -586,7 +586,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return getattr(torch, name)
 
 
-def random_decoder(
+def _random_decoder(
     architecture: Architecture, *, attn_implementation: AttentionRoute, dtype: torch.dtype
 ) -> PreTrainedModel:
     """A decoder with random weights, on torch's default device."""
@@ -597,7 +597,7 @@ def random_decoder(
     return model
 
 
-def loaded_decoder(
+def _loaded_decoder(
     resolved: Resolved,
     files: Sequence[Path],
     *,
@@ -605,27 +605,14 @@ def loaded_decoder(
     dtype: torch.dtype,
     as_stored: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A decoder with the weights of a checkpoint, on torch's default device.
+    """A decoder with the weights of a checkpoint, on torch's default device, and what is mapped.
 
     The memory starts uninitialised (random weights of billions of parameters take minutes) and is
     filled tensor by tensor, so that the peak is the model plus one shard.
-
-    Args:
-        resolved: the checkpoint's description.
-        files: its safetensors files.
-        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
-        dtype: of the weights.
-        as_stored: leaves them in the dtype of the files.
-
-    Returns:
-        The model, and what :func:`~lit_dlm.backbones.weights.load_weights` returns.
-
-    Raises:
-        ValueError: a file, a key or a shape does not fit the description.
     """
     architecture = resolved.architecture
     with torch.device("meta"):
-        model = random_decoder(architecture, attn_implementation=attn_implementation, dtype=dtype)
+        model = _random_decoder(architecture, attn_implementation=attn_implementation, dtype=dtype)
         grows = resolved.file_vocab_size < architecture.vocab_size
         if grows:
             model.resize_token_embeddings(resolved.file_vocab_size, mean_resizing=False)
@@ -642,16 +629,12 @@ def loaded_decoder(
         as_stored=as_stored,
     )
     if resolved.adds_mask:
-        add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
+        _add_mask_row(model, mask_id=architecture.mask_id, vocab_size=architecture.vocab_size)
     return model, mapped
 
 
-def quantise(model: PreTrainedModel) -> None:
-    """Replaces the matrices of a decoder's layers by 4-bit ones (NF4), in place, one at a time.
-
-    Args:
-        model: with its weights loaded, on any device.
-    """
+def _quantise(model: PreTrainedModel) -> None:
+    """Replaces the matrices of a decoder's layers by 4-bit ones (NF4), in place, one at a time."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, linear in list(model.model.layers.named_modules()):
@@ -687,12 +670,8 @@ class FusedRMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-def fuse_norms(model: PreTrainedModel) -> None:
-    """Replaces the norms of a decoder in place; their weights and keys stay.
-
-    Args:
-        model: as transformers builds it.
-    """
+def _fuse_norms(model: PreTrainedModel) -> None:
+    """Replaces the norms of a decoder in place; their weights and keys stay."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
             epsilon: float | None = getattr(norm, "variance_epsilon", None)
@@ -729,12 +708,8 @@ class Linear(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, "none", [], "")
 
 
-def hasten_products(model: PreTrainedModel) -> None:
-    """Makes the linear layers of a decoder :class:`Linear` where torch has oneDNN, in place.
-
-    Args:
-        model: as transformers builds it.
-    """
+def _hasten_products(model: PreTrainedModel) -> None:
+    """Makes the linear layers of a decoder :class:`Linear` where torch has oneDNN, in place."""
     if torch.backends.mkldnn.is_available():
         for module in model.modules():
             if type(module) is nn.Linear:
@@ -742,16 +717,9 @@ def hasten_products(model: PreTrainedModel) -> None:
 
 
 def _last_layer(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a decoder's last layer, which ends with the rows that are read.
+    """The forward of a decoder's last layer, ``(B, L, D)`` to ``(B, K, D)``.
 
-    Args:
-        layer: of transformers.
-        hidden_states: ``(B, L, D)``.
-        args: of the layer's own forward.
-        kwargs: likewise; ``kept`` are ``(B, K)`` int64 columns, without it all.
-
-    Returns:
-        ``(B, K, D)``.
+    It ends with the rows that are read: those of the ``(B, K)`` int64 columns ``kept``, or all.
     """
     kept = kwargs.pop("kept", None)
     if kept is None:
@@ -763,17 +731,12 @@ def _last_layer(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) ->
 
 
 @torch.no_grad()
-def add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> None:
+def _add_mask_row(model: PreTrainedModel, *, mask_id: int, vocab_size: int) -> None:
     """Gives the mask token its rows in the embedding and the head, in place.
 
     Both matrices grow where needed. The new rows, and the mask's own row where the checkpoint has
     an unused one there, start at the mean of the checkpoint's rows: an ordinary size, and no
     token's meaning.
-
-    Args:
-        model: with its weights loaded.
-        mask_id: id of the mask token.
-        vocab_size: rows wanted, at least ``mask_id + 1``.
     """
     embedding, head = model.model.embed_tokens, model.lm_head
     tied = head.weight is embedding.weight

@@ -155,7 +155,7 @@ def resolve(
         facts["text_vocab_size"] = family.text_vocab_size
     if family.attention == "block":
         facts["block_size"] = config.get("block_size", 4)
-    facts |= ids_of_family(
+    facts |= _ids_of_family(
         config,
         name=name,
         table=family.ids,
@@ -220,7 +220,9 @@ def _plain(
             )
         facts |= {
             "family": config["model_type"],
-            **ids_without_table(described, added_tokens=tokens, overrides=overrides, source=source),
+            **_ids_without_table(
+                described, added_tokens=tokens, overrides=overrides, source=source
+            ),
         }
         if from_ar is not None:
             facts["vocab_size"] = max(rows, facts["mask_id"] + 1)
@@ -373,7 +375,7 @@ def listed(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def ids_without_table(
+def _ids_without_table(
     config: Mapping[str, Any],
     *,
     mask_tokens: tuple[str, ...] = (),
@@ -381,18 +383,10 @@ def ids_without_table(
     overrides: Mapping[str, Any],
     source: str,
 ) -> dict[str, Any]:
-    """Ids of a vocabulary that no release is known for.
+    """``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id`` of a vocabulary without a known release.
 
-    Args:
-        config: contents of ``config.json``.
-        mask_tokens: how the family writes its mask token.
-        added_tokens: text to id of the tokenizer's added tokens.
-        overrides: fields that the user gives; they are not looked for.
-        source: for error texts.
-
-    Returns:
-        ``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id``. What nothing names is ``UNKNOWN_ID``,
-        with a warning; padding is hidden from attention, so it falls back to another id.
+    What nothing names, the user's overrides included, is ``UNKNOWN_ID``, with a warning; padding is
+    hidden from attention, so it falls back to another id.
 
     Raises:
         ValueError: the configuration and the tokenizer name different mask ids.
@@ -424,7 +418,7 @@ def ids_without_table(
     }
 
 
-def ids_of_family(
+def _ids_of_family(
     config: Mapping[str, Any],
     *,
     name: str,
@@ -434,26 +428,15 @@ def ids_of_family(
     overrides: Mapping[str, Any],
     source: str,
 ) -> dict[str, Any]:
-    """Ids of a known family: configuration, tokenizer and the released vocabulary must agree.
+    """The same of a known family: configuration, tokenizer and the released vocabulary must agree.
 
-    Args:
-        config: contents of ``config.json``.
-        name: the family, for error texts.
-        table: its special tokens.
-        vocab_size: rows of the embedding. One too small for the released ids (test models) is
-            taken for a vocabulary of its own.
-        added_tokens: text to id of the tokenizer's added tokens; empty without a tokenizer.
-        overrides: fields that the user gives; they are not checked.
-        source: for error texts.
-
-    Returns:
-        ``mask_id``, ``pad_id``, ``eos_ids`` and ``bos_id``.
+    An embedding too small for the released ids (test models) is taken for a vocabulary of its own.
 
     Raises:
-        ValueError: two of the sources disagree.
+        ValueError: two of the sources disagree about a field that the user does not override.
     """
     if vocab_size <= max(table.mask, *table.eos):
-        return ids_without_table(
+        return _ids_without_table(
             config,
             mask_tokens=table.mask_tokens,
             added_tokens=added_tokens,

@@ -355,14 +355,7 @@ def _layout(
     regions: Sequence[Region], spans: Sequence[tuple[int, int]], length: int
 ) -> BlockLayout:
     blocks = tuple(
-        Block(
-            name=region.name,
-            start=start,
-            end=end,
-            tau=region.tau,
-            max_fill_frac=region.max_fill_frac,
-            weight=region.weight,
-        )
+        Block(name=region.name, start=start, end=end, weight=region.weight)
         for region, (start, end) in zip(regions, spans, strict=True)
     )
     return BlockLayout(blocks=blocks, length=length)

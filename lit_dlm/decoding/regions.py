@@ -125,8 +125,6 @@ class Block:
     name: str
     start: int
     end: int
-    tau: float = 0.9
-    max_fill_frac: float = 0.4
     weight: float = 1.0
 
 

@@ -149,7 +149,7 @@ class Projector(nn.Module):
                 f"hidden: expected (..., H, D) = (..., {expected[0]}, {expected[1]}) for this "
                 f"projector, got {tuple(hidden.shape)}"
             )
-        snapshots, deltas = normalised_snapshots(hidden, eps=self.config.norm_eps)
+        snapshots, deltas = _normalised_snapshots(hidden, eps=self.config.norm_eps)
         if self.config.inner_width:
             snapshots = F.gelu(
                 F.linear(snapshots, self.hidden_inner_weight, self.hidden_inner_bias)
@@ -323,7 +323,7 @@ class Autoencoder(nn.Module):
             Scalars ``hidden`` and ``delta``: mean squared errors per entry.
         """
         errors = {}
-        for name, values in zip(("hidden", "delta"), normalised_snapshots(hidden), strict=True):
+        for name, values in zip(("hidden", "delta"), _normalised_snapshots(hidden), strict=True):
             code = getattr(self, f"{name}_encoder")(values)
             rebuilt = getattr(self, f"{name}_decoder")(self.code_dropout(code))
             # One snapshot has no deltas: their sum over nothing is 0.
@@ -381,7 +381,7 @@ class PCAFitter:
         Args:
             hidden: ``(N, H, D)`` floating point snapshots of ``N`` positions.
         """
-        snapshots, deltas = normalised_snapshots(hidden.detach())
+        snapshots, deltas = _normalised_snapshots(hidden.detach())
         self._hidden.add(snapshots.reshape(-1, self.config.hidden_size))
         self._delta.add(deltas.reshape(-1, self.config.hidden_size))
 
@@ -438,20 +438,9 @@ class _Moments:
         return weight.float(), -(weight @ mean).float()
 
 
-def normalised_snapshots(hidden: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """What the encoders read: layer-normalised snapshots and differences of neighbours.
-
-    Args:
-        hidden: ``(..., H, D)`` floating point.
-        eps: added to the variance.
-
-    Returns:
-        ``(..., H, D)`` and ``(..., H - 1, D)`` float32.
-    """
+def _normalised_snapshots(hidden: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Layer-normalised snapshots ``(..., H, D)`` and differences of neighbours, float32."""
     hidden = hidden.float()
     width = (hidden.shape[-1],)
     deltas = hidden[..., 1:, :] - hidden[..., :-1, :]
-    return (
-        F.layer_norm(hidden, width, eps=eps),
-        F.layer_norm(deltas, width, eps=eps),
-    )
+    return F.layer_norm(hidden, width, eps=eps), F.layer_norm(deltas, width, eps=eps)

@@ -43,8 +43,9 @@ class TrainableModule(DecodeModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        corruption: which states are trained on; noise is drawn anew in every pass over the data.
         tokenizer: folder, embedded name or hub id of the tokenizer.
+        corruption: which states are trained on, random masking by default; noise is drawn anew in
+            every pass over the data.
         decoders: decoding methods by name, for ``predict`` and scores during training.
         seed: base seed of noise and decoding.
         num_padding: cells of fill behind an answer that are supervised, counted from its end;
@@ -65,8 +66,8 @@ class TrainableModule(DecodeModule):
         self,
         backbone: HFBackbone,
         *,
-        corruption: Corruption,
         tokenizer: str,
+        corruption: Corruption | None = None,
         decoders: dict[str, Decoder] | None = None,
         seed: int = 0,
         num_padding: int | None = 0,
@@ -88,7 +89,7 @@ class TrainableModule(DecodeModule):
             raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
-        self.corruption = completed(corruption, Corruption, option="corruption")
+        self.corruption = completed(corruption or RandomMasking(), Corruption, option="corruption")
         self.num_padding = num_padding
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps
@@ -411,7 +412,6 @@ class SFTModule(FinetuneModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        corruption: which states are trained on; random masking by default.
         optimizer: constructor of the optimiser, given the trainable parameters.
         common: options of :class:`FinetuneModule`.
     """
@@ -420,11 +420,9 @@ class SFTModule(FinetuneModule):
         self,
         backbone: HFBackbone,
         *,
-        corruption: Corruption | None = None,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
             params, lr=1e-5, weight_decay=0.01
         ),
         **common: Any,
     ) -> None:
-        corruption = corruption or RandomMasking()
-        super().__init__(backbone, corruption=corruption, optimizer=optimizer, **common)
+        super().__init__(backbone, optimizer=optimizer, **common)

@@ -11,10 +11,10 @@ from functools import partial
 from lit_dlm.backbones import Backbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.features import acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.decode import DecodeModule, image_facts
-from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
+from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_states
 from lit_dlm.pictures import know
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
@@ -129,13 +129,17 @@ class TraceModule(DecodeModule):
             hidden_rank=self.hidden_rank,
             delta_rank=self.delta_rank,
         )
-        return fit_projector(
-            self.backbone,
-            (batch.to(self.device) for batch in trace_states(traces, seed=self.seed)),
-            config,
-            hidden_layers=self.settings.hidden_layers,
-            with_prompt=self.settings.layout == "all",
-        )
+        fitter = PCAFitter(config)
+        for states in trace_states(traces, seed=self.seed):
+            fitter.update(
+                state_snapshots(
+                    self.backbone,
+                    states.to(self.device),
+                    hidden_layers=self.settings.hidden_layers,
+                    with_prompt=self.settings.layout == "all",
+                )
+            )
+        return fitter.finish()
 
     def capture(self) -> TrajectoryCapture:
         """The observer of one batch."""

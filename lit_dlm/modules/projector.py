@@ -17,44 +17,11 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
+from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
 from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-def fit_projector(
-    backbone: Backbone,
-    batches: Iterable[StateBatch],
-    config: ProjectorConfig,
-    *,
-    hidden_layers: Sequence[int] = (-3, -2, -1),
-    with_prompt: bool = False,
-) -> Projector:
-    """Principal components of the hidden snapshots at the response positions of some states.
-
-    Deterministic for equal batches in equal order.
-
-    Args:
-        backbone: the frozen denoiser.
-        batches: states, on the backbone's device.
-        config: widths; ``kind`` must be ``pca``.
-        hidden_layers: which snapshots, as many as ``config.num_snapshots``.
-        with_prompt: also use prompt positions (for policies that read them).
-
-    Returns:
-        The projector, on the CPU.
-
-    Raises:
-        ValueError: too few positions for the widths.
-    """
-    fitter = PCAFitter(config)
-    for batch in batches:
-        fitter.update(
-            state_snapshots(backbone, batch, hidden_layers=hidden_layers, with_prompt=with_prompt)
-        )
-    return fitter.finish()
 
 
 @torch.no_grad()

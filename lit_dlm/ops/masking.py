@@ -247,14 +247,32 @@ class TwoCopyLayout:
         return _hide_padding(visible, self._used(num_copies))
 
     def block_mask(self, num_rows: int, num_copies: Tensor | None = None) -> BlockMask:
-        """The same for FlexAttention, see :func:`copies_block_mask`.
+        """The same for FlexAttention (arXiv:2412.05496), but that every slot sees itself.
+
+        This differs on slots that take no part, which nobody else sees.
 
         Args:
             num_rows: ``B``.
             num_copies: as for :meth:`visibility`.
         """
-        real = self._used(num_copies)
-        return copies_block_mask(self.blocks, self.copy, real, num_rows=num_rows)
+        blocks, copy, real = self.blocks, self.copy, self._used(num_copies)
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            del head
+            at = row if len(blocks) > 1 else torch.zeros_like(row)
+            later = blocks[at, query] > blocks[at, key]
+            same = blocks[at, query] == blocks[at, key]
+            seen = torch.where(copy[key] < 0, later | same & (copy[query] < 0), same)
+            seen = seen & ((copy[key] < 0) | (copy[query] == copy[key]))
+            if real is not None:
+                seen = seen & real[row if len(real) > 1 else torch.zeros_like(row), key]
+            return seen | (query == key)
+
+        differ = len(blocks) > 1 or (real is not None and len(real) > 1)
+        length = len(copy)
+        return create_block_mask(
+            sees, num_rows if differ else None, None, length, length, device=str(copy.device)
+        )
 
     def positions(self, canvas_positions: Tensor) -> Tensor:
         """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""
@@ -266,46 +284,13 @@ FLEX_LENGTH = 4096
 
 
 def wants_block_mask(length: int, device: torch.device) -> bool:
-    """Whether rows of clean and noisy copies are better described by :func:`copies_block_mask`.
+    """Whether rows of clean and noisy copies take :meth:`TwoCopyLayout.block_mask`.
 
     Args:
         length: slots of a row.
         device: where they are.
     """
     return device.type == "cuda" and length >= FLEX_LENGTH
-
-
-def copies_block_mask(
-    blocks: Tensor, copy: Tensor, real: Tensor | None, *, num_rows: int
-) -> BlockMask:
-    """Who sees whom in rows of clean and noisy copies, for FlexAttention (arXiv:2412.05496).
-
-    The rule of :meth:`TwoCopyLayout.visibility`, but that every slot sees itself: this differs on
-    slots that take no part, which nobody else sees.
-
-    Args:
-        blocks: ``(1 or B, N)`` int64 block numbers; a noisy slot has that of its clean twin.
-        copy: ``(N,)`` int64 number of the noisy copy, -1 on the clean one.
-        real: ``(1 or B, N)`` bool, slots that take part; ``None`` when all do.
-        num_rows: ``B``.
-    """
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del head
-        at = row if len(blocks) > 1 else torch.zeros_like(row)
-        later = blocks[at, query] > blocks[at, key]
-        same = blocks[at, query] == blocks[at, key]
-        seen = torch.where(copy[key] < 0, later | same & (copy[query] < 0), same)
-        seen = seen & ((copy[key] < 0) | (copy[query] == copy[key]))
-        if real is not None:
-            seen = seen & real[row if len(real) > 1 else torch.zeros_like(row), key]
-        return seen | (query == key)
-
-    differ = len(blocks) > 1 or (real is not None and len(real) > 1)
-    length = len(copy)
-    return create_block_mask(
-        sees, num_rows if differ else None, None, length, length, device=str(copy.device)
-    )
 
 
 class TimeDelayMask(NamedTuple):

@@ -92,15 +92,8 @@ class RolloutItem:
         return len(self.cells)
 
 
-def supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
-    """Records as examples: token ids and steps.
-
-    Args:
-        records: the decodes.
-        epoch: pass over them; noise differs from pass to pass.
-
-    Returns:
-        One example per record.
+def _supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
+    """Records as examples of a pass over them: token ids and steps.
 
     Raises:
         ValueError: a record has rewritten tokens, which two rows do not describe.
@@ -182,7 +175,7 @@ class RowBuilder:
             epoch: pass over the records.
         """
         batch = collate_supervised(
-            supervised_of(records, epoch=epoch),
+            _supervised_of(records, epoch=epoch),
             response_length=max(record.num_generated for record in records),
             spec=self.spec,
         )
@@ -457,7 +450,7 @@ def collate_items(
     length = _needed_length([item for item, _ in items], records, spec)
     examples = [
         replace(example, response_ids=example.response_ids[:length], steps=None)
-        for example in supervised_of([records[number] for number in numbers])
+        for example in _supervised_of([records[number] for number in numbers])
     ]
     responses = collate_supervised(examples, response_length=length, spec=spec)
     states = [len(item.hidden) for item, _ in items]

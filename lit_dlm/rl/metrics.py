@@ -26,18 +26,8 @@ from lit_dlm.tasks import tasks_by_name
 from lit_dlm.trajectories.record import Trajectory
 
 
-def validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
-    """The rewards of a run that say something about single responses.
-
-    Args:
-        rewards: those of training.
-
-    Returns:
-        All but those that come after the filters, which only see groups worth training on.
-
-    Raises:
-        ValueError: none is left.
-    """
+def _validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
+    """All rewards but those after the filters, which only see groups worth training on."""
     found = [reward for reward in rewards if not reward.after_filters]
     if rewards and not found:
         raise ValueError(
@@ -86,7 +76,7 @@ class RolloutValidation:
         tasks, response_length = settings.val_tasks or [], settings.val_response_length
         assert response_length is not None
         rewarder = Rewarder(
-            validation_rewards(settings.rewards),
+            _validation_rewards(settings.rewards),
             tasks_by_name(tasks, option="val_tasks"),
             overlong_is_wrong=False,
             num_workers=settings.num_workers,

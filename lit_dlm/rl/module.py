@@ -81,7 +81,6 @@ class TraceRLModule(TrainableModule):
             row is one item of ``data.batch_size`` and ``packing`` rows of ``data.rows_per_update``.
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
-        reset_optimizer: forget the optimiser's state before every RL step, as dLLM-RL does.
         common: options of :class:`~lit_dlm.modules.finetune.TrainableModule`.
 
     Raises:
@@ -107,7 +106,6 @@ class TraceRLModule(TrainableModule):
             params, lr=1e-6, weight_decay=0.0
         ),
         warmup_steps: int = 0,
-        reset_optimizer: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(
@@ -133,7 +131,6 @@ class TraceRLModule(TrainableModule):
         self.objective = objective or PolicyObjective()
         self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
-        self.reset_optimizer = reset_optimizer
         spec = backbone.spec
         if block_size is not None:
             if spec.attention != "block" or block_size < 1:
@@ -377,9 +374,6 @@ class TraceRLModule(TrainableModule):
     def on_train_epoch_start(self) -> None:
         """Logs the facts of the RL step and starts its clock."""
         self._began = time.perf_counter()
-        if self.reset_optimizer:
-            for optimizer in self.trainer.optimizers:
-                optimizer.state.clear()
         if self.value is not None:
             self.trains_value = self.trainer.current_epoch % self.value.train_every == 0
         self.log_dict(self.facts, on_step=False, on_epoch=True, sync_dist=True)

@@ -490,17 +490,11 @@ def grouped_prompts(
         step: number of the RL step.
         num_responses: responses to each.
     """
+    asked: dict[str, Any] = {"method": method, "step": step, "num_responses": num_responses}
     return [
         response
         for place, prompt in prompts
-        for response in rollout_prompts(
-            prompt.example,
-            prompt.ids,
-            method=method,
-            step=step,
-            place=place,
-            num_responses=num_responses,
-        )
+        for response in rollout_prompts(prompt.example, prompt.ids, place=place, **asked)
     ]
 
 

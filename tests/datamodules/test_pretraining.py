@@ -99,7 +99,7 @@ def test_a_pool_shares_its_problems_and_sorts_them_by_prompt_length() -> None:
 
 def test_drills_are_dense_at_first_and_hide_mostly_results() -> None:
     tokenizer = load_tokenizer(TINY)
-    source = stream(dense_drill_steps=4, drill_every=5, batch_size=64)
+    source = stream(dense_drill_steps=4, batch_size=64)
     has_drill = [source.batch(step).drill is not None for step in range(11)]
     assert has_drill == [s in (0, 2, 5, 10) for s in range(11)]
     drill = source.batch(0).drill
@@ -136,7 +136,6 @@ def test_a_completion_that_does_not_fit_is_an_error() -> None:
     [
         ({"sources": []}, "sources: expected at least one"),
         ({"shares": [1.0, 2.0]}, "shares: expected 1 positive numbers"),
-        ({"drill_every": 0}, "drill_every: expected at least 1"),
     ],
 )
 def test_wrong_options_are_named(options: dict, message: str) -> None:

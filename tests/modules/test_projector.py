@@ -3,7 +3,7 @@ from pathlib import Path
 import torch
 
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
-from lit_dlm.modules.projector import cached_projector, fit_projector, trace_states
+from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_states
 from tests.traces import recorded, small_backbone
 
 CONFIG = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3)
@@ -13,7 +13,11 @@ def test_fit_is_deterministic_and_sees_response_positions_only() -> None:
     """Reference: the same states one by one, without padding, response rows picked by hand."""
     backbone = small_backbone()
     traces = recorded(backbone, 6)
-    one, again = (fit_projector(backbone, trace_states(traces), CONFIG) for _ in range(2))
+    fitters = PCAFitter(CONFIG), PCAFitter(CONFIG)
+    for fitter in fitters:
+        for batch in trace_states(traces):
+            fitter.update(state_snapshots(backbone, batch))
+    one, again = (fitter.finish() for fitter in fitters)
     assert one.digest() == again.digest()
     fitter = PCAFitter(CONFIG)
     for batch in trace_states(traces):

@@ -114,7 +114,7 @@ class LockstepPolicy(CommitPolicy):
         masks = regions.counts(state.masked)
         # float64, so that the product is the one that Python computes.
         caps = (regions.max_fill_frac * masks).floor().long().clamp_min(1)  # (b, R)
-        rank = rank_in_region(prob, candidates, regions)
+        rank = _rank_in_region(prob, candidates, regions)
         return RegionPass(
             regions=regions,
             candidates=candidates,
@@ -221,16 +221,10 @@ class BonusPolicy(LockstepPolicy):
         return commit
 
 
-def rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> Tensor:
-    """Rank of each candidate among those of its region, best first; ties go to the lower column.
+def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> Tensor:
+    """``(b, L)`` int64 rank of each candidate in its region, best first, the leftmost of equals.
 
-    Args:
-        scores: ``(b, L)`` floating point.
-        candidates: ``(b, L)`` bool.
-        regions: of the ``b`` rows.
-
-    Returns:
-        ``(b, L)`` int64; columns that are no candidates come behind those of their region.
+    Columns that are no candidates come behind those of their region.
     """
     ranks = rank_descending(scores, candidates)
     # Regions in the order of the ranks, and how often each has come up so far.
