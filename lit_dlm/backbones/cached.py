@@ -22,8 +22,7 @@ from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.backbones.base import BackboneSpec, Denoised, Span
 from lit_dlm.backbones.graphs import Graphs
 from lit_dlm.backbones.window_cache import WindowCache, WindowPlan
-from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
-from lit_dlm.ops.columns import shifted
+from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns, shifted
 
 _FEW_BLOCKS = 4
 """Blocks of a window up to which a CPU's attention takes them one by one."""

@@ -15,7 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from lit_dlm.backbones.attention import Packing, Sequences
-from lit_dlm.ops.columns import shifted
+from lit_dlm.ops.alignment import shifted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from lit_dlm.backbones.location import ASSETS
-from lit_dlm.decoding import caches, layout, policies, quotas, stepped_window, windows
+from lit_dlm.decoding import caches, layout, policies, quotas, windows
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.engine import DecodeSettings
 from lit_dlm.decoding.guidance import Guidance
@@ -40,7 +40,7 @@ def _members(plug: type, *modules: ModuleType) -> tuple[type, ...]:
 
 PLUGS: dict[str, tuple[type, ...]] = {
     "policy": _members(CommitPolicy, policies, tracelock),
-    "window": _members(windows.Window, windows, stepped_window),
+    "window": _members(windows.Window, windows),
     "quota": _members(quotas.Quota, quotas),
     "sampler": (Sampler,),
     "cache": _members(caches.CacheScheme, caches),

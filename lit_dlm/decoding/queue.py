@@ -26,7 +26,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
-from lit_dlm.ops.columns import shifted
+from lit_dlm.ops.alignment import shifted
 
 _names = count()
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.ops.greedy import arg_max
 from lit_dlm.ops.noise import gumbel_noise
 from lit_dlm.ops.sampling import survivors
-from lit_dlm.ops.scores import confidence, entropy, margin
+from lit_dlm.ops.scores import arg_max, confidence, entropy, margin
 
 CHUNK_ELEMENTS = 1_000_000
 """Logits scored at a time: few enough to stay in a CPU's cache, and beside those of a large

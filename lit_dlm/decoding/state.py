@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
-from lit_dlm.ops.columns import shifted
+from lit_dlm.ops.alignment import shifted
 
 Status = Literal["complete", "eos", "step_limit"]
 

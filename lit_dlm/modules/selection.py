@@ -21,9 +21,7 @@ from lit_dlm.decoding.policies.tracelock import left_of_window_end
 from lit_dlm.decoding.state import Canvas
 from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
-from lit_dlm.metrics.acceptance import RolloutProxy, ThresholdScan
-from lit_dlm.metrics.calibration import CalibrationCurve
-from lit_dlm.metrics.replay import ReplayScore
+from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy, ThresholdScan
 from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.ops.scores import top_quota
 

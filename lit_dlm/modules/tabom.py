@@ -20,9 +20,9 @@ from lit_dlm.losses.terms import LossTerms
 from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
-from lit_dlm.ops.discrimination import entropy_variance
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.masking import first_written
+from lit_dlm.ops.scores import entropy_variance
 
 logger = logging.getLogger(__name__)
 

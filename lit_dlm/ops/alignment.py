@@ -65,3 +65,20 @@ def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) ->
 def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:
     """``(B, K, D)``: the rows ``(B, L, D)`` at ``(B, K)`` int64 columns."""
     return rows.gather(1, columns.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+
+
+def shifted(values: Tensor, by: int, fill: int = 0) -> Tensor:
+    """Values per column with columns added on the left, or taken away where ``by`` is negative.
+
+    Args:
+        values: ``(B, L, ...)``.
+        by: how many columns.
+        fill: value of new columns.
+
+    Returns:
+        ``(B, L + by, ...)``, contiguous.
+    """
+    if by < 0:
+        return values[:, -by:].contiguous()
+    new = values.new_full((values.shape[0], by, *values.shape[2:]), fill)
+    return torch.cat([new, values], dim=1)

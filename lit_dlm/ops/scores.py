@@ -1,4 +1,4 @@
-"""How sure a distribution is, and choosing the surest positions."""
+"""The most probable tokens, how sure a distribution is, and choosing the surest positions."""
 
 from __future__ import annotations
 
@@ -90,3 +90,51 @@ def _among(scores: Tensor, candidates: Tensor) -> Tensor:
     """Scores by which every candidate, be its own ``-inf``, comes before all other columns."""
     least = torch.finfo(scores.dtype).min
     return scores.clamp_min(least).masked_fill_(~candidates, -torch.inf)
+
+
+_BLOCK = 256
+
+
+def arg_max(logits: Tensor) -> Tensor:
+    """``(...)`` int64: the most probable token of ``(..., V)`` logits, the lowest of equals."""
+    # There only the maximum itself is vectorised: torch's arg-max takes twice as long as a softmax.
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    return _first_arg_max(logits.reshape(-1, logits.shape[-1])).reshape(logits.shape[:-1])
+
+
+def _first_arg_max(rows: Tensor) -> Tensor:
+    """``(n,)`` int64 arg-max: first of the blocks' maxima, which reduce fast, then in one block."""
+    whole = rows.shape[1] // _BLOCK * _BLOCK
+    if whole <= _BLOCK:
+        return rows.argmax(-1)
+    tops = rows[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)
+    if whole < rows.shape[1]:
+        tops = torch.cat([tops, rows[:, whole:].amax(-1, keepdim=True)], dim=1)
+    block = tops.argmax(-1)
+    # A last block that is cut short reads further left, where nothing is as large.
+    begin = (block * _BLOCK).clamp_max(rows.shape[1] - _BLOCK)
+    inner = rows.gather(1, begin[:, None] + torch.arange(_BLOCK))
+    return begin + inner.argmax(-1)
+
+
+def entropy_variance(entropy: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Population variance of the chosen entropies of each row (TABOM, arXiv:2605.11854).
+
+    A model that can tell certain from uncertain positions has a large one: the Trajectory
+    Discrimination Score is its mean over rows that have at least two chosen positions.
+
+    Args:
+        entropy: ``(B, L)`` floating point, nats; anything outside the chosen positions.
+        chosen: ``(B, L)`` bool.
+
+    Returns:
+        ``variance`` ``(B,)``, 0 where a row has fewer than two, and ``counts`` ``(B,)`` bool, the
+        rows that have them.
+    """
+    count = chosen.sum(1)
+    values = torch.where(chosen, entropy, 0.0)
+    mean = values.sum(1) / count.clamp_min(1)
+    spread = torch.where(chosen, values - mean[:, None], 0.0)
+    variance = spread.square().sum(1) / count.clamp_min(1)
+    return variance, count >= 2

@@ -17,7 +17,7 @@ from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.ops.discrimination import entropy_variance
+from lit_dlm.ops.scores import entropy_variance
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from tests.finetuning import VOCAB, Data, examples, run, small, two_processes
 from tests.processes import in_two_processes

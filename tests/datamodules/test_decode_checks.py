@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lit_dlm.datamodules.decode_checks import check_decodes
+from lit_dlm.datamodules.supervised import check_decodes
 from lit_dlm.losses.corruption import TimeDelay, TraceMasking
 from lit_dlm.modules.finetune import SFTModule
 from lit_dlm.modules.supervised_batch import SupervisedExample

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from lit_dlm.datamodules.prompt_mix import PromptMix, drawn_length, largest_remainder
+from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remainder
 from lit_dlm.tasks import PromptExample
 
 RELEASE = {"gsm8k": 0.2, "kodcode": 0.2, "alpaca": 0.4}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.datamodules import PromptDataModule
-from lit_dlm.datamodules.prompt_mix import PromptMix
+from lit_dlm.datamodules.prompts import PromptMix
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
 from lit_dlm.reports.results import ResultFolder

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lit_dlm.decoding import BlockWindow, Decoder, NoQuota, ThresholdPolicy, prompt_canvas
-from lit_dlm.decoding.stepped_window import SteppedBlockWindow
+from lit_dlm.decoding.windows import SteppedBlockWindow
 from tests.fakes import TableBackbone, fake_spec
 
 

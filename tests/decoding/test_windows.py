@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from lit_dlm.decoding import BlockWindow, ConfidencePolicy, Decoder, FullWindow, SlidingWindow
-from lit_dlm.decoding.stepped_window import SteppedBlockWindow
-from lit_dlm.decoding.windows import check_window, default_window, masks_first
+from lit_dlm.decoding.windows import SteppedBlockWindow, check_window, default_window, masks_first
 from tests.decoding.states import state_with_masks
 from tests.fakes import MASK, PAD, fake_spec
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lit_dlm.metrics.calibration import CalibrationCurve
+from lit_dlm.metrics.acceptance import CalibrationCurve
 
 
 def test_error_matches_hand_value() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_dlm.metrics.replay import ReplayScore
+from lit_dlm.metrics.acceptance import ReplayScore
 
 
 def rows(*values: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_dlm.ops.greedy import arg_max
+from lit_dlm.ops.scores import arg_max
 
 
 @pytest.mark.parametrize("vocab_size", [3, 256, 257, 700, 1024, 131_073])

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch
 
-from lit_dlm.metrics.calibration import CalibrationCurve
+from lit_dlm.metrics.acceptance import CalibrationCurve
 from lit_dlm.reports.plots import plot_calibration, write_calibration
 
 
