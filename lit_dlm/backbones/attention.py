@@ -224,33 +224,23 @@ def one_by_one(
     return output.view(B, W, H, d), None
 
 
-def auto(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """:func:`varlen` or, on a CPU, :func:`one_by_one`."""
     attend = one_by_one if query.device.type == "cpu" else varlen
-    return attend(module, query, key, value, attention_mask, **kwargs)
+    return attend(module, query, *others, **kwargs)
 
 
 def eager(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
+    *others: Any,
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer by products and a softmax; arguments as in :func:`grouped_sdpa`."""
     if packing is not None:
         query = packing.grid(query)
-    output, _ = eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    output, _ = eager_attention_forward(module, query, *others, **kwargs)
     return output if packing is None else packing.pack(output.transpose(1, 2)), None
 
 

@@ -180,6 +180,10 @@ class Vision(nn.Module):
         """
 
 
+_MOST_ENCODED = 1024
+"""Pictures whose tokens are kept: at most 40 MB at 1,024 tokens each."""
+
+
 class TokenVision(Vision):
     """A picture is tokens in front of the words, as MMaDA has it (arXiv:2505.15809)."""
 
@@ -222,6 +226,8 @@ class TokenVision(Vision):
     def picture_ids(self, picture: Picture) -> list[int]:
         """Its tokens, line by line, of the picture made square with white margins."""
         if picture.digest not in self._tokens:
+            if len(self._tokens) == _MOST_ENCODED:
+                del self._tokens[next(iter(self._tokens))]
             codes = self.tokenizer.encode(square_pixels(picture, self.resolution)[None])
             self._tokens[picture.digest] = (codes.flatten() + self.first_id).tolist()
         return self._tokens[picture.digest]

@@ -48,28 +48,21 @@ _CHUNK = 64
 
 
 @dataclass(eq=False, kw_only=True)
-class RolloutItem:
-    """What is scored together: one state, several packed in a row, or the views of one estimate.
+class Units:
+    """States that are scored, and what is known of their units.
 
     ``K`` states of ``G`` cells; ``N`` scored cells, state by state; ``M`` units, each a token with
     one log-probability: the scored cells themselves, or of views the tokens they share.
     """
 
-    record: int
-    """Number of the record."""
     hidden: Tensor
     """``(K, G)`` bool."""
     supervised: Tensor
     """``(K, G)`` bool, ``N`` cells in all."""
-    cells: Tensor
-    """``(M,)`` int64 response cell of each unit."""
     weight: Tensor
     """``(M,)`` float32 weight of each unit in the loss."""
     kl_weight: Tensor
     """``(M,)`` float32 weight of its divergence."""
-    size: float = 1.0
-    """Rows that it stands for in a mean over rows: its states, each for those that a cap left out
-    as well; the views of one estimate are one."""
     unit: Tensor | None = None
     """``(N,)`` int64 unit that each scored cell belongs to; ``None``: its own."""
     coefficient: Tensor | None = None
@@ -81,15 +74,29 @@ class RolloutItem:
     # What is filled in before training; (M,) floating point each.
     advantage: Tensor | None = None
     returns: Tensor | None = None
-    old_log_prob: Tensor | None = None
+    old_log_prob: Tensor | None = None  # where there is none the ratio is 1
     old_value: Tensor | None = None
-    reference: Tensor | None = None
-    behaviour: Tensor | None = None
+    reference: Tensor | None = None  # of the initial policy
 
     @property
     def num_units(self) -> int:
         """``M``."""
-        return len(self.cells)
+        return len(self.weight)
+
+
+@dataclass(eq=False, kw_only=True)
+class RolloutItem(Units):
+    """What is scored together: one state, several packed in a row, or the views of one estimate."""
+
+    record: int
+    """Number of the record."""
+    cells: Tensor
+    """``(M,)`` int64 response cell of each unit."""
+    size: float = 1.0
+    """Rows that it stands for in a mean over rows: its states, each for those that a cap left out
+    as well; the views of one estimate are one."""
+    behaviour: Tensor | None = None
+    """``(M,)`` log-probabilities under which the sampler drew them."""
 
 
 def _supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
@@ -348,53 +355,22 @@ def pick(values: NDArray[np.float32] | Tensor, item: RolloutItem) -> Tensor:
     return torch.as_tensor(values)[item.record, item.cells].float()
 
 
-@dataclass
-class RolloutBatch(TensorBatch):
-    """Items of one micro-batch: ``S`` responses, ``R`` states, ``M`` units, ``N`` cells."""
+@dataclass(eq=False, kw_only=True)
+class RolloutBatch(Units, TensorBatch):
+    """Items of one micro-batch. The loss is the sum over a full one, divided by ``num_slots``."""
 
     responses: SupervisedBatch
     """The distinct responses, ``G`` cells each."""
     sample: Tensor
-    """``(R,)`` int64 response of each state."""
+    """``(K,)`` int64 response of each state."""
     item: Tensor
-    """``(R,)`` int64 item of each state, ascending."""
-    hidden: Tensor
-    """``(R, G)`` bool."""
-    supervised: Tensor
-    """``(R, G)`` bool, ``N`` cells."""
-    weight: Tensor
-    """``(M,)`` float32; the sum over a full batch's units is divided by ``num_slots``."""
-    kl_weight: Tensor
-    """``(M,)`` float32."""
-    advantage: Tensor
-    """``(M,)`` float32."""
+    """``(K,)`` int64 item of each state, ascending."""
     num_slots: int
     """Items of a full batch."""
     num_rows: float
     """Rows that the weights stand for: in an update as many as it has slots, however they lie."""
-    unit: Tensor | None = None
-    """``(N,)`` int64, or ``None`` where units are cells."""
-    coefficient: Tensor | None = None
-    """``(N,)`` float32, with ``unit``."""
-    seeds: Tensor | None = None
-    """``(R,)`` int64, with ``prompt_rate``."""
-    prompt_rate: float = 0.0
-    """Chance of prompt tokens to be hidden."""
-    old_log_prob: Tensor | None = None
-    """``(M,)`` float32; ``None`` where the ratio is to be 1."""
-    reference: Tensor | None = None
-    """``(M,)`` float32 log-probabilities of the initial policy."""
-    returns: Tensor | None = None
-    """``(M,)`` float32."""
-    old_value: Tensor | None = None
-    """``(M,)`` float32."""
     is_empty: bool = False
     """Whether the RL step has nothing to learn from, so that no update may follow."""
-
-    @property
-    def num_units(self) -> int:
-        """``M``."""
-        return len(self.weight)
 
     def states(self) -> NoisyStates:
         """The states of the batch."""

@@ -325,6 +325,7 @@ class TraceRLModule(TrainableModule):
     def training_step(self, batch: RolloutBatch, batch_idx: int = 0) -> Tensor:
         """Policy and value loss of a batch of items."""
         scores = self.score(batch)
+        assert batch.advantage is not None
         # Without old log-probabilities the policy is its own old one: a ratio of 1.
         old = scores.log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
         actor = self.policy_loss.compute(
