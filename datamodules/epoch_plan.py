@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from lit_dlm.ops.batches import split_batches, token_batches
+from lit_dlm.ops.options import at_least
 
 _LENGTH_GROUP = 50
 """Batches whose examples are sorted by length together; as many times ``max_tokens``."""
@@ -81,8 +82,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         """
         if not len(blocks):
             raise ValueError("EpochPlan: expected at least one example, got none")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        at_least(1, batch_size=batch_size)
         self.blocks = np.asarray(blocks)
         self.numbers = None if numbers is None else np.asarray(numbers)
         if self.numbers is not None and len(self.numbers) != len(self.blocks):
@@ -211,8 +211,7 @@ class FixedPlan(DistributedSampler[list[ExampleRef]]):
         """
         if not len(indices):
             raise ValueError("FixedPlan: expected at least one example, got none")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+        at_least(1, batch_size=batch_size)
         per_rank = -(-len(indices) // world_size)
         self.batches = []
         for first in range(0, per_rank, batch_size):

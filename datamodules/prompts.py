@@ -18,6 +18,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, PromptStream, decode_uid
+from lit_dlm.ops.options import at_least
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -70,12 +71,7 @@ class PromptDataModule(LightningDataModule):
         super().__init__()
         if not tasks:
             raise ValueError("tasks: expected at least one task, got none")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-        if responses_per_prompt < 1:
-            raise ValueError(
-                f"responses_per_prompt: expected at least 1, got {responses_per_prompt}"
-            )
+        at_least(1, batch_size=batch_size, responses_per_prompt=responses_per_prompt)
         tasks_by_name(tasks)
         self.tasks = tasks
         lengths = [response_length] if isinstance(response_length, int) else response_length
@@ -264,8 +260,7 @@ class PromptMix:
     """Seed of the choice within each task."""
 
     def __post_init__(self) -> None:
-        if self.total < 1:
-            raise ValueError(f"mix.total: expected at least 1, got {self.total}")
+        at_least(1, of="mix.", total=self.total)
         for name, weight in self.weights.items():
             if not (math.isfinite(weight) and weight > 0.0):
                 raise ValueError(f"mix.weights.{name}: expected a positive number, got {weight}")

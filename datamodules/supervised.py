@@ -34,6 +34,7 @@ from lit_dlm.modules.supervised_batch import (
     row_tokens,
 )
 from lit_dlm.modules.tabom import TABOMModule
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import completed
 
 logger = logging.getLogger(__name__)
@@ -145,21 +146,14 @@ class SupervisedDataModule(ElasticDataModule):
         super().__init__()
         if not sources:
             raise ValueError("sources: expected at least one source, got none")
-        for name, value in (
-            ("response_length", response_length),
-            ("batch_size", batch_size),
-            ("max_prompt_length", max_prompt_length),
-            ("limit", limit),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(1, response_length=response_length, batch_size=batch_size, limit=limit)
+        at_least(1, max_prompt_length=max_prompt_length)
         if max_tokens_per_batch is not None and rows_per_update is not None:
             raise ValueError(
                 "rows_per_update: expected null with max_tokens_per_batch, whose batches have any "
                 f"number of rows, got {rows_per_update}; set trainer.accumulate_grad_batches"
             )
-        if not 0.0 <= val_fraction < 1.0:
-            raise ValueError(f"val_fraction: expected a number in [0, 1), got {val_fraction}")
+        within("[0, 1)", val_fraction=val_fraction)
         self.sources = [completed(one, SupervisedSource, option="sources") for one in sources]
         self.response_length = response_length
         self.batch_size = batch_size

@@ -31,6 +31,7 @@ from lit_dlm.modules.state_batch import (
     trace_state,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.ops.options import within
 from lit_dlm.pictures import look_in, take_up
 from lit_dlm.trajectories.features import FeatureOutline
 from lit_dlm.trajectories.record import Trajectory
@@ -239,10 +240,8 @@ class TrajectoryDataModule(ElasticDataModule):
             num_workers: loader processes.
         """
         super().__init__()
-        if not 0.0 < val_fraction < 1.0:
-            raise ValueError(f"val_fraction: expected a number between 0 and 1, got {val_fraction}")
-        if not 0.0 <= step_ratio <= 1.0:
-            raise ValueError(f"step_ratio: expected a number in 0..1, got {step_ratio}")
+        within("(0, 1)", val_fraction=val_fraction)
+        within("[0, 1]", step_ratio=step_ratio)
         folders = [shards] if more_shards is None else [shards, more_shards]
         self.folders = [Path(folder) for folder in folders]
         self.shards = ", ".join(str(folder) for folder in folders)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from lit_dlm.ops.options import one_of
+
 if TYPE_CHECKING:  # checks before a run need the facts alone
     from torch import Tensor
 
@@ -20,13 +22,6 @@ BlockOrigin = Literal["sequence", "response"]
 """Where blocks are counted from: the first real token of a row (the generators of SDAR and dLLM-RL;
 the tail of a prompt then shares the first block that is generated), or the first column of the
 response."""
-
-_CHOICES: dict[str, tuple[object, object]] = {
-    "shift": (0, 1),
-    "attention": ("full", "block"),
-    "block_origin": ("sequence", "response"),
-    "positions": ("cumsum", "arange"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +61,11 @@ class BackboneSpec:
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
         if not self.eos_ids:
             raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"BackboneSpec.{name}: expected {known[0]!r} or {known[1]!r}, "
-                    f"got {getattr(self, name)!r}"
-                )
+        of = "BackboneSpec."
+        one_of(0, 1, of=of, shift=self.shift)
+        one_of("full", "block", of=of, attention=self.attention)
+        one_of("sequence", "response", of=of, block_origin=self.block_origin)
+        one_of("cumsum", "arange", of=of, positions=self.positions)
         if self.attention == "block" and not self.block_size:
             raise ValueError("BackboneSpec.block_size: block attention needs a block size")
 

@@ -48,6 +48,7 @@ from lit_dlm.backbones.weights import (
     weight_files,
 )
 from lit_dlm.ops.alignment import gather_rows
+from lit_dlm.ops.options import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +133,7 @@ class StoredDecoder(nn.Module):
             raise ValueError(
                 f"HFBackbone: expected exactly one of path and architecture, got {given}"
             )
-        if attn_implementation not in ROUTES:
-            raise ValueError(
-                f"HFBackbone.attn_implementation: expected one of {', '.join(ROUTES)}, "
-                f"got {attn_implementation!r}"
-            )
+        one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
         if lora is not None and adapter is not None:
             raise ValueError("HFBackbone: expected at most one of lora and adapter, got both")
         if merge_adapter and adapter is None:

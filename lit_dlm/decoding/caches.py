@@ -42,6 +42,7 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import token_batches
+from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.plugs import Plug
 
 FirstPosition = Literal["commit", "carry"]
@@ -130,10 +131,7 @@ class _FullAttentionCache(_PartCache):
                 hidden row of the refresh. Without effect on other models, and where a refresh
                 finds the cell filled.
         """
-        if first_position not in ("commit", "carry"):
-            raise ValueError(
-                f"first_position: expected 'commit' or 'carry', got {first_position!r}"
-            )
+        one_of("commit", "carry", first_position=first_position)
         self.first_position = first_position
 
     def check(self, spec: BackboneSpec, window: Window) -> None:
@@ -162,8 +160,7 @@ class PrefixCache(_FullAttentionCache):
             first_position: see :class:`DualCache`.
         """
         super().__init__(first_position=first_position)
-        if horizon is not None and horizon < 0:
-            raise ValueError(f"horizon: expected 0 or more, got {horizon}")
+        at_least(0, horizon=horizon)
         self.horizon = horizon
 
     def step_span(self, begin: int, end: int, length: int) -> Span:

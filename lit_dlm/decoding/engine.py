@@ -25,6 +25,7 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
 from lit_dlm.decoding.stopwatch import Span
 from lit_dlm.decoding.windows import Window, WindowView, check_window, first_column, masks_first
+from lit_dlm.ops.options import at_least
 from lit_dlm.ops.scores import top_quota
 
 
@@ -46,10 +47,7 @@ class DecodeSettings:
     """Cap on the commits of a row in one step; the policy's best-scored ones stay."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "max_commits_per_step"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(1, max_steps=self.max_steps, max_commits_per_step=self.max_commits_per_step)
         if self.stall_rule == "idle" and self.max_steps is None:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.decoding.state import DecodeState
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import Plug
 
 
@@ -41,8 +42,7 @@ class FixedQuota(Quota):
 
     def __init__(self, tokens_per_step: int = 1) -> None:
         """Sets the number of cells per step."""
-        if tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
+        at_least(1, tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
@@ -109,8 +109,7 @@ class ScheduleQuota(Quota):
             steps_per_block: for every block.
         """
         chosen = _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
-        if not 0.0 < eps < 1.0:
-            raise ValueError(f"eps: expected a number between 0 and 1, got {eps}")
+        within("(0, 1)", eps=eps)
         self.steps = steps
         self.steps_per_block = steps_per_block
         self.eps = eps
@@ -146,8 +145,7 @@ class BudgetQuota(Quota):
 
     def __init__(self, steps: int) -> None:
         """Sets the number of steps."""
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
+        at_least(1, steps=steps)
         self.steps = steps
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
@@ -177,8 +175,7 @@ class CosineQuota(Quota):
 
     def __init__(self, steps: int) -> None:
         """Sets the number of steps."""
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
+        at_least(1, steps=steps)
         self.steps = steps
         # float32, as in the release: rounding down makes the counts depend on it.
         ratios = [torch.tensor((step + 1) / steps, dtype=torch.float32) for step in range(steps)]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_dlm.ops.options import at_least, within
+
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
@@ -38,26 +40,13 @@ class Region:
     """Weight of the region's tokens where a loss uses it; 0 leaves them out."""
 
     def __post_init__(self) -> None:
-        where = f"layout: region {self.name!r}"
-        if not 0.0 <= self.tau <= 1.0:
-            raise ValueError(f"{where}: tau: expected a probability in 0..1, got {self.tau}")
-        if not 0.0 < self.max_fill_frac <= 1.0:
-            raise ValueError(
-                f"{where}: max_fill_frac: expected a number above 0 and up to 1, "
-                f"got {self.max_fill_frac}"
-            )
-        if not self.weight >= 0.0:
-            raise ValueError(f"{where}: weight: expected 0 or more, got {self.weight}")
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"{where}: length: expected at least 1 or null, got {self.length}")
-        if self.start is not None and self.start < 0:
-            raise ValueError(f"{where}: start: expected 0 or more, got {self.start}")
-        if self.fraction is not None and not 0.0 < self.fraction <= 1.0:
-            raise ValueError(
-                f"{where}: fraction: expected a number above 0 and up to 1, got {self.fraction}"
-            )
+        where = f"layout: region {self.name!r}: "
+        within("[0, 1]", of=where, tau=self.tau)
+        within("(0, 1]", of=where, max_fill_frac=self.max_fill_frac, fraction=self.fraction)
+        at_least(0, of=where, weight=self.weight, start=self.start)
+        at_least(1, of=where, length=self.length)
         if self.marker is not None and not self.marker:
-            raise ValueError(f"{where}: marker: expected at least one token id, got none")
+            raise ValueError(f"{where}marker: expected at least one token id, got none")
 
     def marker_ids(self) -> list[int]:
         """The token ids of the marker; none where there is no marker.

@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
 from lit_dlm.ops.noise import gumbel_noise
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.sampling import survivors
 from lit_dlm.ops.scores import arg_max, confidence, entropy, margin
 
@@ -57,12 +58,9 @@ class Sampler:
             allowed_ids: first id that may be proposed, and the first one behind them, such as those
                 of picture tokens; by default the words of the model.
         """
-        if temperature < 0.0:
-            raise ValueError(f"temperature: expected 0 or more, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, got {top_k}")
-        if top_p is not None and not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p: expected a number in (0, 1], got {top_p}")
+        at_least(0, temperature=temperature)
+        at_least(1, top_k=top_k)
+        within("(0, 1]", top_p=top_p)
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p

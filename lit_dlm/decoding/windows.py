@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.decoding.state import DecodeState
+from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.plugs import Plug
 
 
@@ -117,10 +118,8 @@ class BlockWindow(Window):
             origin: where blocks are counted from; with ``sequence``, block models decode in the
                 blocks of their own generators and a row's first block may begin in its prompt.
         """
-        if block_length < 1:
-            raise ValueError(f"block_length: expected at least 1, got {block_length}")
-        if origin not in ("sequence", "response"):
-            raise ValueError(f"origin: expected 'sequence' or 'response', got {origin!r}")
+        at_least(1, block_length=block_length)
+        one_of("sequence", "response", origin=origin)
         self.block_length = block_length
         self.origin: BlockOrigin = origin
 
@@ -209,8 +208,7 @@ class SlidingWindow(Window):
 
     def __init__(self, width: int = 128) -> None:
         """Sets the width in tokens."""
-        if width < 1:
-            raise ValueError(f"width: expected at least 1, got {width}")
+        at_least(1, width=width)
         self.width = width
 
     def view(self, state: DecodeState) -> WindowView:
@@ -243,9 +241,7 @@ class SteppedBlockWindow(Window):
             block_length: in tokens; the response must be a multiple.
             steps: for the whole response; a multiple of its blocks.
         """
-        for name, value in (("block_length", block_length), ("steps", steps)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(1, block_length=block_length, steps=steps)
         self.block_length = block_length
         self.steps = steps
 

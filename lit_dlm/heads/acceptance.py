@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.heads.encoder import EncoderLayer, Packing
+from lit_dlm.ops.options import at_least, one_of, within
 from lit_dlm.ops.scores import top_quota
 
 
@@ -68,30 +69,20 @@ class AcceptanceConfig:
     """Training only: share of masked positions whose features are hidden behind a vector."""
 
     def __post_init__(self) -> None:
-        sizes = ("width", "num_layers", "num_heads", "ffn_width", "mlp_layers", "max_length")
-        for name in (*sizes, *(["mlp_width"] if self.mlp_width is not None else [])):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"AcceptanceConfig.{name}: expected at least 1, got {getattr(self, name)}"
-                )
+        of = "AcceptanceConfig."
+        sizes = ("width", "num_layers", "num_heads", "ffn_width", "mlp_width", "mlp_layers")
+        at_least(1, of=of, **{name: getattr(self, name) for name in (*sizes, "max_length")})
         self._check_kind()
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
                 f"{2 * self.num_heads}, got {self.width}"
             )
-        for name in ("dropout", "target_mask_prob"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(
-                    f"AcceptanceConfig.{name}: expected a number in [0, 1), "
-                    f"got {getattr(self, name)}"
-                )
+        within("[0, 1)", of=of, dropout=self.dropout, target_mask_prob=self.target_mask_prob)
 
     def _check_kind(self) -> None:
         """Refuses settings that the kind has no use for."""
-        kinds = ("transformer", "mlp", "linear")
-        if self.kind not in kinds:
-            raise ValueError(f"AcceptanceConfig.kind: expected one of {kinds}, got {self.kind!r}")
+        one_of("transformer", "mlp", "linear", of="AcceptanceConfig.", kind=self.kind)
         unused: dict[str, object] = {}
         if self.kind != "transformer":
             unused["dynamic_threshold"] = False

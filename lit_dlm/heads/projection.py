@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_dlm.heads.folder import fitting, read_folder, write_folder
+from lit_dlm.ops.options import at_least, one_of
 
 ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
@@ -52,18 +53,13 @@ class ProjectorConfig:
     """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
-        kinds = ("pca", "random_orthogonal", "autoencoder")
-        if self.kind not in kinds:
-            raise ValueError(f"ProjectorConfig.kind: expected one of {kinds}, got {self.kind!r}")
+        one_of("pca", "random_orthogonal", "autoencoder", of="ProjectorConfig.", kind=self.kind)
         if self.inner_width < 0 or (self.inner_width and self.kind != "autoencoder"):
             raise ValueError(
                 "ProjectorConfig.inner_width: expected 0, or more with kind 'autoencoder', got "
                 f"{self.inner_width} with {self.kind!r}"
             )
-        if self.num_snapshots < 1:
-            raise ValueError(
-                f"ProjectorConfig.num_snapshots: expected at least 1, got {self.num_snapshots}"
-            )
+        at_least(1, of="ProjectorConfig.", num_snapshots=self.num_snapshots)
         for name in ("hidden_rank", "delta_rank"):
             rank = getattr(self, name)
             if not 1 <= rank <= self.hidden_size:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_dlm.losses.terms import LossTerms
+from lit_dlm.ops.options import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,8 @@ class AcceptanceLossSettings:
     grades. A wrong answer teaches to trust the mistakes that led to it."""
 
     def __post_init__(self) -> None:
-        for name in ("front_slope", "negative_weight", "tau_weight", "wrong_trace_weight"):
-            if getattr(self, name) < 0.0:
-                raise ValueError(
-                    f"AcceptanceLossSettings.{name}: expected 0 or more, got {getattr(self, name)}"
-                )
+        weights = {name: value for name, value in vars(self).items() if name != "written_tail"}
+        at_least(0, of="AcceptanceLossSettings.", **weights)
 
 
 def acceptance_weights(

@@ -8,7 +8,7 @@ drawn before.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from lit_dlm.losses.states import (
     LossWeight,
     NoisyStates,
     Responses,
-    checked_weight,
     counted_states,
     target_weights,
 )
 from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
 from lit_dlm.ops.masking import time_delay_mask
 from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.options import at_least, one_of
 
 _LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
 """Streams of noise, apart from those of decoding."""
@@ -60,14 +60,13 @@ class RandomMasking(Corruption):
                 "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
                 f"ever a target there), got {min_t}, {max_t}"
             )
-        if level not in ("row", "block", "token"):
-            raise ValueError(f"level: expected 'row', 'block' or 'token', got {level!r}")
-        if copies < 1:
-            raise ValueError(f"copies: expected at least 1, got {copies}")
+        one_of("row", "block", "token", level=level)
+        at_least(1, copies=copies)
         self.min_t, self.max_t = min_t, max_t
         self.level = level
         self.copies = copies
-        self.weight = checked_weight(weight)
+        one_of(*get_args(LossWeight), weight=weight)
+        self.weight: LossWeight = weight
 
     def states(self, responses: Responses) -> NoisyStates:
         """Independent states, ``copies`` of each sample."""
@@ -129,14 +128,13 @@ class SemiAutoregressive(Corruption):
         rows_per_sample: int | None = None,
         weight: LossWeight = "1/num_targets",
     ) -> None:
-        if block_size is not None and block_size < 1:
-            raise ValueError(f"block_size: expected at least 1, got {block_size}")
-        if order not in ("position", "trace"):
-            raise ValueError(f"order: expected 'position' or 'trace', got {order!r}")
+        at_least(1, block_size=block_size)
+        one_of("position", "trace", order=order)
         self.noise = RandomMasking(min_t=min_p, max_t=max_p, level="token", weight=weight)
         self.block_size = block_size
         self.order = order
-        self.rows_per_sample = _checked_rows(rows_per_sample)
+        at_least(1, rows_per_sample=rows_per_sample)
+        self.rows_per_sample = rows_per_sample
 
     def states(self, responses: Responses) -> NoisyStates:
         """One state per sample of a block model, else one per block."""
@@ -187,13 +185,13 @@ class TraceMasking(Corruption):
         weight: LossWeight = "1/num_targets",
         padding: Literal["hidden", "replayed"] = "hidden",
     ) -> None:
-        if shrink < 1:
-            raise ValueError(f"shrink: expected at least 1, got {shrink}")
-        if padding not in ("hidden", "replayed"):
-            raise ValueError(f"padding: expected 'hidden' or 'replayed', got {padding!r}")
+        at_least(1, shrink=shrink)
+        one_of("hidden", "replayed", padding=padding)
         self.shrink = shrink
-        self.rows_per_sample = _checked_rows(rows_per_sample)
-        self.weight = checked_weight(weight)
+        at_least(1, rows_per_sample=rows_per_sample)
+        self.rows_per_sample = rows_per_sample
+        one_of(*get_args(LossWeight), weight=weight)
+        self.weight: LossWeight = weight
         self.padding = padding
 
     def states(self, responses: Responses) -> NoisyStates:
@@ -232,7 +230,8 @@ class Autoregressive(Corruption):
     """
 
     def __init__(self, *, weight: LossWeight = "1/num_targets") -> None:
-        self.weight = checked_weight(weight)
+        one_of(*get_args(LossWeight), weight=weight)
+        self.weight: LossWeight = weight
 
     def states(self, responses: Responses) -> NoisyStates:
         """One state per sample."""
@@ -272,18 +271,14 @@ class TimeDelay(Corruption):
         cut_range: CutRange = "full",
         cut_sampler: Literal["uniform", "non_ltr"] = "uniform",
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window: expected at least 1, got {window}")
-        if unit not in ("steps", "tokens"):
-            raise ValueError(f"unit: expected 'steps' or 'tokens', got {unit!r}")
-        if cut_range not in ("full", "reference"):
-            raise ValueError(f"cut_range: expected 'full' or 'reference', got {cut_range!r}")
+        at_least(1, window=window)
+        one_of("steps", "tokens", unit=unit)
+        one_of("full", "reference", cut_range=cut_range)
         if unit == "tokens" and cut_range == "reference":
             raise ValueError(
                 "cut_range: 'reference' counts steps, expected 'full' with unit tokens"
             )
-        if cut_sampler not in ("uniform", "non_ltr"):
-            raise ValueError(f"cut_sampler: expected 'uniform' or 'non_ltr', got {cut_sampler!r}")
+        one_of("uniform", "non_ltr", cut_sampler=cut_sampler)
         self.window = window
         self.unit: Literal["steps", "tokens"] = unit
         self.cut_range: CutRange = cut_range
@@ -329,9 +324,3 @@ class TimeDelay(Corruption):
             per_row=False,
             cut=cut,
         )
-
-
-def _checked_rows(rows_per_sample: int | None) -> int | None:
-    if rows_per_sample is not None and rows_per_sample < 1:
-        raise ValueError(f"rows_per_sample: expected at least 1 or null, got {rows_per_sample}")
-    return rows_per_sample

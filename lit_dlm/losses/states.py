@@ -147,15 +147,3 @@ def counted_states(weight: LossWeight, maskable: Tensor) -> Tensor | None:
         ``(R,)`` bool states whose sample has such cells; ``None`` for those with targets.
     """
     return maskable.any(1) if weight in ("1/t", "1/length") else None
-
-
-def checked_weight(weight: LossWeight) -> LossWeight:
-    """The rule itself.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    known = ("none", "1/t", "1/num_targets", "1/length")
-    if weight not in known:
-        raise ValueError(f"weight: expected one of {', '.join(known)}, got {weight!r}")
-    return weight

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lit_dlm.ops.options import at_least, within
+
 
 class RolloutProxy(Metric):
     """Precision, recall and F-beta of acceptances at a fixed decision threshold, micro-averaged.
@@ -33,8 +35,7 @@ class RolloutProxy(Metric):
             beta: weight of recall against precision.
         """
         super().__init__()
-        if not 0.0 <= threshold <= 1.0:
-            raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
+        within("[0, 1]", threshold=threshold)
         if beta <= 0.0:
             raise ValueError(f"beta: expected a positive number, got {beta}")
         self.threshold = threshold
@@ -106,8 +107,7 @@ class ThresholdScan(Metric):
     def __init__(self, *, sample_share: float = 0.1) -> None:
         """Sets the share of positions that choose the threshold."""
         super().__init__()
-        if not 0.0 < sample_share <= 1.0:
-            raise ValueError(f"sample_share: expected a number in (0, 1], got {sample_share}")
+        within("(0, 1]", sample_share=sample_share)
         self.sample_share = sample_share
         self.thresholds = torch.arange(1, 20, dtype=torch.float64) / 20
         for name in ("sample_counts", "counts"):
@@ -177,8 +177,7 @@ class ReplayScore(Metric):
             beta: weight of saved steps against right commits in the score.
         """
         super().__init__()
-        if num_bins < 1:
-            raise ValueError(f"num_bins: expected at least 1, got {num_bins}")
+        at_least(1, num_bins=num_bins)
         if beta <= 0.0:
             raise ValueError(f"beta: expected a positive number, got {beta}")
         self.num_bins = num_bins
@@ -253,8 +252,7 @@ class CalibrationCurve(Metric):
     def __init__(self, *, num_bins: int = 20) -> None:
         """Sets the number of bins."""
         super().__init__()
-        if num_bins < 1:
-            raise ValueError(f"num_bins: expected at least 1, got {num_bins}")
+        at_least(1, num_bins=num_bins)
         self.num_bins = num_bins
         for name in ("count", "prob_sum", "label_sum"):
             zeros = torch.zeros(num_bins, dtype=torch.float64)

@@ -27,6 +27,7 @@ from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.finite import require_finite, require_finite_gradients
 from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses_of
 from lit_dlm.ops.fused_head import TokenStats
+from lit_dlm.ops.options import at_least, one_of, within
 from lit_dlm.ops.schedules import warmup_cosine
 from lit_dlm.plugs import completed
 
@@ -85,10 +86,7 @@ class TrainableModule(DecodeModule):
             seed=seed,
             chat_template=chat_template,
         )
-        if num_padding is not None and num_padding < 0:
-            raise ValueError(f"num_padding: expected 0 or more or null, got {num_padding}")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps: expected 0 or more, got {warmup_steps}")
+        at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
         self.corruption = completed(corruption or RandomMasking(), Corruption, option="corruption")
         self.num_padding = num_padding
         self.optimizer = optimizer
@@ -214,10 +212,8 @@ class FinetuneModule(TrainableModule):
         **common: Any,
     ) -> None:
         super().__init__(backbone, **common)
-        if loss_norm not in ("local", "global"):
-            raise ValueError(f"loss_norm: expected 'local' or 'global', got {loss_norm!r}")
-        if not 0.0 <= lr_floor <= 1.0:
-            raise ValueError(f"lr_floor: expected a number in 0..1, got {lr_floor}")
+        one_of("local", "global", loss_norm=loss_norm)
+        within("[0, 1]", lr_floor=lr_floor)
         self.loss_norm = loss_norm
         self.lr_floor = lr_floor
         # (2,) float64 sum and units of each part, since the last optimiser step or in validation

@@ -23,6 +23,7 @@ from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
 from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy, ThresholdScan
 from lit_dlm.modules.state_batch import StateBatch
+from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import top_quota
 
 
@@ -40,10 +41,7 @@ class SelectionSettings:
     """Engine options, of which the end-of-text gate counts."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError(
-                f"SelectionSettings.threshold: expected a probability in 0..1, got {self.threshold}"
-            )
+        within("[0, 1]", of="SelectionSettings.", threshold=self.threshold)
 
 
 def step_candidates(

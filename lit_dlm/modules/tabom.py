@@ -22,6 +22,7 @@ from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.masking import first_written
+from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.ops.scores import entropy_variance
 
 logger = logging.getLogger(__name__)
@@ -78,12 +79,9 @@ class TABOMModule(FinetuneModule):
                 "TABOMModule: expected a model with full attention, whose states a cut describes; "
                 f"got {backbone.spec.attention} attention"
             )
-        if rank_window is not None and rank_window < 1:
-            raise ValueError(f"rank_window: expected at least 1 or null, got {rank_window}")
-        if rank_weight < 0.0:
-            raise ValueError(f"rank_weight: expected 0 or more, got {rank_weight}")
-        if ties not in ("strict", "position", "rank"):
-            raise ValueError(f"ties: expected 'strict', 'position' or 'rank', got {ties!r}")
+        at_least(1, rank_window=rank_window)
+        at_least(0, rank_weight=rank_weight)
+        one_of("strict", "position", "rank", ties=ties)
         if rank_window is not None and rank_window > window:
             logger.warning(
                 "rank_window: %d has no effect beyond the supervised window of %d",

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lit_dlm.ops.options import at_least, one_of
+
 CutRange = Literal["full", "reference"]
 
 
@@ -34,10 +36,8 @@ def last_cuts(
     Raises:
         ValueError: the range is unknown or the window is not positive.
     """
-    if window < 1:
-        raise ValueError(f"window: expected at least 1, got {window}")
-    if cut_range not in ("full", "reference"):
-        raise ValueError(f"cut_range: expected 'full' or 'reference', got {cut_range!r}")
+    at_least(1, window=window)
+    one_of("full", "reference", cut_range=cut_range)
     last_step = torch.where(maskable, steps.long(), -1).amax(dim=-1)
     if cut_range == "full":
         return last_step

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from lit_dlm.ops.options import at_least, one_of
+
 
 def state_at(tokens: Tensor, commit_step: Tensor, step: int | Tensor, mask_id: int) -> Tensor:
     """Puts the mask back wherever a token was not yet committed before ``step``.
@@ -74,8 +76,7 @@ def block_numbers(
     Raises:
         ValueError: the block size is not positive.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size: expected at least 1, got {block_size}")
+    at_least(1, block_size=block_size)
     if isinstance(length_or_pad_mask, Tensor):
         length, device = length_or_pad_mask.shape[1], length_or_pad_mask.device
     else:
@@ -176,8 +177,7 @@ class TwoCopyLayout:
             raise ValueError(
                 f"response_start: expected 0..{length} (the canvas length), got {response_start}"
             )
-        if origin not in ("sequence", "response"):
-            raise ValueError(f"origin: expected 'sequence' or 'response', got {origin!r}")
+        one_of("sequence", "response", origin=origin)
         canvas: int | Tensor = length if pad_mask is None else pad_mask
         from_response = origin == "response"
         blocks = block_numbers(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from lit_dlm.modules.supervised_batch import (
     whole_blocks,
 )
 from lit_dlm.ops.batches import TensorBatch
+from lit_dlm.ops.options import one_of
 from lit_dlm.trajectories.record import Trajectory
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
@@ -155,9 +156,7 @@ class RowBuilder:
     ) -> None:
         is_block = spec.attention == "block"
         normalise = normalise or ("max_gen_length" if is_block else "group_mean")
-        known = ("group_mean", "response_length", "max_gen_length", "reference")
-        if normalise not in known:
-            raise ValueError(f"normalise: expected one of {', '.join(known)}, got {normalise!r}")
+        one_of(*get_args(Normalise), normalise=normalise)
         if copies < 1 or (copies > 1 and not is_block):
             raise ValueError(
                 "packing: expected at least 1, and more than 1 only for a model with block "

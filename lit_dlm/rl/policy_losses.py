@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
+from lit_dlm.ops.options import at_least, one_of, within
 from lit_dlm.plugs import Plug
 
 KLEstimator = Literal["k3", "k1"]
@@ -117,14 +118,9 @@ class ClippedPolicyLoss(PolicyLoss):
     kl: KLEstimator = "k3"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
-            raise ValueError(f"clip_low: expected a number in [0, 1], got {self.clip_low}")
-        if self.clip_high is not None and self.clip_high < 0.0:
-            raise ValueError(f"clip_high: expected 0 or more, got {self.clip_high}")
-        if self.beta < 0.0:
-            raise ValueError(f"beta: expected 0 or more, got {self.beta}")
-        if self.kl not in ("k3", "k1"):
-            raise ValueError(f"kl: expected one of k3, k1, got {self.kl!r}")
+        within("[0, 1]", clip_low=self.clip_low)
+        at_least(0, clip_high=self.clip_high, beta=self.beta)
+        one_of("k3", "k1", kl=self.kl)
 
     def compute(
         self,

@@ -14,6 +14,7 @@ from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
+from lit_dlm.ops.options import at_least, one_of, within
 from lit_dlm.plugs import completed
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage
@@ -44,14 +45,8 @@ class PolicyObjective(ClippedPolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (
-            ("kl_to", ("old", "initial")),
-            ("old_log_prob", ("recompute", "behaviour", "detach")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        one_of("old", "initial", kl_to=self.kl_to)
+        one_of("recompute", "behaviour", "detach", old_log_prob=self.old_log_prob)
         if self.temperature != "rollout" and not float(self.temperature) > 0.0:
             raise ValueError(
                 f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
@@ -180,19 +175,9 @@ class ValueObjective:
     """The values are trained in every so many RL steps."""
 
     def __post_init__(self) -> None:
-        if self.backbone not in ("lora", "full", "head"):
-            raise ValueError(
-                f"value.backbone: expected 'lora', 'full' or 'head', got {self.backbone!r}"
-            )
-        for name in ("gamma", "lam"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(
-                    f"value.{name}: expected a number in [0, 1], got {getattr(self, name)}"
-                )
-        for name in ("shrink", "train_every"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"value.{name}: expected at least 1, got {number}")
+        one_of("lora", "full", "head", of="value.", backbone=self.backbone)
+        within("[0, 1]", of="value.", gamma=self.gamma, lam=self.lam)
+        at_least(1, of="value.", shrink=self.shrink, train_every=self.train_every)
         if self.clip <= 0.0 or self.lr < 0.0:
             raise ValueError(
                 f"value.clip, value.lr: expected positive numbers, got {self.clip}, {self.lr}"
@@ -309,8 +294,7 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         super().__init__()
-        if self.source not in ("online", "shards"):
-            raise ValueError(f"source: expected 'online' or 'shards', got {self.source!r}")
+        one_of("online", "shards", source=self.source)
         if (self.source == "shards") != (self.shards is not None):
             raise ValueError(
                 "shards: needed with source 'shards' and only there, "
@@ -323,9 +307,7 @@ class RolloutSettings:
             completed(one, GroupFilter, option="filters")
         if self.val_response_length is None:
             self.val_response_length = self.response_length
-        for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        at_least(1, **{name: getattr(self, name) for name in _POSITIVE})
         self.advantage = as_advantage(self.advantage)
         alone = self.source == "online" and self.responses_per_prompt == 1
         if alone and not self.advantage.compute(torch.ones(1)).any():
@@ -334,8 +316,7 @@ class RolloutSettings:
                 f"{type(self.advantage).__name__}, which compares the responses to a prompt and "
                 "gives 0 to one alone, got 1; use RawReward"
             )
-        if not 0.0 <= self.smoothing < 1.0:
-            raise ValueError(f"smoothing: expected a number in [0, 1), got {self.smoothing}")
+        within("[0, 1)", smoothing=self.smoothing)
 
     def warn_of_unread(self) -> None:
         """Names the settings of new rollouts that are set, though stored ones are trained on."""

@@ -22,6 +22,7 @@ from lit_dlm.decoding.layout import LAYOUT_WANTED
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.scores import rank_descending, top_quota
 
 
@@ -59,10 +60,8 @@ class LockstepPolicy(CommitPolicy):
                 first one is left to the stall rule of the loop, which counts it.
             tau: threshold of all regions instead of the layout's, to sweep over.
         """
-        if min_commit < 1:
-            raise ValueError(f"min_commit: expected at least 1, got {min_commit}")
-        if tau is not None and not 0.0 <= tau <= 1.0:
-            raise ValueError(f"tau: expected a probability in 0..1 or null, got {tau}")
+        at_least(1, min_commit=min_commit)
+        within("[0, 1]", tau=tau)
         self.min_commit = min_commit
         self.tau = tau
 
@@ -203,8 +202,7 @@ class BonusPolicy(LockstepPolicy):
             tau: see :class:`LockstepPolicy`.
         """
         super().__init__(min_commit=min_commit, tau=tau)
-        if not coupling >= 0.0:
-            raise ValueError(f"coupling: expected 0 or more, got {coupling}")
+        at_least(0, coupling=coupling)
         self.coupling = coupling
         self.batch_wide = batch_wide
 

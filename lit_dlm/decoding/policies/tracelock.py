@@ -20,6 +20,7 @@ from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.heads.acceptance import PositionState, accepted
 from lit_dlm.heads.scorer import AcceptanceScorer
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.scores import top_quota
 
 
@@ -59,12 +60,8 @@ class TraceLockPolicy(CommitPolicy):
         """
         if path is None and scorer is None:
             raise ValueError("TraceLockPolicy: expected path or scorer, got neither")
-        if not 0.0 <= threshold <= 1.0:
-            raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
-        if max_accept_per_step is not None and max_accept_per_step < 1:
-            raise ValueError(
-                f"max_accept_per_step: expected at least 1 or null, got {max_accept_per_step}"
-            )
+        within("[0, 1]", threshold=threshold)
+        at_least(1, max_accept_per_step=max_accept_per_step)
         self.path = path
         if scorer is not None:
             self.scorer = scorer.eval()

@@ -357,7 +357,7 @@ def test_jacobi_on_one_region_is_threshold_decoding_with_a_cap(seed: int):
     ("make", "message"),
     [
         (lambda: JacobiPolicy(min_commit=0), "min_commit: expected at least 1, got 0"),
-        (lambda: LaggedPolicy(tau=90), r"tau: expected a probability in 0\.\.1 or null, got 90"),
+        (lambda: LaggedPolicy(tau=90), r"tau: expected a number in \[0, 1\], got 90"),
         (lambda: BonusPolicy(coupling=-1.0), "coupling: expected 0 or more"),
     ],
 )
