@@ -88,11 +88,12 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
 
 def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
-    """Writes what decides the signs first: ``15+44=59,44-15=29,50+79=129,79-50=29,15-44+79=50``.
+    """Writes what decides the signs first: ``05+44=049,44-05=39,42+81=123,81-42=39,5-44+81=42``.
 
     They are sum and difference of the first two of three numbers, and of the target and the third.
     Wherever signs alone lead to the target, one of the first pair equals one of the second: the
-    search is four sums and a comparison. Other counts of numbers have the expression only.
+    search is four sums and a comparison. Digits have fixed places, which a small model needs to add.
+    Other counts of numbers have the expression only.
     """
     expression = write_expression(numbers, steps)
     if len(numbers) != 3:
@@ -100,7 +101,7 @@ def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     worked = ""
     for pair in (numbers[:2], (steps[-1][3], numbers[2])):
         low, high = sorted(pair)
-        worked += f"{pair[0]}+{pair[1]}={low + high},{high}-{low}={high - low},"
+        worked += f"{pair[0]:02}+{pair[1]:02}={low + high:03},{high:02}-{low:02}={high - low:02},"
     return worked + expression
 
 
