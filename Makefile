@@ -40,8 +40,9 @@ vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceR
 	$(BIN)/lit-dlm fit --config configs/exp/tracelock_pictures.yaml --run_dir $(VISION_DIR)/pictures --ckpt_path last
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_pictures.yaml --run_dir $(VISION_DIR)/pictures
 	$(BIN)/lit-dlm predict --config configs/exp/draw_pictures.yaml --run_dir $(VISION_DIR)/drawing
-	$(BIN)/lit-dlm fit --config configs/exp/tracerl_pictures.yaml --run_dir $(VISION_DIR)/rl --trainer.max_epochs 6 --ckpt_path last
+	$(BIN)/lit-dlm fit --config configs/exp/tracerl_draw_pictures.yaml --run_dir $(VISION_DIR)/rl --ckpt_path last
 	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
+	$(BIN)/python experiments/picture_examples.py --questions $(VISION_DIR)/pictures --drawings $(VISION_DIR)/drawing --out $(VISION_DIR)/pictures.png
 
 tiny-model: install  ## Train the embedded models again (about an hour and a half on two cores)
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
