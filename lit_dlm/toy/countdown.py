@@ -27,6 +27,7 @@ from lit_dlm.toy.countdown_arithmetic import (
     sums_first,
     write_expression,
     write_steps,
+    write_sum_and_difference,
     write_worked,
 )
 from lit_dlm.toy.generated import Problem
@@ -204,7 +205,10 @@ class Countdown(PuzzleTask):
         return problem.text, write(problem.reference["numbers"], steps)
 
     def draw_drill(self, rng: random.Random) -> str:
-        """Draws a line of four independent equations in the number range of the problems."""
+        """Draws a line of independent equations in the number range of the problems."""
+        if self.style == "worked":
+            pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(3)]
+            return ",".join(write_sum_and_difference(*pair) for pair in pairs)
         steps: list[Step] = []
         while len(steps) < 4:
             sign = rng.choices("+-*/", weights=(7, 9, 2, 2))[0]

@@ -98,11 +98,14 @@ def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
     expression = write_expression(numbers, steps)
     if len(numbers) != 3:
         return expression
-    worked = ""
-    for pair in (numbers[:2], (steps[-1][3], numbers[2])):
-        low, high = sorted(pair)
-        worked += f"{pair[0]:02}+{pair[1]:02}={low + high:03},{high:02}-{low:02}={high - low:02},"
-    return worked + expression
+    pairs = (numbers[0], numbers[1]), (steps[-1][3], numbers[2])
+    return ",".join([write_sum_and_difference(*pair) for pair in pairs] + [expression])
+
+
+def write_sum_and_difference(a: int, b: int) -> str:
+    """``05+44=049,44-05=39``: each digit of numbers up to 99 has its place."""
+    low, high = sorted((a, b))
+    return f"{a:02}+{b:02}={a + b:03},{high:02}-{low:02}={high - low:02}"
 
 
 def write_steps(steps: Sequence[Step]) -> str:
