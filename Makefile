@@ -35,7 +35,7 @@ quickstart: install  ## The main job on the embedded models: traces, TraceLock, 
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_planning.yaml --run_dir $(RUN_DIR)/planning
 	$(BIN)/lit-dlm report $(RUN_DIR)/tiny $(RUN_DIR)/planning --out $(RUN_DIR)
 
-vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (under 6 minutes)
+vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceRL, drawing (about 3 minutes)
 	$(BIN)/lit-dlm predict --config configs/exp/generate_pictures.yaml --run_dir $(VISION_DIR)/pictures
 	$(BIN)/lit-dlm fit --config configs/exp/tracelock_pictures.yaml --run_dir $(VISION_DIR)/pictures --ckpt_path last
 	$(BIN)/lit-dlm predict --config configs/exp/benchmark_pictures.yaml --run_dir $(VISION_DIR)/pictures
@@ -44,7 +44,7 @@ vision: install  ## Pictures on the embedded model: questions, TraceLock, TraceR
 	$(BIN)/lit-dlm report $(VISION_DIR)/pictures $(VISION_DIR)/drawing --out $(VISION_DIR)
 	$(BIN)/python experiments/picture_examples.py --questions $(VISION_DIR)/pictures --drawings $(VISION_DIR)/drawing --out $(VISION_DIR)/pictures.png
 
-tiny-model: install  ## Train the embedded models again (about an hour and a half on two cores)
+tiny-model: install  ## Train the embedded models again (about two hours on two cores)
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_tiny.yaml --ckpt_path last
 	$(BIN)/lit-dlm fit --config configs/exp/pretrain_planning.yaml --ckpt_path last
 	$(BIN)/pip install --quiet scikit-learn

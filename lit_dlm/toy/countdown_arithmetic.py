@@ -92,7 +92,7 @@ def write_worked(numbers: Sequence[int], steps: Sequence[Step]) -> str:
 
     They are sum and difference of the first two of three numbers, and of the target and the third.
     Wherever signs alone lead to the target, one of the first pair equals one of the second: the
-    search is four sums and a comparison. Digits have fixed places, which a small model needs to add.
+    search is four sums and a comparison. Digits have fixed places, which a small model needs.
     Other counts of numbers have the expression only.
     """
     expression = write_expression(numbers, steps)
