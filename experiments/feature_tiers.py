@@ -32,9 +32,9 @@ from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, EntropyPolicy, prompt_canvas
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.features import FeatureSettings, acceptance_features, feature_groups
-from lit_dlm.heads.projection import Projector, ProjectorConfig
+from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
-from lit_dlm.modules.projector import fit_projector, trace_states
+from lit_dlm.modules.projector import state_snapshots, trace_states
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.capture import FeatureCapture, KeptSteps, TrajectoryCapture
@@ -78,7 +78,10 @@ def decoded(backbone: HFBackbone, problems: int) -> tuple[list[Trajectory], Proj
                 hidden_size=backbone.hidden_size, hidden_rank=48, delta_rank=16
             )
             states = trace_states(capture.trajectories([e.uid for e in batch]))
-            projector = fit_projector(backbone, states, config, with_prompt=True)
+            fitter = PCAFitter(config)
+            for batch in states:
+                fitter.update(state_snapshots(backbone, batch, with_prompt=True))
+            projector = fitter.finish()
         settings = FeatureSettings()
         features = FeatureCapture(
             function=partial(acceptance_features, projector, settings=settings),
