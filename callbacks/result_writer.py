@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.tasks import Task
-from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.provenance import hardware_facts, software_facts
 
 logger = logging.getLogger(__name__)
@@ -115,17 +113,18 @@ class ResultWriter(GradedWriter):
         """Appends the rows of a batch, then queues its trajectories."""
         assert verdicts is not None
         assert self._queue is not None
-        rows = [_row(decoded, number, verdict) for number, verdict in enumerate(verdicts)]
-        rows = [
-            replace(row, score=verdict.score) if self._queue.tasks[row.task].is_soft else row
-            for row, verdict in zip(rows, verdicts, strict=True)
-        ]
+        named: list[dict[str, str] | None] = [None] * len(verdicts)
         if self._target is not None:
             folder = os.path.relpath(self._target.folder, self.run_dir)
-            rows = [
-                replace(row, trajectory=_named(record, folder))
-                for row, record in zip(rows, decoded.trajectories, strict=True)
+            named = [
+                {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
+                for record in decoded.trajectories
             ]
+        soft = {name for name, task in self._queue.tasks.items() if task.is_soft}
+        rows = [
+            _row(decoded, number, verdict, named[number], soft)
+            for number, verdict in enumerate(verdicts)
+        ]
         for row in rows:
             if picture := drawn_picture(row.completion):
                 path = self.run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
@@ -152,11 +151,6 @@ class ResultWriter(GradedWriter):
                 for uid in self.results.completed(task, method)
             }
             require_all(trainer, done, self.results.folder)
-
-
-def _named(record: Trajectory, folder: str) -> dict[str, str]:
-    """How a row names its trajectory."""
-    return {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
 
 
 def _log(trainer: Trainer, summaries: Sequence[MethodSummary], front: Path) -> None:
@@ -207,7 +201,14 @@ def _settings(module: DecodeModule, datamodule: Any, task: Task, method: str) ->
     }
 
 
-def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
+def _row(
+    decoded: DecodedBatch,
+    number: int,
+    verdict: Verdict,
+    trajectory: dict[str, str] | None,
+    soft: Collection[str],
+) -> ResultRow:
+    """The row of a sample; tasks that are ``soft`` count by the verdict's score."""
     example, result = decoded.examples[number], decoded.result
     fill = None if decoded.fill is None else decoded.fill[number]
     return ResultRow(
@@ -231,8 +232,10 @@ def _row(decoded: DecodedBatch, number: int, verdict: Verdict) -> ResultRow:
         policy_seconds=0.0
         if result.policy_seconds is None
         else float(result.policy_seconds[number]),
+        trajectory=trajectory,
         fill=None if fill is None else fill.by_name(),
         lockstep=None if fill is None else fill.lockstep_score(),
         prompt=example.text,
         response=example.response,
+        score=verdict.score if example.task in soft else None,
     )

@@ -31,23 +31,12 @@ class RolloutWriter(Callback):
 
     Args:
         folder: folder of the trajectory set.
-        name: name of the set, begins every file name.
-        level: zstd level of records.
         max_gigabytes: stop the run with an error when the folder has grown beyond this.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        name: str = "rollouts",
-        level: int = 9,
-        max_gigabytes: float | None = None,
-    ) -> None:
+    def __init__(self, folder: str, *, max_gigabytes: float | None = None) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.name = name
-        self.level = level
         self.max_gigabytes = max_gigabytes
         self._is_replay = False
         self._target: TrajectoryFolder | None = None
@@ -89,9 +78,8 @@ class RolloutWriter(Callback):
             self.folder,
             trainer,
             pl_module,
-            name=self.name,
+            name="rollouts",
             split="train",
-            level=self.level,
             max_gigabytes=self.max_gigabytes,
             is_stale=lambda uid: rl_step_of(uid) >= first,
         )

@@ -53,11 +53,13 @@ class ShardWriter(GradedWriter):
         if max_gigabytes is not None and max_gigabytes <= 0:
             raise ValueError(f"max_gigabytes: expected a positive number, got {max_gigabytes}")
         self.folder = Path(folder)
-        self.name = name
-        self.split = split
-        self.block_size = block_size
-        self.level = level
-        self.max_gigabytes = max_gigabytes
+        self._options: dict[str, Any] = {
+            "name": name,
+            "split": split,
+            "block_size": block_size,
+            "level": level,
+            "max_gigabytes": max_gigabytes,
+        }
         self.grade = grade
         self.num_workers = num_workers
 
@@ -73,16 +75,7 @@ class ShardWriter(GradedWriter):
             self._queue = GradingQueue(
                 {task.name: task for task in tasks}, num_workers=self.num_workers
             )
-        self._target = TrajectoryFolder(
-            self.folder,
-            trainer,
-            pl_module,
-            name=self.name,
-            split=self.split,
-            block_size=self.block_size,
-            level=self.level,
-            max_gigabytes=self.max_gigabytes,
-        )
+        self._target = TrajectoryFolder(self.folder, trainer, pl_module, **self._options)
 
     def write(self, decoded: DecodedBatch, verdicts: list[Verdict] | None) -> None:
         """Queues the records of one batch.

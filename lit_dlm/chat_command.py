@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from inspect import signature
 
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
-from rich.live import Live
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
@@ -18,7 +16,7 @@ from lit_dlm.configuration import Parser
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
-from lit_dlm.generation_command import LiveCanvas, add_decoding_arguments, built
+from lit_dlm.generation_command import add_decoding_arguments, built, live_canvas
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09
@@ -109,11 +107,7 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         begun = time.perf_counter()
         try:
-            with ExitStack() as shown:
-                observers = []
-                if self.console.is_terminal:
-                    live = shown.enter_context(Live(console=self.console, transient=True))
-                    observers.append(LiveCanvas(live, self.tokenizer))
+            with live_canvas(self.console, self.tokenizer) as observers:
                 done = generate(
                     self.backbone,
                     [self.messages],

@@ -6,8 +6,8 @@ In a terminal the canvas is shown while it is unmasked; a pipe gets the texts al
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Literal
 
@@ -70,6 +70,16 @@ class LiveCanvas:
         self._live.update(Text("\n").join(self._shown.values()), refresh=True)
 
 
+@contextmanager
+def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[LiveCanvas]]:
+    """Observers that show the decodes inside on a terminal; none where there is no terminal."""
+    if not console.is_terminal:
+        yield []
+        return
+    with Live(console=console, transient=True) as live:
+        yield [LiveCanvas(live, tokenizer)]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; returns the exit status, 0.
 
@@ -83,11 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError("prompts: expected some as arguments, or lines on standard input")
     backbone, tokenizer, decoder = built(parser, config)
     console = Console()
-    with ExitStack() as shown:
-        observers = []
-        if console.is_terminal:
-            live = shown.enter_context(Live(console=console, transient=True))
-            observers.append(LiveCanvas(live, tokenizer))
+    with live_canvas(console, tokenizer) as observers:
         done = generate(
             backbone,
             prompts,

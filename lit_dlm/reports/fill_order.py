@@ -95,8 +95,7 @@ def plot_fill_order(
     """
     colours = theme_of(theme)
     with plot_style(colours):
-        figure = _heat_map(record, regions, pieces, colours)
-        save_figure(figure, path)
+        save_figure(_heat_map(record, regions, pieces, colours), path)
 
 
 def _heat_map(

@@ -45,12 +45,7 @@ class TokenTable:
     """The tokens that occur in a set of samples, with their texts."""
 
     def __init__(self, pieces: TokenPieces, records: Iterable[Trajectory]) -> None:
-        """Collects the tokens.
-
-        Args:
-            pieces: texts of tokens.
-            records: everything that will be encoded with this table.
-        """
+        """Collects the tokens of everything that will be encoded with this table."""
         self.pieces = pieces
         parts: list[NDArray[Any]] = []
         for record in records:

@@ -24,11 +24,7 @@ class GroupFilter(Plug):
 
     @abstractmethod
     def keep(self, scores: Sequence[RewardScore]) -> bool:
-        """Whether the group is trained on.
-
-        Args:
-            scores: the scores of all responses to one prompt.
-        """
+        """Whether the group, of which these are all scores, is trained on."""
 
 
 class MeanCorrectnessFilter(GroupFilter):

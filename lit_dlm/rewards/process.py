@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -92,11 +91,11 @@ class ProcessReward(Reward):
                 for sample in range(self.k_sample)
             ]
         )
-        grades: dict[tuple[int, int], _ChunkGrade] = {}
+        grades: dict[tuple[int, int], tuple[Grade, bool]] = {}
         for at, (row, part) in enumerate(asked):
             own = opinions[at * self.k_sample : (at + 1) * self.k_sample]
             grades[row, part] = _settle(own, is_correct=group[row].is_correct)
-        numbers = _standardise({key: float(grade.value) for key, grade in grades.items()})
+        numbers = _standardise({key: float(value) for key, (value, _) in grades.items()})
         return [
             self._place(
                 rollout,
@@ -135,7 +134,7 @@ class ProcessReward(Reward):
         rollout: Rollout,
         ends: Sequence[int],
         numbers: Sequence[float],
-        grades: Sequence[_ChunkGrade],
+        grades: Sequence[tuple[Grade, bool]],
     ) -> RewardScore:
         """Puts the numbers of a response's chunks on its tokens."""
         rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
@@ -145,17 +144,9 @@ class ProcessReward(Reward):
             else:
                 first, last = self._final_block(rollout, part, end)
             rewards[_written_last(rollout, first, last)] += np.float32(number)
-        values = [grade.value for grade in grades]
-        return RewardScore(
-            total=0.0,
-            token_rewards=rewards,
-            parts={
-                "process": float(np.mean(values)) if values else 0.0,
-                "process_agreement": (
-                    float(np.mean([grade.is_agreed for grade in grades])) if grades else 1.0
-                ),
-            },
-        )
+        value, agreement = np.mean(grades, axis=0).tolist() if grades else (0.0, 1.0)
+        parts = {"process": value, "process_agreement": agreement}
+        return RewardScore(total=0.0, token_rewards=rewards, parts=parts)
 
     def _final_block(self, rollout: Rollout, part: int, end: int) -> tuple[int, int]:
         """First cell of the block that holds a chunk's last token, and the cell behind it."""
@@ -166,20 +157,12 @@ class ProcessReward(Reward):
         return max(begin, 0), min(begin + self.block_size, rollout.num_tokens)
 
 
-@dataclass(frozen=True)
-class _ChunkGrade:
-    """What was settled of a chunk."""
-
-    value: Grade
-    is_agreed: bool
-
-
-def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> _ChunkGrade:
-    """The common opinion, or the outcome without one."""
+def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> tuple[Grade, bool]:
+    """The common opinion, or the outcome without one; and whether there is one."""
     first = opinions[0]
     if first is not None and all(opinion == first for opinion in opinions):
-        return _ChunkGrade(first, True)
-    return _ChunkGrade(1 if is_correct else -1, False)
+        return first, True
+    return (1 if is_correct else -1), False
 
 
 def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:

@@ -42,7 +42,6 @@ class CodeTests(CodeTask):
     Args:
         path: a local file or folder, or a hub id.
         name: name of the task in results and uids, to tell several files apart.
-        max_tests: most tests to take of a problem, the first ones; all by default.
         limits: what one run may use; each problem's own time limit replaces its times.
     """
 
@@ -55,14 +54,10 @@ class CodeTests(CodeTask):
         path: str,
         *,
         name: str = "code_tests",
-        max_tests: int | None = None,
         limits: SandboxLimits | None = None,
         **options: Any,
     ) -> None:
-        if max_tests is not None and max_tests < 1:
-            raise ValueError(f"max_tests: expected at least 1 or null, got {max_tests}")
         self.name = name
-        self.max_tests = max_tests
         super().__init__(path, limits=limits, **options)
 
     def _example(self, row: Row) -> PromptExample:
@@ -91,7 +86,8 @@ class CodeTests(CodeTask):
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
-    def _texts(self, row: Row, name: str) -> list[str]:
+    @staticmethod
+    def _texts(row: Row, name: str) -> list[str]:
         values = row.fields.get(name)
         if (
             not isinstance(values, list)
@@ -99,7 +95,7 @@ class CodeTests(CodeTask):
             or not all(isinstance(v, str) for v in values)
         ):
             raise ValueError(f"{row.origin}: field {name!r} must be a list of at least one text")
-        return values[: self.max_tests]
+        return values
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The code of the completion."""

@@ -37,20 +37,12 @@ class DrawingPrompts(PromptsFile):
         path: see :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
         scorer: judges the pictures. As a reward the score counts with ``Graded`` and ``credit:
             fraction``.
-        right_from: score from which a picture counts as right.
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        scorer: PictureScorer,
-        right_from: float = 0.5,
-        name: str = "drawings",
-        **options: Any,
+        self, path: str, *, scorer: PictureScorer, name: str = "drawings", **options: Any
     ) -> None:
         self.scorer = scorer
-        self.right_from = right_from
         super().__init__(path, name=name, **options)
         self.is_graded = self.is_soft = True
 
@@ -60,10 +52,10 @@ class DrawingPrompts(PromptsFile):
         return None if picture is None else f"{self.scorer.score(picture, example):.4f}"
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right from a score on."""
+        """Right from a score of 0.5 on."""
         answer = self.extract(example, completion)
         if answer is None:
             return Verdict(status="no_answer", detail="the response is no picture", score=0.0)
         score = float(answer)
-        status: Status = "right" if score >= self.right_from else "wrong"
+        status: Status = "right" if score >= 0.5 else "wrong"
         return Verdict(status=status, answer=answer, score=score)

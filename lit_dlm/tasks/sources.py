@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.pictures import Picture
-from lit_dlm.trajectories.exchange import numbered_lines, parsed_json
+from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
 
 logger = logging.getLogger(__name__)
 
@@ -169,14 +169,8 @@ def _read_file(path: Path) -> Iterator[Row]:
 def _read_json_lines(path: Path) -> Iterator[Row]:
     for index, (number, line) in enumerate(numbered_lines(path)):
         origin = f"{path}, line {number}"
-        yield Row(index=index, origin=origin, fields=_parse_object(line, origin))
-
-
-def _parse_object(line: bytes, origin: str) -> dict[str, Any]:
-    value = parsed_json(origin, line)
-    if not isinstance(value, dict):
-        raise ValueError(f"{origin}: expected a JSON object, got {type(value).__name__}")
-    return value
+        fields = json_object(origin, parsed_json(origin, line))
+        yield Row(index=index, origin=origin, fields=fields)
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -185,9 +179,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: expected a JSON list of objects, got {type(values).__name__}")
     for index, value in enumerate(values):
         origin = f"{path}, item {index + 1}"
-        if not isinstance(value, dict):
-            raise ValueError(f"{origin}: expected a JSON object, got {type(value).__name__}")
-        yield Row(index=index, origin=origin, fields=value)
+        yield Row(index=index, origin=origin, fields=json_object(origin, value))
 
 
 def _read_csv(path: Path) -> Iterator[Row]:

@@ -131,11 +131,7 @@ class _Head:
 
 
 def raw_limit(stored: int) -> int:
-    """Most bytes that a block may unpack to, so that a small file cannot take much memory.
-
-    Args:
-        stored: bytes of the block.
-    """
+    """Most bytes that a block of so many may unpack to: a small file cannot take much memory."""
     return min(MAX_RAW_BYTES, _RAW_SLACK + _RAW_RATIO * stored)
 
 

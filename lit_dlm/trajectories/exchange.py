@@ -319,7 +319,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """
     for number, line in numbered_lines(path):
         where = f"{path}:{number}"
-        row = _object(where, line)
+        row = json_object(where, parsed_json(where, line))
         prompt = _prompt_ids(where, row, "prompt_token_ids", settings, templated=False)
         tokens = _response_ids(where, row, "response_token_ids", settings)
         row, tokens, order = _ordered(where, row, tokens, settings)
@@ -519,11 +519,15 @@ def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return meta
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
-    row = parsed_json(where, line)
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    return row
+def json_object(where: str, value: Any) -> dict[str, Any]:
+    """A value of JSON that must be an object.
+
+    Raises:
+        ValueError: it is another one; names the place.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def parsed_json(where: str, text: bytes) -> Any:

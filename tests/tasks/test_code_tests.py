@@ -35,14 +35,14 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 def test_both_methods_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "code.json", FUNCTION, STDIO)
-    task = CodeTests(path, split="train", name="prime", max_tests=1)
+    task = CodeTests(path, split="train", name="prime")
     function, program = task.examples()
     assert (task.name, function.uid, function.task) == ("prime", "prime/train/00000", "prime")
     assert function.reference["entry_point"] == "square"
-    assert function.reference["test_list"] == FUNCTION["test_list"][:1]
+    assert function.reference["test_list"] == FUNCTION["test_list"]
     assert function.text.startswith("Square a number.\n\nAnswer with")
     assert "standard input" in program.text
-    assert program.reference["test_input"] == ["1 2\n"]
+    assert program.reference["test_input"] == STDIO["test_input"]
     assert (
         task.extract(function, "def square(x): return x")
         == "import math\n\n\ndef square(x): return x"
@@ -103,8 +103,6 @@ def test_a_prefix_may_be_the_header_of_the_function(tmp_path: Path) -> None:
 
 def test_bad_settings_and_missing_permission_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "code.json", FUNCTION)
-    with pytest.raises(ValueError, match="max_tests: expected at least 1"):
-        CodeTests(path, max_tests=0)
     task = CodeTests(path)
     with pytest.raises(ValueError, match="allow_code_execution: true"):
         task.grade(task.examples()[0], "def square(x): return x")

@@ -49,8 +49,6 @@ class BackgroundWriter:
         self.max_queue_bytes = max_queue_bytes
         self.blocked_seconds = 0.0
         """How long ``put`` waited for room, in all."""
-        self.peak_queue_bytes = 0
-        """The most that ever waited."""
         self._writer = writer
         self._writer.sync_blocks = False
         self._queue: deque[tuple[Source, int]] = deque()
@@ -72,16 +70,6 @@ class BackgroundWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of shards written so far."""
-        return self._writer.bytes_written
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
 
     def put(self, record: Trajectory) -> None:
         """Queues one record, which the thread checks; it must not be changed any more.
@@ -149,7 +137,6 @@ class BackgroundWriter:
             self._num_queued += 1
             self._queue.append((source, nbytes))
             self._queue_bytes += nbytes
-            self.peak_queue_bytes = max(self.peak_queue_bytes, self._queue_bytes)
             if self._is_idle:
                 self._changed.notify_all()
 

@@ -63,10 +63,6 @@ class ShardName:
         """Key of a block's members: no dots, since readers cut it at the first one."""
         return f"r{self.rank}w{self.worker}s{self.index}b{block:05d}"
 
-    def same_series(self, other: ShardName) -> bool:
-        """Whether both come from one writer position (name, split, rank, worker)."""
-        return replace(self, index=0) == replace(other, index=0)
-
     @staticmethod
     def parse(path: Path) -> tuple[ShardName, bool] | None:
         """Reads a file name.
@@ -88,9 +84,9 @@ class ShardName:
 
 
 def next_index(folder: Path, name: ShardName) -> int:
-    """The first index that no finished or unfinished shard of the series uses."""
-    parsed = (ShardName.parse(path) for path in folder.iterdir())
-    used = [entry[0].index for entry in parsed if entry and entry[0].same_series(name)]
+    """The first index that no shard of one name, split, rank and worker uses, finished or not."""
+    names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
+    used = [one.index for one in names if replace(one, index=name.index) == name]
     return max(used, default=-1) + 1
 
 
