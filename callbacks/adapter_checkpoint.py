@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -16,7 +15,7 @@ from torch import Tensor
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.finite import NonFiniteError
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.results import write_json
 
 _UNFINISHED = ".unfinished"
 """Lies in the folder while a run writes there."""
@@ -137,8 +136,8 @@ class AdapterCheckpoint(Callback):
             if is_best:
                 _replace(self.folder / "last", self.folder / "best")
             if self.scores:
-                text = json.dumps({"monitor": self.monitor, "scores": self.scores}, indent=2)
-                write_atomically(self.folder / "scores.json", text + "\n")
+                scores = {"monitor": self.monitor, "scores": self.scores}
+                write_json(self.folder / "scores.json", scores)
         trainer.strategy.barrier("adapters")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

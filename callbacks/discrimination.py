@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import placed
 from lit_dlm.reports.plots import plot_steps
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.results import write_json
 
 SCORE = "val/tds"
 """Name under which the score is logged."""
@@ -142,8 +141,8 @@ class DiscriminationScore(Callback):
         self.scores[label], self.curves[label] = score, curve
         if trainer.is_global_zero:
             logger.info("discrimination score, %s: %.4f", label, score)
-            text = json.dumps({"scores": self.scores, "curves": self.curves}, indent=2)
-            write_atomically(self.folder / "discrimination.json", text + "\n")
+            found = {"scores": self.scores, "curves": self.curves}
+            write_json(self.folder / "discrimination.json", found)
             plot_steps(
                 self.curves,
                 self.folder / "discrimination.png",

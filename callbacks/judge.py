@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_json
 from lit_dlm.rewards.chat import ChatEndpoint
 from lit_dlm.tasks import PromptExample
 
@@ -103,9 +103,7 @@ class HttpJudge(Callback):
                     "accuracy": sum(judged) / len(judged) if judged else None,
                 }
             )
-        write_atomically(
-            self.run_dir / "judge" / "summary.json", json.dumps(summary, indent=2) + "\n"
-        )
+        write_json(self.run_dir / "judge" / "summary.json", summary)
         logger.info("judge: %s", self.run_dir / "judge" / "summary.json")
 
     def _judged(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from lit_dlm.decoding.buckets import length_buckets
 from lit_dlm.generation import generate
 from lit_dlm.likelihood import log_likelihood_bound
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.reports.results import drop_torn_line
 
 logger = logging.getLogger(__name__)
 
@@ -273,11 +273,8 @@ class _Answers:
         self.path = path
         self._found: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
-            text = path.read_bytes()
-            whole = text[: text.rfind(b"\n") + 1]
-            if whole != text:  # a run was killed while it wrote
-                os.truncate(path, len(whole))
-            for number, line in enumerate(whole.splitlines(), start=1):
+            drop_torn_line(path)
+            for number, line in enumerate(path.read_bytes().splitlines(), start=1):
                 try:
                     name, answer = json.loads(line)
                 except ValueError:

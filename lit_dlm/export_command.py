@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from lit_dlm.backbones.hf import HFBackbone, load_backbone
 from lit_dlm.backbones.location import is_local, locate, read_json_object
 from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.modules.checkpoint import copy_tokenizer
-from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.reports.tables import markdown_tables
 
@@ -141,7 +140,7 @@ def _export(options: argparse.Namespace) -> int:
     else:
         backbone.export(folder, layout=layout)
         copy_tokenizer(options.model, folder)
-        _write_json(folder / "generation_config.json", _generation_config(backbone))
+        write_json(folder / "generation_config.json", _generation_config(backbone))
         if not is_local(options.model):
             _name_code(folder / "config.json", options.model)
     write_atomically(folder / "README.md", _card(options, backbone, summaries))
@@ -184,7 +183,7 @@ def _name_code(config: Path, hub_id: str) -> None:
     for name, place in content.get("auto_map", {}).items():
         if "--" not in place:
             content["auto_map"][name] = f"{hub_id.partition('@')[0]}--{place}"
-    _write_json(config, content)
+    write_json(config, content)
 
 
 def _card(
@@ -230,7 +229,3 @@ def _card(
         options=f"{where} {name}",
         measured=measured,
     )
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(value, indent=2) + "\n")

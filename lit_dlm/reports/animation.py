@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -235,14 +236,8 @@ class _Painter:
 
 def _wrapped(text: str, columns: int, *, most: int) -> list[str]:
     """Lines of at most ``columns`` characters; the end of a long text is left out."""
-    lines: list[str] = []
-    for line in text.expandtabs(4).split("\n"):
-        while len(line) > columns:
-            cut = line.rfind(" ", 1, columns + 1)
-            cut = cut if cut > 0 else columns
-            lines.append(line[:cut])
-            line = line[cut:].lstrip(" ")
-        lines.append(line)
+    wrapper = TextWrapper(columns, replace_whitespace=False, break_on_hyphens=False)
+    lines = [line for part in text.expandtabs(4).split("\n") for line in wrapper.wrap(part) or [""]]
     if len(lines) > most:
         lines = [*lines[: most - 1], lines[most - 1][: columns - 1] + "…"]
     return lines

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.reports.fill_order import last_writes
 from lit_dlm.reports.regions import Region
-from lit_dlm.reports.themes import Theme, plot_style, save_figure, theme_of
+from lit_dlm.reports.themes import Theme, plot_style, save_figure
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -46,10 +46,9 @@ def plot_statistics(
 
     Without regions, or with more than eight, the response is drawn as one.
     """
-    colours = theme_of(theme)
     if not regions or len(regions) > 8:
         regions = [Region("response", 0, record.num_generated)]
-    with plot_style(colours):
+    with plot_style(theme) as colours:
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
         axes = figure.subplots(2, 2)
         _pace(axes[0][0], axes[0][1], record, regions, colours)

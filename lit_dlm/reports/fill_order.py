@@ -15,7 +15,7 @@ from torchmetrics.functional import kendall_rank_corrcoef
 
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.regions import Region
-from lit_dlm.reports.themes import Theme, plot_style, save_figure, theme_of
+from lit_dlm.reports.themes import Theme, plot_style, save_figure
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -93,8 +93,7 @@ def plot_fill_order(
     Regions, such as blocks, are bands over the map. With ``pieces`` the final tokens are written
     below the columns, if there is room.
     """
-    colours = theme_of(theme)
-    with plot_style(colours):
+    with plot_style(theme) as colours:
         save_figure(_heat_map(record, regions, pieces, colours), path)
 
 
@@ -159,8 +158,7 @@ def plot_order(
 
     With ``pieces``, special tokens are drawn hollow and left out of a second tau.
     """
-    colours = theme_of(theme)
-    with plot_style(colours):
+    with plot_style(theme) as colours:
         figure = Figure(figsize=(5.4, 3.6), layout="constrained")
         axis = figure.add_subplot()
         text = None if pieces is None else text_positions(record, pieces)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.results import write_json
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import by_task
-from lit_dlm.reports.themes import plot_style, save_figure, theme_of
+from lit_dlm.reports.themes import plot_style, save_figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")
@@ -46,10 +45,9 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
     summaries = [summary for summary in summaries if summary.accuracy is not None]
     if not summaries:
         return None
-    colours = theme_of(theme)
     tasks = list(by_task(summaries))
     names = list(dict.fromkeys(family(summary.method) for summary in summaries))
-    with plot_style(colours):
+    with plot_style(theme) as colours:
         figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
         axes = figure.subplots(1, len(tasks), squeeze=False)
         for axis, (task, group) in zip(axes[0], tasks, strict=True):
@@ -115,7 +113,7 @@ def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> Non
     record: dict[str, Any] = {"global_step": step, "ece": curve["ece"], "count": curve["count"]}
     for name in ("prob", "accuracy"):
         record[name] = [None if math.isnan(value) else value for value in curve[name]]
-    write_atomically(path, json.dumps(record, indent=2) + "\n")
+    write_json(path, record)
 
 
 def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:

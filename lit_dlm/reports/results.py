@@ -143,7 +143,7 @@ class ResultFolder:
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         """Notes what a reader wants to know of a run, beyond what decides its results."""
-        write_atomically(self.folder / FACTS_FILE, json.dumps(facts, indent=2) + "\n")
+        write_json(self.folder / FACTS_FILE, facts)
 
     def facts(self) -> dict[str, Any]:
         """What was noted of the run, of its last part if it was resumed; empty if nothing was."""
@@ -326,6 +326,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON value as :func:`write_atomically` does, indented by two."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def drop_torn_line(path: Path) -> None:

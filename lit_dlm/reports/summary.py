@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,5 +169,4 @@ def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSumm
 
 def write_summary(path: Path, summaries: Sequence[MethodSummary]) -> None:
     """Writes ``summary.json``: a list of objects, one per task and method."""
-    records = [asdict(summary) for summary in summaries]
-    write_atomically(path, json.dumps(records, indent=2) + "\n")
+    write_json(path, [asdict(summary) for summary in summaries])

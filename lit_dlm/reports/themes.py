@@ -86,8 +86,13 @@ def theme_of(name: str) -> Theme:
 
 
 @contextmanager
-def plot_style(theme: Theme) -> Iterator[None]:
-    """Colours of matplotlib figures that are built inside."""
+def plot_style(name: str) -> Iterator[Theme]:
+    """Colours of matplotlib figures that are built inside, by the name of a theme.
+
+    Raises:
+        ValueError: there is no such theme.
+    """
+    theme = theme_of(name)
     style: Any = {
         "figure.facecolor": theme.background,
         "savefig.facecolor": theme.background,
@@ -109,7 +114,7 @@ def plot_style(theme: Theme) -> Iterator[None]:
         "font.size": 10,
     }
     with mpl.rc_context(style):
-        yield
+        yield theme
 
 
 def monospaced_font() -> Path:

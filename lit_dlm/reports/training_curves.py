@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lit_dlm.reports.themes import plot_style, theme_of
+from lit_dlm.reports.themes import plot_style
 
 Curve = Sequence[tuple[int, float]]
 """(optimiser step, value), by step."""
@@ -46,8 +46,7 @@ def read_curves(run: Path) -> dict[str, Curve]:
 
 def curve_figure(curve: Curve, *, theme: str = "light") -> Figure:
     """A small panel of one metric over the steps."""
-    colours = theme_of(theme)
-    with plot_style(colours):
+    with plot_style(theme) as colours:
         figure = Figure(figsize=(3.6, 2.3), layout="constrained")
         axis = figure.subplots()
         axis.plot(*zip(*curve, strict=True), color=colours.series[0], linewidth=1.3)

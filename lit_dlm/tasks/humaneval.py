@@ -6,7 +6,7 @@ reference solution. The two scores are different things and have different task 
 
 from __future__ import annotations
 
-from lit_dlm.grading.plus import PlusProblem
+from lit_dlm.grading.plus import Rule
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask, problem_number
 from lit_dlm.tasks.sources import Row
@@ -58,12 +58,5 @@ class HumanEvalPlus(PlusTask):
     def _stub(self, row: Row) -> str:
         return row.text("prompt")
 
-    def problem(self, example: PromptExample) -> PlusProblem:
-        """The inputs and the reference solution in the form the grader takes."""
-        reference = example.reference
-        return self._problem(
-            example,
-            reference["base_input"],
-            reference["plus_input"],
-            rule="root" if reference["entry_point"] == "find_zero" else "close",
-        )
+    def _rule(self, entry_point: str) -> tuple[Rule, None]:
+        return ("root" if entry_point == "find_zero" else "close"), None

@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_dlm.grading import SandboxLimits
 from lit_dlm.grading.code import CANDIDATE_FILE
-from lit_dlm.grading.plus import PlusProblem, Rule
+from lit_dlm.grading.plus import Rule
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row
@@ -109,18 +109,26 @@ class MBPPPlus(PlusTask):
     def _solution(self, row: Row) -> str:
         return row.text("canonical_solution")
 
-    def problem(self, example: PromptExample) -> PlusProblem:
-        """The inputs, re-typed, and the reference solution in the form the grader takes."""
-        reference = example.reference
-        restore = _evalplus("data.mbpp").mbpp_deserialize_inputs
-        rule, alternative = _special_rule(reference["entry_point"])
-        return self._problem(
-            example,
-            restore(reference["task_id"], reference["base_input"]),
-            restore(reference["task_id"], reference["plus_input"]),
-            rule=rule,
-            alternative=alternative,
-        )
+    def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
+        found: list[Any] = _evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs)
+        return found
+
+    def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
+        """EvalPlus's rules for problems that have more than one right output."""
+        special = _evalplus("eval._special_oracle")
+        if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
+            return "same_set", None
+        if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:
+            return "found_alike", None
+        if entry_point == "are_equivalent":
+            return "anything", None
+        alternatives = {
+            "sum_div": lambda *_inputs: 0,
+            "surface_Area": special._surface_Area,
+            "digit_distance_nums": special._digit_distance_nums,
+        }
+        alternative = alternatives.get(entry_point)
+        return ("close", None) if alternative is None else ("either", alternative)
 
 
 def _number(row: Row) -> int:
@@ -157,21 +165,3 @@ def _evalplus(module: str) -> Any:
             "the task 'mbpp+' needs the package evalplus 0.3.1: pip install 'lit-dlm[code]' "
             f"({error.name or error} is missing)"
         ) from None
-
-
-def _special_rule(entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
-    """EvalPlus's rules for problems that have more than one right output."""
-    special = _evalplus("eval._special_oracle")
-    if entry_point in special.MBPP_OUTPUT_SET_EQ_TASKS:
-        return "same_set", None
-    if entry_point in special.MBPP_OUTPUT_NOT_NONE_TASKS:
-        return "found_alike", None
-    if entry_point == "are_equivalent":
-        return "anything", None
-    alternatives = {
-        "sum_div": lambda *_inputs: 0,
-        "surface_Area": special._surface_Area,
-        "digit_distance_nums": special._digit_distance_nums,
-    }
-    alternative = alternatives.get(entry_point)
-    return ("close", None) if alternative is None else ("either", alternative)

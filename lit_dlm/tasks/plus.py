@@ -6,7 +6,7 @@ A file of the release gives many inputs, and the reference solution says what th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lit_dlm.grading import Verdict
@@ -52,8 +52,12 @@ class PlusTask(CodeTask):
         return ""
 
     @abstractmethod
-    def problem(self, example: PromptExample) -> PlusProblem:
-        """The problem in the form the grader takes."""
+    def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
+        """How outputs are compared, and what else is right for the rule ``either``."""
+
+    def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
+        """Inputs with the types that JSON lacks; as they are by default."""
+        return inputs
 
     def _example(self, row: Row) -> PromptExample:
         reference = {
@@ -65,22 +69,16 @@ class PlusTask(CodeTask):
         }
         return self._prompt(row, problem_number(row), self._question(row), reference)
 
-    def _problem(
-        self,
-        example: PromptExample,
-        base_inputs: Sequence[Any],
-        plus_inputs: Sequence[Any],
-        *,
-        rule: Rule,
-        alternative: Callable[..., Any] | None = None,
-    ) -> PlusProblem:
+    def problem(self, example: PromptExample) -> PlusProblem:
+        """The problem in the form the grader takes."""
         reference = example.reference
+        rule, alternative = self._rule(reference["entry_point"])
         return PlusProblem(
             name=reference["task_id"],
             entry_point=reference["entry_point"],
             reference_code=reference["solution"],
-            base_inputs=base_inputs,
-            plus_inputs=plus_inputs,
+            base_inputs=self._restored(reference["task_id"], reference["base_input"]),
+            plus_inputs=self._restored(reference["task_id"], reference["plus_input"]),
             atol=reference["atol"],
             rule=rule,
             alternative=alternative,

@@ -99,13 +99,8 @@ class TrajectoryCapture:
             step_times: keep the duration of every step of the batch.
 
         Raises:
-            ValueError: If the level is unknown or does not fit ``features``, or ``top_k`` is out of
-                range.
+            ValueError: If the level does not fit ``features``, or ``top_k`` is out of range.
         """
-        if level not in ("tokens", "signals", "features"):
-            raise ValueError(
-                f"capture level: expected 'tokens', 'signals' or 'features', got {level!r}"
-            )
         if (level == "features") != (features is not None):
             raise ValueError(f"capture level {level!r} and features={features} do not fit")
         if not 0 <= top_k <= vocab_size:

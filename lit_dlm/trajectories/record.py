@@ -539,8 +539,6 @@ class StepFeatures:
             raise ValueError(
                 f"features: values must be finite and at most {limit:g}, got {largest:g}"
             )
-        if scheme not in ("fp16", "int8"):
-            raise ValueError(f"feature scheme: expected 'int8' or 'fp16', got {scheme!r}")
         codes: NDArray[Any] = values
         scales: NDArray[np.float16] | None = None
         if scheme == "int8":

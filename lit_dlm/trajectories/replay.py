@@ -57,16 +57,11 @@ def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> Block
         raise ValueError(f"trajectory {record.uid!r}: {error}") from error
 
 
-def fill_curves_of(record: Trajectory, blocks: BlockLayout, *, rest: str = "rest") -> FillCurves:
-    """How far each region was filled after every step.
+def fill_curves_of(record: Trajectory, blocks: BlockLayout) -> FillCurves:
+    """How far each of a record's regions (:func:`regions_of`) was filled after every step.
 
-    Args:
-        record: the record.
-        blocks: its regions, see :func:`regions_of`.
-        rest: name for cells outside all regions.
-
-    Returns:
-        The curves; their ``lockstep_score`` tells how evenly the regions were filled.
+    Cells outside of them are the region ``rest``. The ``lockstep_score`` of the curves tells how
+    evenly the regions were filled.
 
     Raises:
         ValueError: the regions are those of a response of another length.
@@ -77,5 +72,5 @@ def fill_curves_of(record: Trajectory, blocks: BlockLayout, *, rest: str = "rest
             f"got regions of {blocks.length}"
         )
     masked = torch.from_numpy(record.all_states() == record.mask_id)
-    names = (*(block.name for block in blocks.blocks), rest)
+    names = (*(block.name for block in blocks.blocks), "rest")
     return fill_curves(masked, blocks.region_ids(), names)

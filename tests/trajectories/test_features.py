@@ -70,7 +70,6 @@ def test_fp16_scheme_rounds_to_half_precision():
         (np.full((1, 1, 2), np.nan), {}, "finite"),
         (np.full((1, 1, 2), 1e6), {"scheme": "fp16"}, "at most"),
         (np.zeros((1, 1, 2)), {"groups": (1, 2)}, "sum to 2"),
-        (np.zeros((1, 1, 2)), {"scheme": "int4"}, "scheme"),
     ],
 )
 def test_quantize_refuses_what_it_cannot_hold(values, options, message):
