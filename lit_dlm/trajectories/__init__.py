@@ -5,6 +5,6 @@
 """
 
 from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import StepFeatures, Trajectory, from_history
+from lit_dlm.trajectories.record import StepFeatures, Trajectory
 
-__all__ = ["StepFeatures", "Trajectory", "TrajectoryFormatError", "from_history"]
+__all__ = ["StepFeatures", "Trajectory", "TrajectoryFormatError"]

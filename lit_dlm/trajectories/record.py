@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from lit_dlm.trajectories.errors import InvariantError
 
@@ -260,74 +260,6 @@ class Trajectory:
             shape = (expected, *array.shape[1:2]) if name in TOP_SIGNALS else (expected,)
             if array.shape != shape:
                 self._fail(f"signal {name!r} must have shape {shape}, got {array.shape}")
-
-
-def from_history(
-    history: ArrayLike,
-    *,
-    uid: str,
-    prompt_ids: ArrayLike,
-    mask_id: int,
-    vocab_size: int,
-    seed: int = 0,
-    status: RecordStatus = "complete",
-    signals: Mapping[str, NDArray[Any]] | None = None,
-    features: StepFeatures | None = None,
-    meta: Mapping[str, Any] | None = None,
-) -> Trajectory:
-    """Builds a record from the canvases of every step.
-
-    Any decode rule fits: a change between two rows is a write of the earlier row's step, whether it
-    commits, edits or masks again. Tokens that stand in row 0 count as given.
-
-    Args:
-        history: ``(T + 1, G)`` integer; row ``t`` is the response canvas before step ``t``, the
-            last row the final one.
-        uid: name of the sample.
-        prompt_ids: ``(P,)`` integer, without padding.
-        mask_id: id of the mask token.
-        vocab_size: bound of the token ids.
-        seed: noise seed of the sample.
-        status: how the decode ended.
-        signals: optional columns.
-        features: features of kept steps.
-        meta: small JSON values.
-
-    Returns:
-        The record, validated.
-
-    Raises:
-        ValueError: If ``history`` has another shape or a given position changes.
-    """
-    rows = np.ascontiguousarray(history, dtype=np.int32)
-    if rows.ndim != 2 or len(rows) == 0:
-        raise ValueError(
-            f"trajectory {uid!r}: history must have shape (T + 1, G), got {rows.shape}"
-        )
-    num_steps = len(rows) - 1
-    tokens, commit_step, superseded = derive(rows[:1], rows[1:, None], np.array([num_steps]))
-    given = rows[0] != mask_id
-    changed = np.flatnonzero(given & (commit_step[0] >= 0))
-    if len(changed):
-        raise ValueError(f"trajectory {uid!r}: given position {changed[0]} changed during decoding")
-    record = Trajectory(
-        uid=uid,
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        tokens=tokens[0],
-        commit_step=commit_step[0],
-        num_steps=num_steps,
-        mask_id=mask_id,
-        vocab_size=vocab_size,
-        seed=seed,
-        status=status,
-        given=given,
-        superseded=superseded[0],
-        signals=dict(signals or {}),
-        features=features,
-        meta=dict(meta or {}),
-    )
-    record.validate()
-    return record
 
 
 def derive(

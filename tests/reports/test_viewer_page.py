@@ -12,10 +12,10 @@ import pytest
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
-from lit_dlm.trajectories import Trajectory, from_history
+from lit_dlm.trajectories import Trajectory
 from tests.reports.browser import browser, console, requested, set_viewport
 from tests.reports.sample_sets import EOS, MASK, WordTokenizer, record, sample
-from tests.trajectories.samples import random_history
+from tests.trajectories.samples import from_history, random_history
 
 pytestmark = pytest.mark.slow  # starts a browser
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories import StepFeatures, Trajectory, from_history
+from lit_dlm.trajectories import StepFeatures, Trajectory
+from lit_dlm.trajectories.record import derive
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 MASK, VOCAB = 9, 50
@@ -39,6 +41,25 @@ def random_history(
             rng.random(int(change.sum())) < 0.5, MASK, _token(rng, int(change.sum()))
         )
     return history
+
+
+def from_history(history: Any, *, prompt_ids: Any, mask_id: int, **fields: Any) -> Trajectory:
+    """The record of the ``(T + 1, G)`` canvases of a decode; tokens of row 0 count as given."""
+    rows = np.ascontiguousarray(history, dtype=np.int32)
+    num_steps = len(rows) - 1
+    tokens, commit_step, superseded = derive(rows[:1], rows[1:, None], np.array([num_steps]))
+    record = Trajectory(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        tokens=tokens[0],
+        commit_step=commit_step[0],
+        num_steps=num_steps,
+        mask_id=mask_id,
+        given=rows[0] != mask_id,
+        superseded=superseded[0],
+        **fields,
+    )
+    record.validate()
+    return record
 
 
 def random_record(

@@ -26,7 +26,6 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.engine import initial_state
 from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
-from lit_dlm.trajectories import from_history
 from lit_dlm.trajectories.capture import (
     FeatureCapture,
     HostCopies,
@@ -36,7 +35,7 @@ from lit_dlm.trajectories.capture import (
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import TOP_SIGNALS
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
-from tests.trajectories.samples import assert_same, random_history
+from tests.trajectories.samples import assert_same, from_history, random_history
 
 VOCAB, G = 12, 10
 PROMPTS = [[3], [4, 5, 6], [7, 8], [5, 5, 5], [9], [3, 9, 4], [6, 7], [8]]

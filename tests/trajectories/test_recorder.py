@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.trajectories import Trajectory, from_history
+from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.commands import main as traj
 from lit_dlm.trajectories.record import TOP_SIGNALS
 from lit_dlm.trajectories.recorder import (
@@ -26,6 +26,7 @@ from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.verify import Execution, verify
 from tests.traces import MASK, PAD, VOCAB, small_backbone
 from tests.trajectories.decoded_sets import write_set
+from tests.trajectories.samples import from_history
 
 P, G = 4, 8
 PROMPTS = torch.tensor([[PAD, 5, 6, 7], [12, 13, 14, 15]])

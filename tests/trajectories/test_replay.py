@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from lit_dlm.trajectories.record import Trajectory, from_history
+from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.replay import states_at
-from tests.trajectories.samples import MASK, VOCAB, random_history, random_record
+from tests.trajectories.samples import MASK, VOCAB, from_history, random_history, random_record
 
 
 def simulate(record: Trajectory) -> list[list[int]]:
