@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from importlib import metadata
@@ -33,6 +33,7 @@ ESSENTIAL = ("model", "tokenizer", "decode", "randomness", "data")
 """Groups that decide what a decode gives; resuming with another value of any key is an error."""
 _OPEN = ("decode.methods", "data.tasks")
 """Collections to which a later run of the same folder may add members, or leave some out."""
+_ABSENT = object()
 
 _PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "webdataset", "zstandard")
 _VARIABLES = (
@@ -105,7 +106,12 @@ class RunRecord:
         if path.exists():
             for former in (path, *sorted(folder.glob("run-*.json"))):
                 stored = _read(former)
-                differing = _differences(stored, json.loads(self.text()))
+                current = json.loads(self.text())
+                differing = [
+                    line
+                    for group in ESSENTIAL
+                    for line in _differences(stored[group], current[group], group)
+                ]
                 if differing:
                     raise ValueError(
                         f"{former}: the folder holds a run with other settings; use another folder "
@@ -279,39 +285,17 @@ def _checked(data: bytes, path: str) -> dict[str, Any]:
     return dict(stored)
 
 
-def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for every essential key that differs; new members of open collections do not."""
-    lines = []
-    for group in ESSENTIAL:
-        old, new = _leaves(stored[group], group), _leaves(current[group], group)
-        for key in sorted(old.keys() | new.keys()):
-            before, after = old.get(key, "absent"), new.get(key, "absent")
-            is_member = any(key == name or key.startswith(f"{name}.") for name in _OPEN)
-            if is_member and _is_only_on_one_side(key, stored, current):
-                continue
-            if before != after:
-                lines.append(f"{key}: {before} in the folder, {after} now")
-    return lines
-
-
-def _is_only_on_one_side(key: str, *records: Mapping[str, Any]) -> bool:
-    """Whether the member of an open collection that ``key`` lies in is missing in some record."""
-    group, collection, *rest = key.split(".")
-    member = ".".join(rest)
-    held = [record[group].get(collection) for record in records]
-    if not any(isinstance(members, dict) for members in held):
-        return False
-    return not all(
-        isinstance(members, dict)
-        and any(member == name or member.startswith(f"{name}.") for name in members)
-        for members in held
-    )
-
-
-def _leaves(value: Any, path: str) -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        leaves: dict[str, str] = {}
-        for key, entry in value.items():
-            leaves.update(_leaves(entry, f"{path}.{key}"))
-        return leaves
-    return {path: canonical_json(value)}
+def _differences(stored: Any, current: Any, key: str) -> Iterator[str]:
+    """One line for every key that differs; new members of open collections do not."""
+    if isinstance(stored, dict) and isinstance(current, dict):
+        common = stored.keys() & current.keys()
+        for name in sorted(common if key in _OPEN else stored.keys() | current.keys()):
+            inner = f"{key}.{name}"
+            absent = {} if inner in _OPEN else _ABSENT
+            yield from _differences(stored.get(name, absent), current.get(name, absent), inner)
+    else:
+        before, after = (
+            "absent" if value is _ABSENT else canonical_json(value) for value in (stored, current)
+        )
+        if before != after:
+            yield f"{key}: {before} in the folder, {after} now"
