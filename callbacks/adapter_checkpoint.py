@@ -57,8 +57,6 @@ class AdapterCheckpoint(Callback):
     ) -> None:
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs: expected at least 1, got {every_n_epochs}")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode: expected 'min' or 'max', got {mode!r}")
         self.folder = Path(folder)
         self.every_n_epochs = every_n_epochs
         self.keep_epochs = keep_epochs

@@ -21,7 +21,6 @@ from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
 from lit_dlm.reports.pictures import write_pictures
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
-from lit_dlm.reports.themes import theme_of
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
@@ -85,7 +84,6 @@ class TracePictures(Callback):
         ):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
-        theme_of(theme)
         self.folder = Path(folder)
         self.num_samples = num_samples
         self.kinds = chosen

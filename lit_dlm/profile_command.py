@@ -206,7 +206,8 @@ def _parser() -> argparse.ArgumentParser:
         "--loggers",
         nargs="+",
         default=[],
-        help="where to log the profile as well: csv, tensorboard, wandb",
+        choices=["csv", "tensorboard", "wandb"],
+        help="where to log the profile as well",
     )
     parser.add_argument("--project", default="lit-dlm", help="W&B project")
     parser.add_argument("--offline", action="store_true", help="W&B without a network")

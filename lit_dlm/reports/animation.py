@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.samples import Sample
-from lit_dlm.reports.themes import Theme, monospaced_font, theme_of
+from lit_dlm.reports.themes import THEMES, Theme, monospaced_font
 from lit_dlm.trajectories.record import Trajectory
 
 MAX_FRAMES = 120
@@ -83,13 +83,8 @@ def animation_frames(
 
     RGB pictures of one size, at most :data:`MAX_FRAMES`. What is new is marked; in the last picture
     nothing is.
-
-    Raises:
-        ValueError: there is no sample.
     """
-    if not samples:
-        raise ValueError("animation: expected at least one sample, got none")
-    painter = _Painter(samples, pieces, theme_of(theme))
+    painter = _Painter(samples, pieces, THEMES[theme])
     steps = max(sample.record.num_steps for sample in samples)
     stride = _stride(steps)
     shown = [*range(0, steps, stride), steps]

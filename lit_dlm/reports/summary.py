@@ -65,15 +65,7 @@ def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
         num_responses: ``n``.
         num_right: ``c``.
         k: from 1 to ``n``.
-
-    Raises:
-        ValueError: ``k`` or ``c`` is out of range.
     """
-    if not 1 <= k <= num_responses or not 0 <= num_right <= num_responses:
-        raise ValueError(
-            f"pass_at_k: expected 1 <= k <= n and 0 <= c <= n, got n = {num_responses}, "
-            f"c = {num_right}, k = {k}"
-        )
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
 

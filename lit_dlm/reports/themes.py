@@ -74,25 +74,10 @@ THEMES: dict[str, Theme] = {
 }
 
 
-def theme_of(name: str) -> Theme:
-    """A theme by name.
-
-    Raises:
-        ValueError: there is no such theme.
-    """
-    if name not in THEMES:
-        raise ValueError(f"theme: expected one of {', '.join(THEMES)}, got {name!r}")
-    return THEMES[name]
-
-
 @contextmanager
 def plot_style(name: str) -> Iterator[Theme]:
-    """Colours of matplotlib figures that are built inside, by the name of a theme.
-
-    Raises:
-        ValueError: there is no such theme.
-    """
-    theme = theme_of(name)
+    """Colours of matplotlib figures that are built inside, by the name of a theme."""
+    theme = THEMES[name]
     style: Any = {
         "figure.facecolor": theme.background,
         "savefig.facecolor": theme.background,

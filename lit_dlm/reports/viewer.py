@@ -44,10 +44,8 @@ def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
     Decodes of one prompt can be compared across sets.
 
     Raises:
-        ValueError: there is nothing to show, or a record's meta is malformed.
+        ValueError: a record's meta is malformed.
     """
-    if not any(viewed.samples.samples for viewed in sets):
-        raise ValueError("viewer: expected at least one sample, got none")
     data = Markup(json_for_script(page_data(sets, title=title)))
     return render("viewer", scripts=SCRIPTS, title=title, data=data)
 

@@ -28,8 +28,6 @@ class Graded(Reward):
     needs_verdict = True
 
     def __init__(self, credit: Credit = "all", *, weight: float = 1.0) -> None:
-        if credit not in ("all", "fraction", "tests"):
-            raise ValueError(f"Graded.credit must be all, fraction or tests, got {credit!r}")
         self.credit = credit
         self.weight = weight
 

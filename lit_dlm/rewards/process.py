@@ -64,10 +64,6 @@ class ProcessReward(Reward):
         ):
             if value < 1:
                 raise ValueError(f"ProcessReward.{option} must be at least 1, got {value!r}")
-        if block_origin not in ("sequence", "response"):
-            raise ValueError(
-                f"ProcessReward.block_origin must be sequence or response, got {block_origin!r}"
-            )
         self.judge = completed(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample

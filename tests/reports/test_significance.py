@@ -74,7 +74,3 @@ def test_disjoint_and_ungraded_samples_are_refused():
         compare_rows([row("a")], [row("b")])
     with pytest.raises(ValueError, match="sample 'a' of 'm' was not graded"):
         compare_rows([row("a", verdict="ungraded")], [row("a")])
-    with pytest.raises(ValueError, match="at least one difference"):
-        paired_bootstrap([])
-    with pytest.raises(ValueError, match="counts of 0 or more"):
-        exact_mcnemar(-1, 2)
