@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -240,7 +241,7 @@ def _set_rows(facts: dict[str, Any]) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         ("records", f"{facts['num_records']:,}"),
         ("shards, blocks", f"{facts['num_shards']:,}, {facts['num_blocks']:,}"),
-        ("size", _spoken_size(facts["bytes"])),
+        ("size", decimal(facts["bytes"], precision=2)),
         ("bytes per record", f"{facts['bytes'] / count:,.0f}"),
     ]
     if facts["feature_bytes"]:
@@ -584,7 +585,7 @@ def _run_recover(options: argparse.Namespace) -> int:
         manifest = merge_manifest(options.folder)
         console.print(
             f"{options.folder}: {manifest['num_records']:,} records in "
-            f"{len(manifest['shards'])} shards, {_spoken_size(manifest['bytes'])}",
+            f"{len(manifest['shards'])} shards, {decimal(manifest['bytes'], precision=2)}",
             soft_wrap=True,
         )
     return 0
@@ -836,15 +837,6 @@ def _facts_table(title: str, rows: Sequence[tuple[str, Any]]) -> Table:
     for name, value in rows:
         table.add_row(name, str(value))
     return table
-
-
-def _spoken_size(num_bytes: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB"):
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} GB"
 
 
 def tokenizer_of(shards: Sequence[Path], name: str | None) -> Any:
