@@ -133,11 +133,6 @@ def test_the_page_asks_for_nothing_and_its_policy_names_its_own_script():
     assert page == viewer_page([viewed(record([8], [0]))], title="x")
 
 
-def test_nothing_to_show_is_an_error():
-    with pytest.raises(ValueError, match="at least one sample"):
-        viewer_page([viewed()], title="x")
-
-
 def test_decoders_in_one_line():
     method = {
         "policy": {"name": "TraceLockPolicy", "threshold": 0.9, "weights": "ab", "cap": None},
