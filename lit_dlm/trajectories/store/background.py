@@ -31,22 +31,12 @@ _WAKE_SECONDS = 1.0  # how often an idle thread looks whether the program has en
 class BackgroundWriter:
     """Puts records into shards from a thread of its own."""
 
-    def __init__(
-        self, writer: TrajectoryShardWriter, *, max_queue_bytes: int = 256 * 2**20
-    ) -> None:
-        """Starts the thread.
+    max_queue_bytes = 256 * 2**20
+    """Records waiting (being written included) may take this much memory; ``put`` waits beyond it.
+    One larger item is accepted when nothing else waits."""
 
-        Args:
-            writer: writes the shards; belongs to the thread from now on.
-            max_queue_bytes: records waiting (being written included) may take this much memory;
-                ``put`` waits beyond it. One larger item is accepted when nothing else waits.
-
-        Raises:
-            ValueError: If a setting is out of range.
-        """
-        if max_queue_bytes < 1:
-            raise ValueError(f"max_queue_bytes: expected at least 1, got {max_queue_bytes}")
-        self.max_queue_bytes = max_queue_bytes
+    def __init__(self, writer: TrajectoryShardWriter) -> None:
+        """Starts the thread, to which the writer of the shards belongs from now on."""
         self.blocked_seconds = 0.0
         """How long ``put`` waited for room, in all."""
         self._writer = writer
