@@ -107,11 +107,11 @@ def monospaced_font() -> Path:
     return Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
 
 
-def save_figure(figure: Figure, path: Path, *, dpi: int = 150) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure under a temporary name and renames it; the suffix gives the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=dpi)
+    figure.savefig(draft, dpi=150)
     draft.replace(path)
 
 

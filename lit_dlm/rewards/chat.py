@@ -38,13 +38,14 @@ class ChatEndpoint:
         timeout_s: seconds to wait for one reply, all of it.
         deadline_s: seconds for which an endpoint that does not answer is asked again, counted from
             its first failure behind its last reply, over all threads; 0 asks once.
-        pause_s: seconds to wait before the second attempt; twice as long before each further one,
-            at most half a minute.
         api_key_env: environment variable whose value is sent as the bearer token.
 
     Raises:
         ValueError: for a URL of another scheme, negative seconds, or a variable that is not set.
     """
+
+    pause_s = 1.0
+    """Seconds before the second attempt; twice as long before each further one, at most 30."""
 
     def __init__(
         self,
@@ -53,7 +54,6 @@ class ChatEndpoint:
         model: str,
         timeout_s: float = 60.0,
         deadline_s: float = 0.0,
-        pause_s: float = 1.0,
         api_key_env: str | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -66,7 +66,6 @@ class ChatEndpoint:
         self.model = model
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
-        self.pause_s = pause_s
         self.headers = {"Content-Type": "application/json"}
         if api_key_env is not None:
             self.headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
