@@ -15,6 +15,7 @@ from torch import Tensor
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.finite import NonFiniteError
+from lit_dlm.ops.options import at_least
 from lit_dlm.reports.results import write_json
 
 _UNFINISHED = ".unfinished"
@@ -55,8 +56,7 @@ class AdapterCheckpoint(Callback):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        if every_n_epochs < 1:
-            raise ValueError(f"every_n_epochs: expected at least 1, got {every_n_epochs}")
+        at_least(1, every_n_epochs=every_n_epochs)
         self.folder = Path(folder)
         self.every_n_epochs = every_n_epochs
         self.keep_epochs = keep_epochs

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.options import at_least
 
 
 class AttentionAnnealing(Callback):
@@ -30,8 +31,7 @@ class AttentionAnnealing(Callback):
 
     def __init__(self, steps: int, *, seed: int = 0) -> None:
         super().__init__()
-        if steps < 1:
-            raise ValueError(f"steps: expected at least 1, got {steps}")
+        at_least(1, steps=steps)
         self.steps = steps
         self.seed = seed
         self._handle: RemovableHandle | None = None

@@ -15,6 +15,7 @@ from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import placed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
@@ -52,13 +53,7 @@ class DiscriminationScore(Callback):
         batch_size: int = 32,
         every_n_epochs: int = 1,
     ) -> None:
-        for name, value in (
-            ("num_prompts", num_prompts),
-            ("batch_size", batch_size),
-            ("every_n_epochs", every_n_epochs),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(1, num_prompts=num_prompts, batch_size=batch_size, every_n_epochs=every_n_epochs)
         self.folder = Path(folder)
         self.method = method
         self.num_prompts = num_prompts

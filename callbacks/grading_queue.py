@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch
+from lit_dlm.ops.options import at_least
 from lit_dlm.tasks import PromptExample, Task, require_code_execution
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,7 @@ class GradingQueue:
     """
 
     def __init__(self, tasks: Mapping[str, Task], *, num_workers: int = 1) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        at_least(1, num_workers=num_workers)
         self.isolation = require_code_execution(tasks.values())
         """What model-written code runs in."""
         self.tasks = tasks

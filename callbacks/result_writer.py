@@ -24,6 +24,7 @@ from lit_dlm.callbacks.trace_pictures import file_name
 from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder, require_all
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import drawn_picture
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
@@ -51,8 +52,7 @@ class ResultWriter(GradedWriter):
         self, run_dir: str, *, num_workers: int = 1, order: list[str] | None = None
     ) -> None:
         super().__init__()
-        if num_workers < 1:
-            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        at_least(1, num_workers=num_workers)
         self.run_dir = Path(run_dir)
         self.results = ResultFolder(self.run_dir / "results")
         self.num_workers = num_workers

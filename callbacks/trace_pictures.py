@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
+from lit_dlm.ops.options import at_least
 from lit_dlm.reports.pictures import write_pictures
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
@@ -77,13 +78,12 @@ class TracePictures(Callback):
         unknown = sorted(set(chosen) - set(SUFFIXES))
         if unknown or not chosen:
             raise ValueError(f"kinds: expected some of {', '.join(SUFFIXES)}, got {chosen}")
-        for name, value in (
-            ("num_samples", num_samples),
-            ("response_length", response_length),
-            ("every_n_validations", every_n_validations),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        at_least(
+            1,
+            num_samples=num_samples,
+            response_length=response_length,
+            every_n_validations=every_n_validations,
+        )
         self.folder = Path(folder)
         self.num_samples = num_samples
         self.kinds = chosen

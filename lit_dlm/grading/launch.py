@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_dlm.grading.child import isolate, wire
+from lit_dlm.ops.options import at_least
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +76,11 @@ class SandboxLimits:
     """Largest argument or returned value."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("wall_seconds", 0.01),
-            ("cpu_seconds", 0.01),
-            ("memory_bytes", 1 << 26),
-            ("output_bytes", 0),
-            ("value_bytes", 1 << 10),
-        ):
-            value = getattr(self, name)
-            if not value >= least:
-                raise ValueError(f"SandboxLimits.{name} must be at least {least}, got {value!r}")
+        of = "SandboxLimits."
+        at_least(0.01, of=of, wall_seconds=self.wall_seconds, cpu_seconds=self.cpu_seconds)
+        at_least(1 << 26, of=of, memory_bytes=self.memory_bytes)
+        at_least(0, of=of, output_bytes=self.output_bytes)
+        at_least(1 << 10, of=of, value_bytes=self.value_bytes)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lit_dlm.ops.options import at_least
 from lit_dlm.reports.page import (
     Disagreement,
     Picture,
@@ -242,8 +243,7 @@ def main(arguments: Sequence[str]) -> int:
         "--no_traces", action="store_true", help="do not write the viewer page of these samples"
     )
     options = parser.parse_args(arguments)
-    if options.samples < 0:
-        raise ValueError(f"--samples: expected 0 or more, got {options.samples}")
+    at_least(0, of="--", samples=options.samples)
     found: list[tuple[Path, list[MethodSummary]]] = []
     for run in options.run:
         summaries = summarise_folder(run / "results", method_order(run))

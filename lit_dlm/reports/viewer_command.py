@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.ops.options import at_least
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import NoSampleError, SampleSet, load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
@@ -86,8 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         ValueError: the source holds no trajectories, or no sample fits.
     """
     options = parser().parse_args(list(arguments))
-    if options.limit < 0:
-        raise ValueError(f"--limit: expected 0 or more, got {options.limit}")
+    at_least(0, of="--", limit=options.limit)
     shown = load_samples(
         options.source,
         limit=options.limit or None,

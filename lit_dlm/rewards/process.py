@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
@@ -56,14 +57,14 @@ class ProcessReward(Reward):
         num_requests: int = 16,
         weight: float = 1.0,
     ) -> None:
-        for option, value in (
-            ("reward_chunk_length", reward_chunk_length),
-            ("k_sample", k_sample),
-            ("num_requests", num_requests),
-            ("block_size", 1 if block_size is None else block_size),
-        ):
-            if value < 1:
-                raise ValueError(f"ProcessReward.{option} must be at least 1, got {value!r}")
+        at_least(
+            1,
+            of="ProcessReward.",
+            reward_chunk_length=reward_chunk_length,
+            k_sample=k_sample,
+            num_requests=num_requests,
+            block_size=block_size,
+        )
         self.judge = completed(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample

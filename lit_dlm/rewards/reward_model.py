@@ -14,6 +14,7 @@ from transformers import (
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.location import load_tokenizer, locate
+from lit_dlm.ops.options import at_least
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
@@ -46,8 +47,7 @@ class RewardModel(Reward):
         device: str | None = None,
         weight: float = 1.0,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"RewardModel.batch_size: expected at least 1, got {batch_size}")
+        at_least(1, of="RewardModel.", batch_size=batch_size)
         self.path = path
         self.label = label
         self.batch_size = batch_size

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
+from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
@@ -66,8 +67,7 @@ class Rewarder:
         for reward in rewards:
             if not math.isfinite(reward.weight):
                 raise ValueError(f"rewards: weight of {reward.name!r} is {reward.weight!r}")
-        if num_workers < 1:
-            raise ValueError(f"num_workers: expected at least 1, got {num_workers}")
+        at_least(1, num_workers=num_workers)
         require_code_execution(tasks.values(), isolation=require_isolation)
         for task in tasks.values():
             for keep in filters:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.options import within
 from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.record import (
     TOP_SIGNALS,
@@ -103,8 +104,7 @@ class TrajectoryCapture:
         """
         if (level == "features") != (features is not None):
             raise ValueError(f"capture level {level!r} and features={features} do not fit")
-        if not 0 <= top_k <= vocab_size:
-            raise ValueError(f"top_k: expected 0 to {vocab_size}, got {top_k}")
+        within(f"[0, {vocab_size}]", top_k=top_k)
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
@@ -563,8 +563,7 @@ class KeptSteps:
 
     def __init__(self, seeds: Sequence[int], *, ratio: float) -> None:
         """Starts a plan for rows by their seeds, int64; the ratio is in (0, 1]."""
-        if not 0.0 < ratio <= 1.0:
-            raise ValueError(f"step_ratio: expected a number in (0, 1], got {ratio}")
+        within("(0, 1]", step_ratio=ratio)
         self.ratio = ratio
         self._seeds = torch.tensor(list(seeds), dtype=torch.int64)
         self._planned = 0

@@ -31,6 +31,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lit_dlm.ops.options import at_least
 from lit_dlm.trajectories.container import stored_sizes
 from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.record import Trajectory
@@ -421,10 +422,8 @@ def _run_verify(options: argparse.Namespace) -> int:
     from lit_dlm.trajectories.verify import verify
 
     shards = shard_paths(options.shards)
-    for name in ("sample", "steps", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}: expected at least 1, got {value}")
+    counts = {name: vars(options)[name] for name in ("sample", "steps", "batch_size")}
+    at_least(1, of="--", **counts)
     if options.level >= 3 and options.backbone is None:
         raise ValueError(f"--backbone: level {options.level} executes the records, so it needs one")
     with _progress() as bar:

@@ -29,6 +29,7 @@ from lit_dlm.decoding import (
     Sampler,
     ScheduleQuota,
 )
+from lit_dlm.ops.options import within
 from lit_dlm.trajectories.capture import (
     CapturedDecode,
     CapturedRow,
@@ -63,8 +64,7 @@ class TraceRecorder:
         Raises:
             ValueError: ``top_k`` is out of range.
         """
-        if not 0 <= top_k <= vocab_size:
-            raise ValueError(f"top_k: expected 0 to {vocab_size}, got {top_k}")
+        within(f"[0, {vocab_size}]", top_k=top_k)
         self.mask_id, self.vocab_size = mask_id, vocab_size
         self.top_k, self.step_times = top_k, step_times
         self._ids: Tensor | None = None

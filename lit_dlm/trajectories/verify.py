@@ -31,6 +31,7 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.ops.options import at_least
 from lit_dlm.trajectories.capture import KeptSteps
 from lit_dlm.trajectories.container import read_header
 from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
@@ -160,10 +161,8 @@ def verify(
         raise ValueError(f"level: expected 0 to 4, got {level}")
     if level >= 3 and execution is None:
         raise ValueError(f"level {level}: needs a backbone to execute the records with")
-    if not tolerance >= 0.0:  # also refuses what is not a number
-        raise ValueError(f"tolerance: expected 0 or more, got {tolerance}")
-    if sample is not None and sample < 1:
-        raise ValueError(f"sample: expected at least 1, got {sample}")
+    at_least(0, tolerance=tolerance)
+    at_least(1, sample=sample)
     paths = [Path(shard) for shard in shards]
     try:
         reader = _lenient(paths)

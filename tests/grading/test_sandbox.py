@@ -267,9 +267,9 @@ def test_bad_tests_and_limits_are_errors_of_the_caller():
         _check("def f(x): pass", "assert f(")
     with pytest.raises(ValueError, match="at least one test"):
         _check("def f(x): pass", " \n")
-    with pytest.raises(ValueError, match="wall_seconds must be at least"):
+    with pytest.raises(ValueError, match="wall_seconds: expected at least"):
         SandboxLimits(wall_seconds=0)
-    with pytest.raises(ValueError, match="memory_bytes must be at least"):
+    with pytest.raises(ValueError, match="memory_bytes: expected at least"):
         SandboxLimits(memory_bytes=1000)
 
 

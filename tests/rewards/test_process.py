@@ -137,9 +137,9 @@ def test_a_failing_judge_stops_the_rest_and_missing_text_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward_chunk_length": 0}, "reward_chunk_length must be at least 1, got 0"),
-        ({"k_sample": 0}, "k_sample must be at least 1"),
-        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"reward_chunk_length": 0}, "reward_chunk_length: expected at least 1, got 0"),
+        ({"k_sample": 0}, "k_sample: expected at least 1"),
+        ({"block_size": 0}, "block_size: expected at least 1"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
