@@ -26,15 +26,3 @@ def test_points_survive_a_file_and_are_drawn(tmp_path: Path) -> None:
     plot_runs({"one": [POINTS], "two": [POINTS, POINTS]}, tmp_path / "runs.png", values=values)
     assert all(p.stat().st_size > 5000 for p in tmp_path.glob("*.png"))
     assert len(list(tmp_path.iterdir())) == 4  # no drafts are left
-
-
-def test_damage_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "curve.jsonl"
-    with pytest.raises(ValueError, match="there is no such file"):
-        read_points(path)
-    path.write_text('{"step": 1}\n{"step"')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        read_points(path)
-    path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1 has no 'step'"):
-        read_points(path)
