@@ -1,7 +1,8 @@
 """States of recorded decodes, as training examples of the acceptance policy.
 
 Two sources: ``features`` reads what was captured at the kept steps; ``tokens`` rebuilds states from
-the records alone (any step) and leaves the features to the module, which runs the backbone.
+the records alone (any step, and finished answers masked again at random) and leaves the features
+to the module, which runs the backbone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lit_dlm.modules.state_batch import (
     StateExample,
     collate_states,
     collate_trace_states,
+    remasked_state,
     trace_state,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
@@ -40,6 +42,9 @@ from lit_dlm.trajectories.store.files import shards_in, uid_order
 from lit_dlm.trajectories.store.reader import BlockOutline
 
 Source = Literal["features", "tokens"]
+
+REMASKED = -1
+"""Stands for a step in :class:`StateIndex`: the finished answer, masked again at random."""
 
 _BLOCK_SIZE = 64
 """Records of a block: what is read, cached and mixed together."""
@@ -71,7 +76,7 @@ class StateIndex:
     """``(number of records,)`` place of each record in its stored block."""
     starts: NDArray[np.int64]
     """``(number of records + 1,)`` first example of each record, and the number of all. A record's
-    examples are its steps in order."""
+    examples are its steps in order, then :data:`REMASKED` ones."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -103,7 +108,7 @@ class StateDataset(Dataset[StateBatch]):
         Args:
             reader: random access to the blocks.
             index: all examples.
-            seed: seed of chosen steps.
+            seed: seed of chosen steps and random masks.
             step_ratio: share of each record's steps that are examples, without features.
             cached_blocks: blocks that stay in memory, per loader worker.
         """
@@ -120,7 +125,7 @@ class StateDataset(Dataset[StateBatch]):
         """Examples by number.
 
         Returns:
-            The record of each, its step, and its place in the record's.
+            The record of each, its step or :data:`REMASKED`, and its place in the record's.
         """
         traces = self.index.records_of(numbers)
         blocks = self.index.blocks[traces]
@@ -129,21 +134,35 @@ class StateDataset(Dataset[StateBatch]):
         found = []
         for block, row, at in zip(blocks.tolist(), rows.tolist(), places.tolist(), strict=True):
             record, steps = self._block(block)[row]
-            found.append((record, steps[at], at))
+            found.append((record, steps[at] if at < len(steps) else REMASKED, at))
         return found
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
         """The collated states of a batch."""
         found = self.states(np.array([ref.number for ref in batch]))
         records, steps, kept = (list(part) for part in zip(*found, strict=True))
-        if not self.reader.features:
+        if not self.reader.features and REMASKED not in steps:
             return collate_trace_states(records, steps, [ref.is_real for ref in batch])
-        return collate_states(
-            [
-                replace(_with_features(trace_state(record, step), at), is_real=ref.is_real)
-                for ref, record, step, at in zip(batch, records, steps, kept, strict=True)
+        examples = [
+            self._state(ref, record, step)
+            for ref, record, step in zip(batch, records, steps, strict=True)
+        ]
+        if self.reader.features:
+            examples = [
+                _with_features(example, at) for example, at in zip(examples, kept, strict=True)
             ]
-        )
+        if not all(ref.is_real for ref in batch):
+            examples = [
+                example if ref.is_real else replace(example, is_real=False)
+                for example, ref in zip(examples, batch, strict=True)
+            ]
+        return collate_states(examples)
+
+    def _state(self, ref: ExampleRef, trace: Trajectory, step: int) -> StateExample:
+        if step == REMASKED:
+            rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
+            return remasked_state(trace, rng)
+        return trace_state(trace, step)
 
     def _block(self, block: int) -> list[tuple[Trajectory, list[int]]]:
         records = self._cache.get(block)
@@ -207,6 +226,7 @@ class TrajectoryDataModule(ElasticDataModule):
         batch_size: int = 64,
         max_tokens_per_batch: int | None = None,
         step_ratio: float = 0.3,
+        remasks_per_trace: int = 0,
         only_correct: bool = False,
         val_fraction: float = 0.1,
         max_val_examples: int = 2048,
@@ -228,6 +248,8 @@ class TrajectoryDataModule(ElasticDataModule):
             max_tokens_per_batch: training batches hold as many states of similar length as fit into
                 so many tokens, padding included, instead of ``batch_size``.
             step_ratio: share of each record's steps that become examples; with ``tokens`` only.
+            remasks_per_trace: randomly masked copies of each finished record, masked anew in every
+                pass; with ``tokens`` only.
             only_correct: leave out records whose ``meta["correct"]`` is false.
             val_fraction: share of prompts kept for validation.
             max_val_examples: size of the fixed validation subset, spread evenly over tasks and
@@ -236,12 +258,17 @@ class TrajectoryDataModule(ElasticDataModule):
             blocks_per_group: blocks of 64 records whose examples are mixed in training.
             strict: compute the content digest of every record that is read anew, at about twice
                 the cost of reading. Checksums and the rules of the format are always checked.
-            seed: seed of split and order.
+            seed: seed of split, order and random masks.
             num_workers: loader processes.
         """
         super().__init__()
         within("(0, 1)", val_fraction=val_fraction)
         within("[0, 1]", step_ratio=step_ratio)
+        if remasks_per_trace < 0 or (remasks_per_trace and source == "features"):
+            raise ValueError(
+                "remasks_per_trace: expected 0 with stored features and 0 or more with source "
+                f"'tokens', got {remasks_per_trace}"
+            )
         folders = [shards] if more_shards is None else [shards, more_shards]
         self.folders = [Path(folder) for folder in folders]
         self.shards = ", ".join(str(folder) for folder in folders)
@@ -249,6 +276,7 @@ class TrajectoryDataModule(ElasticDataModule):
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.step_ratio = step_ratio
+        self.remasks_per_trace = remasks_per_trace
         self.only_correct = only_correct
         self.val_fraction = val_fraction
         self.max_val_examples = max_val_examples
@@ -319,7 +347,7 @@ class TrajectoryDataModule(ElasticDataModule):
         look_in(backbone, *self.folders)
         end = 0
         for block, (shard, number) in enumerate(reader.blocks):
-            outline = reader.outline(shard, number)
+            outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
             if outline.features is not None:
                 self._check_features(outline.uids[0], outline.features)
             here = slice(end, end + len(outline.uids))
@@ -381,14 +409,20 @@ class TrajectoryDataModule(ElasticDataModule):
             # A decode of few steps may have kept none of them.
             kept = outline.features
             return [0] * len(outline.uids) if kept is None else [len(one) for one in kept.steps]
-        return np.rint(self.step_ratio * outline.num_steps).astype(np.int64)
+        counts = np.rint(self.step_ratio * outline.num_steps).astype(np.int64)
+        if outline.has_written is not None:
+            counts += self.remasks_per_trace * outline.has_written
+        return counts
 
     def _steps(self, outline: BlockOutline, row: int) -> list[int]:
         """Step of every example of a record."""
         if self.source == "features":
             return [] if outline.features is None else outline.features.steps[row].tolist()
         num_steps = int(outline.num_steps[row])
-        return _chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
+        steps = _chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
+        if outline.has_written is not None and outline.has_written[row]:
+            steps += [REMASKED] * self.remasks_per_trace
+        return steps
 
     def _check_features(self, uid: str, features: FeatureOutline) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -487,7 +521,7 @@ def _spread_evenly(
     traces = index.records_of(chosen)
     kept = chosen - index.starts[traces]
     num_steps = np.maximum(index.num_steps[traces], 1)
-    quarters = 4 * steps // num_steps
+    quarters = np.where(steps == REMASKED, -1, 4 * steps // num_steps)
     names = {name: place for place, name in enumerate(sorted(set(index.tasks)))}
     tasks = np.array([names[name] for name in index.tasks], dtype=np.int64)[traces]
     order = np.fromiter(

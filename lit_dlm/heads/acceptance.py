@@ -104,6 +104,9 @@ class AcceptanceOutput:
     """``(B, R)`` float32 acceptance logits."""
     tau: Tensor
     """``(B,)`` float32 learned threshold, 0 without a dynamic one."""
+    kept: Tensor | None = None
+    """``(B, R)`` bool: masked positions whose features were *not* hidden; ``None`` when the
+    network hid nothing."""
 
     @property
     def decision_logits(self) -> Tensor:
@@ -166,7 +169,7 @@ class AcceptanceHead(nn.Module):
                 to and their outputs mean nothing (0 where the features are packed).
 
         Returns:
-            Logits and threshold.
+            Logits, threshold and the positions whose features were kept.
 
         Raises:
             ValueError: the features do not fit, or are packed in training.
@@ -183,9 +186,10 @@ class AcceptanceHead(nn.Module):
         tau = features.new_zeros(len(features))
         if config.kind == "linear":
             return AcceptanceOutput(logits=self.logit_head(features).squeeze(-1), tau=tau)
-        x = self._embed(features, state, self._positions(state, visible))
+        x, kept = self._embed(features, state, self._positions(state, visible))
         if config.kind == "mlp":
-            return AcceptanceOutput(logits=self.logit_head(self.mlp(x)).squeeze(-1), tau=tau)
+            logits = self.logit_head(self.mlp(x)).squeeze(-1)
+            return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
         x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
         attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
         for layer in self.layers:
@@ -194,7 +198,7 @@ class AcceptanceHead(nn.Module):
         logits = self.logit_head(x[:, 1:]).squeeze(-1)
         if config.dynamic_threshold:
             tau = self.tau_head(x[:, 0]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=tau)
+        return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
 
     def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """:meth:`forward` on ``(N, F)`` features of the visible positions."""
@@ -212,7 +216,7 @@ class AcceptanceHead(nn.Module):
             logits.view(-1)[index] = self.logit_head(features).squeeze(-1)
             return AcceptanceOutput(logits=logits, tau=tau)
         positions = self._positions(state, visible)
-        x = self._embed(
+        x, _ = self._embed(
             features,
             state.flatten()[index],
             None if positions is None else positions.flatten()[index],
@@ -238,13 +242,19 @@ class AcceptanceHead(nn.Module):
             return frontier_distance((state == PositionState.GEN) & visible)
         return None
 
-    def _embed(self, features: Tensor, state: Tensor, positions: Tensor | None) -> Tensor:
-        """Input embedding ``(..., width)``."""
+    def _embed(
+        self, features: Tensor, state: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Input embedding ``(..., width)`` and the positions that target masking kept."""
         config = self.config
         x = self.in_proj(features)
+        kept = None
         if self.training and config.target_mask_prob > 0.0:
-            draws = torch.rand(state.shape, dtype=torch.float32, device=state.device)
-            hidden = (state == PositionState.GEN) & (draws < config.target_mask_prob)
+            kept = (
+                torch.rand(state.shape, dtype=torch.float32, device=state.device)
+                >= config.target_mask_prob
+            )
+            hidden = (state == PositionState.GEN) & ~kept
             x = torch.where(hidden[..., None], self.hidden_vector, x)
         if config.positions == "learned":
             x = x + self.position_table(positions)
@@ -253,7 +263,7 @@ class AcceptanceHead(nn.Module):
             x = x + sinusoids(positions, config.width)
         if config.use_state_embedding:
             x = x + self.state_table(state)
-        return x
+        return x, kept
 
 
 def _mlp(config: AcceptanceConfig) -> nn.Sequential:

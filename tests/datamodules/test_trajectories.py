@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lit_dlm.datamodules.trajectories import (
+    REMASKED,
     StateDataset,
     TrajectoryDataModule,
     is_validation,
@@ -100,10 +101,22 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
     assert torch.equal(with_features.state, without.state)
 
 
-def test_token_source_rebuilds_states(shards: Path) -> None:
-    module = ready(shards, source="tokens", step_ratio=0.5)
-    assert set(np.diff(states(module).index.starts).tolist()) == {4}
-    assert next(iter(module.train_dataloader())).features is None
+def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Path) -> None:
+    module = ready(shards, source="tokens", step_ratio=0.5, remasks_per_trace=2)
+    index = states(module).index
+    per_record = np.diff(index.starts)
+    assert set(per_record.tolist()) == {4 + 2}
+    loader = module.train_dataloader()
+    assert next(iter(loader)).features is None
+    numbers = module.train_indices
+    steps = [step for _, step, _ in states(module).states(numbers)]
+    remask = int(numbers[steps.index(REMASKED)])
+    ref = loader.sampler.batch(0)[0]
+    first, again, later = (
+        loader.dataset[[ref._replace(number=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
 
 
 def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
@@ -313,6 +326,7 @@ def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path)
     [
         ({"val_fraction": 0.0}, "val_fraction"),
         ({"step_ratio": 2.0}, "step_ratio"),
+        ({"remasks_per_trace": 3}, "remasks_per_trace"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], name: str) -> None:
