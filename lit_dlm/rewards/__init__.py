@@ -8,12 +8,15 @@ from lit_dlm.rewards.lockstep import LockstepReward
 from lit_dlm.rewards.process import ProcessReward
 from lit_dlm.rewards.reward_model import RewardModel
 from lit_dlm.rewards.rewarder import Rewarder, summarise
+from lit_dlm.rewards.shape import FormatReward, LengthPenalty
 
 __all__ = [
+    "FormatReward",
     "Graded",
     "GroupFilter",
     "HttpStepJudge",
     "Judge",
+    "LengthPenalty",
     "LockstepReward",
     "MeanCorrectnessFilter",
     "ProcessReward",

@@ -11,6 +11,7 @@ import pytest
 
 from lit_dlm.grading import SandboxError, Verdict, launch
 from lit_dlm.rewards import (
+    FormatReward,
     Graded,
     MeanCorrectnessFilter,
     Reward,
@@ -43,18 +44,6 @@ class Sums:
         return Verdict(status="right" if right else "wrong", answer=completion)
 
 
-class Boxed(Reward):
-    """Pays for a form, whatever is in it."""
-
-    name = "format_boxed"
-
-    def __init__(self, *, weight: float = 1.0) -> None:
-        self.weight = weight
-
-    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        return [RewardScore(total=float(r.text.startswith("\\boxed"))) for r in group]
-
-
 class TokenShare(Reward):
     """Pays by the text's length and per token, and comes after the filters."""
 
@@ -84,7 +73,7 @@ def test_totals_are_weighted_sums_and_parts_stay_unweighted() -> None:
     group = [rollout("7", number=0), rollout(r"\boxed{8}", number=1), rollout("8", number=2)]
     example = PromptExample(uid="b", task="sums", text="", reference={"answer": r"\boxed{1}"})
     boxed = rollout(r"\boxed{1}", example=example)
-    rewards = [Graded(weight=2.0), Boxed(weight=0.5)]
+    rewards = [Graded(weight=2.0), FormatReward("boxed", weight=0.5)]
     rewarder = Rewarder(rewards, {"sums": task})
     scores = rewarder.score([group, [boxed]])
     rewarder.close()
@@ -156,7 +145,7 @@ def test_rewards_per_token_add_up_by_weight() -> None:
 
 def test_without_a_reward_that_needs_verdicts_nothing_is_graded() -> None:
     task = Sums()
-    (score,) = Rewarder([Boxed(weight=0.1)], {"sums": task}).score([[rollout("\\boxed{7}")]])[0]
+    (score,) = Rewarder([FormatReward("marked")], {"sums": task}).score([[rollout("#### 7")]])[0]
     assert (score.total, score.verdict, task.graded) == (0.1, None, [])
 
 
@@ -164,7 +153,7 @@ def test_a_filter_that_looks_at_what_is_right_has_it_graded() -> None:
     """One right of two is kept, although the reward looks at the format only."""
     task = Sums()
     keep = MeanCorrectnessFilter()
-    rewarder = Rewarder([Boxed()], {"sums": task}, filters=[keep])
+    rewarder = Rewarder([FormatReward("boxed")], {"sums": task}, filters=[keep])
     (scores,) = rewarder.score([[rollout("7", number=0), rollout("8", number=1)]])
     rewarder.close()
     assert [score.is_correct for score in scores] == [True, False]
