@@ -8,6 +8,7 @@ drawn before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -95,6 +96,45 @@ class RandomMasking(Corruption):
             hidden=chosen | ~maskable,
             supervised=supervised,
             weight=target_weights(self.weight, supervised, maskable, t),
+            per_row=self.weight != "none",
+            counted=counted_states(self.weight, maskable),
+        )
+
+
+class FixedRatio(Corruption):
+    """Hides a fixed share of the cells that may be a target, at least one; padding as well.
+
+    Args:
+        ratio: the share, or the two ends of a range from which each sample draws one.
+        weight: how targets are weighted.
+    """
+
+    def __init__(
+        self, *, ratio: float | tuple[float, float] = 0.75, weight: LossWeight = "none"
+    ) -> None:
+        low, high = ratio if isinstance(ratio, Sequence) else (ratio, ratio)
+        if not 0.0 < low <= high <= 1.0:
+            raise ValueError(f"ratio: expected numbers in (0, 1], the first no larger, got {ratio}")
+        self.low, self.high = low, high
+        one_of(*get_args(LossWeight), weight=weight)
+        self.weight: LossWeight = weight
+
+    def states(self, responses: Responses) -> NoisyStates:
+        """One state per sample."""
+        maskable = responses.maskable
+        B, G = maskable.shape
+        zero = torch.zeros(B, 1, dtype=torch.long, device=maskable.device)
+        noise = uniform_noise(responses.seeds, 0, zero, stream=_LEVEL)
+        ratio = self.low + (self.high - self.low) * noise  # (B, 1)
+        count = (maskable.sum(1, keepdim=True) * ratio).round().long().clamp_min(1)
+        cells = torch.arange(G, device=maskable.device).expand(B, -1)
+        order = uniform_noise(responses.seeds, 0, cells, stream=_CELL).masked_fill(~maskable, 2.0)
+        supervised = (order.argsort(1).argsort(1) < count) & maskable
+        return NoisyStates(
+            sample=torch.arange(B, device=maskable.device),
+            hidden=supervised | ~maskable,
+            supervised=supervised,
+            weight=target_weights(self.weight, supervised, maskable, ratio.expand(B, G)),
             per_row=self.weight != "none",
             counted=counted_states(self.weight, maskable),
         )

@@ -33,7 +33,7 @@ from lit_dlm.losses.acceptance import (
     hard_positions,
     prefix_crop,
 )
-from lit_dlm.metrics.replay import f_beta
+from lit_dlm.metrics.acceptance import f_beta
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.elastic import mixed_seed
