@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -40,29 +40,16 @@ from lit_dlm.plugs import completed
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SupervisedDataset(Dataset[SupervisedBatch]):
     """Whole batches by lists of example references."""
 
-    def __init__(
-        self,
-        examples: Sequence[SupervisedExample],
-        *,
-        response_length: int,
-        spec: BackboneSpec,
-        num_padding: int | None = None,
-    ) -> None:
-        """Sets up the dataset.
-
-        Args:
-            examples: all examples.
-            response_length: cells of every response, at most.
-            spec: of the model.
-            num_padding: cells of fill behind an answer that are supervised; ``None`` for all.
-        """
-        self.examples = examples
-        self.response_length = response_length
-        self.spec = spec
-        self.num_padding = num_padding
+    examples: Sequence[SupervisedExample]
+    response_length: int
+    """Cells of every response, at most."""
+    spec: BackboneSpec
+    num_padding: int | None
+    """Cells of fill behind an answer that are supervised; ``None`` for all."""
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> SupervisedBatch:
         """The collated examples of a batch."""
@@ -234,9 +221,7 @@ class SupervisedDataModule(ElasticDataModule):
                     f"sources: no {name} example is left of {len(examples)} that pass the filters; "
                     f"give more data, or other limits or val_fraction ({self.val_fraction})"
                 )
-        self._dataset = SupervisedDataset(
-            examples, response_length=self.response_length, spec=spec, num_padding=num_padding
-        )
+        self._dataset = SupervisedDataset(examples, self.response_length, spec, num_padding)
 
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +111,7 @@ class TaskReferences(SupervisedSource):
                 )
 
 
+@dataclass(eq=False)
 class ResponsesFile(SupervisedSource):
     """Answered prompts from a file, a folder or the hub.
 
@@ -133,24 +134,14 @@ class ResponsesFile(SupervisedSource):
         limit: most rows to take; all by default.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        split: str = "train",
-        config: str | None = None,
-        streamed: bool = False,
-        end_token: str | None = None,
-        templated: bool = False,
-        limit: int | None = None,
-    ) -> None:
-        self.path = path
-        self.split = split
-        self.config = config
-        self.streamed = streamed
-        self.end_token = end_token
-        self.templated = templated
-        self.limit = limit
+    path: str
+    _: KW_ONLY
+    split: str = "train"
+    config: str | None = None
+    streamed: bool = False
+    end_token: str | None = None
+    templated: bool = False
+    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per row."""
@@ -201,6 +192,7 @@ class ResponsesFile(SupervisedSource):
         return model.prompt(uid, turns, pictures)
 
 
+@dataclass(eq=False)
 class RecordedDecodes(SupervisedSource):
     """Responses that a model decoded, with the steps that wrote them, from trajectory shards.
 
@@ -215,35 +207,28 @@ class RecordedDecodes(SupervisedSource):
         limit: most records to take; all by default.
     """
 
-    def __init__(
-        self,
-        shards: str | Path,
-        *,
-        only_correct: bool = True,
-        methods: list[str] | None = None,
-        tasks: list[str] | None = None,
-        limit: int | None = None,
-    ) -> None:
-        self.shards = Path(shards)
-        self.only_correct = only_correct
-        self.methods = methods
-        self.tasks = tasks
-        self.limit = limit
+    shards: str | Path
+    _: KW_ONLY
+    only_correct: bool = True
+    methods: list[str] | None = None
+    tasks: list[str] | None = None
+    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per record that passes the filters."""
-        if self.shards.is_dir() and not (self.shards / MANIFEST_FILE).is_file():
+        shards = Path(self.shards)
+        if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
             logger.warning(
                 "%s: there is no %s, which a run writes at its end; taking the records of a run "
                 "that did not finish",
-                self.shards,
+                shards,
                 MANIFEST_FILE,
             )
-        look_in(model.backbone, self.shards)
+        look_in(model.backbone, shards)
         found = list(
             _examples_of(
-                TrajectoryShardReader(self.shards, features=False),
-                str(self.shards),
+                TrajectoryShardReader(shards, features=False),
+                str(shards),
                 model,
                 only_correct=self.only_correct,
                 wanted={"method": self.methods, "task": self.tasks},
@@ -254,6 +239,7 @@ class RecordedDecodes(SupervisedSource):
             yield found[number]
 
 
+@dataclass(eq=False)
 class TABOMFile(SupervisedSource):
     """Self-distilled trajectories in the JSONL of TABOM's release.
 
@@ -265,22 +251,16 @@ class TABOMFile(SupervisedSource):
         limit: most rows to take; all by default.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        methods: list[str] | None = None,
-        only_correct: bool = False,
-        limit: int | None = None,
-    ) -> None:
-        self.path = Path(path)
-        self.methods = methods
-        self.only_correct = only_correct
-        self.limit = limit
+    path: str | Path
+    _: KW_ONLY
+    methods: list[str] | None = None
+    only_correct: bool = False
+    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per row that passes the filters."""
-        if not self.path.is_file():
+        path = Path(self.path)
+        if not path.is_file():
             raise ValueError(f"TABOMFile.path: there is no file {str(self.path)!r}")
         settings = ImportSettings(
             mask_id=model.spec.mask_id,
@@ -290,8 +270,8 @@ class TABOMFile(SupervisedSource):
             missing_order=model.missing_order,
         )
         yield from _examples_of(
-            read_tabom(self.path, settings),
-            str(self.path),
+            read_tabom(path, settings),
+            str(path),
             model,
             only_correct=self.only_correct,
             wanted={"method": self.methods},

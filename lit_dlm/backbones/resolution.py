@@ -22,7 +22,7 @@ from lit_dlm.backbones.families import FAMILIES, PLAIN_DECODERS, KeyMap, Special
 from lit_dlm.backbones.location import locate, read_json_object
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,6 @@ class Resolved:
     def spec(self) -> BackboneSpec:
         """What decoding and training need to know."""
         return self.architecture.spec()
-
-    @property
-    def hf_config(self) -> PreTrainedConfig:
-        """The bidirectional transformers configuration."""
-        return self.architecture.hf_config()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Keys and shapes that the weight files should hold, in their own names.

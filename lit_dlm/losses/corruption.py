@@ -9,6 +9,7 @@ drawn before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -32,6 +33,7 @@ _LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
 """Streams of noise, apart from those of decoding."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RandomMasking(Corruption):
     """Every cell is hidden with a chance that is drawn first.
 
@@ -47,27 +49,21 @@ class RandomMasking(Corruption):
         weight: how targets are weighted.
     """
 
-    def __init__(
-        self,
-        *,
-        min_t: float = 0.0,
-        max_t: float = 1.0,
-        level: Literal["row", "block", "token"] = "row",
-        copies: int = 1,
-        weight: LossWeight = "none",
-    ) -> None:
-        if not 0.0 <= min_t <= max_t <= 1.0 or max_t == 0.0:
+    min_t: float = 0.0
+    max_t: float = 1.0
+    level: Literal["row", "block", "token"] = "row"
+    copies: int = 1
+    weight: LossWeight = "none"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_t <= self.max_t <= 1.0 or self.max_t == 0.0:
             raise ValueError(
                 "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
-                f"ever a target there), got {min_t}, {max_t}"
+                f"ever a target there), got {self.min_t}, {self.max_t}"
             )
-        one_of("row", "block", "token", level=level)
-        at_least(1, copies=copies)
-        self.min_t, self.max_t = min_t, max_t
-        self.level = level
-        self.copies = copies
-        one_of(*get_args(LossWeight), weight=weight)
-        self.weight: LossWeight = weight
+        one_of("row", "block", "token", level=self.level)
+        one_of(*get_args(LossWeight), weight=self.weight)
+        at_least(1, copies=self.copies)
 
     def states(self, responses: Responses) -> NoisyStates:
         """Independent states, ``copies`` of each sample."""
@@ -201,6 +197,7 @@ class SemiAutoregressive(Corruption):
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class TraceMasking(Corruption):
     """The states of a recorded decode: each is to predict what its step wrote (arXiv:2509.06949).
 
@@ -217,22 +214,15 @@ class TraceMasking(Corruption):
             exactly what its step saw while it was decoded. States without a target are left out.
     """
 
-    def __init__(
-        self,
-        *,
-        shrink: int = 1,
-        rows_per_sample: int | None = None,
-        weight: LossWeight = "1/num_targets",
-        padding: Literal["hidden", "replayed"] = "hidden",
-    ) -> None:
-        at_least(1, shrink=shrink)
-        one_of("hidden", "replayed", padding=padding)
-        self.shrink = shrink
-        at_least(1, rows_per_sample=rows_per_sample)
-        self.rows_per_sample = rows_per_sample
-        one_of(*get_args(LossWeight), weight=weight)
-        self.weight: LossWeight = weight
-        self.padding = padding
+    shrink: int = 1
+    rows_per_sample: int | None = None
+    weight: LossWeight = "1/num_targets"
+    padding: Literal["hidden", "replayed"] = "hidden"
+
+    def __post_init__(self) -> None:
+        at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
+        one_of("hidden", "replayed", padding=self.padding)
+        one_of(*get_args(LossWeight), weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
         """One state per group of steps."""
@@ -259,6 +249,7 @@ class TraceMasking(Corruption):
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class Autoregressive(Corruption):
     """Next-token prediction: nothing is hidden and attention is causal.
 
@@ -269,9 +260,10 @@ class Autoregressive(Corruption):
         weight: how targets are weighted.
     """
 
-    def __init__(self, *, weight: LossWeight = "1/num_targets") -> None:
-        one_of(*get_args(LossWeight), weight=weight)
-        self.weight: LossWeight = weight
+    weight: LossWeight = "1/num_targets"
+
+    def __post_init__(self) -> None:
+        one_of(*get_args(LossWeight), weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
         """One state per sample."""
@@ -291,6 +283,7 @@ class Autoregressive(Corruption):
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class TimeDelay(Corruption):
     """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
 
@@ -303,26 +296,20 @@ class TimeDelay(Corruption):
         cut_sampler: ``uniform``, or ``non_ltr`` to draw among the steps that decoded out of order.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int = 32,
-        unit: Literal["steps", "tokens"] = "steps",
-        cut_range: CutRange = "full",
-        cut_sampler: Literal["uniform", "non_ltr"] = "uniform",
-    ) -> None:
-        at_least(1, window=window)
-        one_of("steps", "tokens", unit=unit)
-        one_of("full", "reference", cut_range=cut_range)
-        if unit == "tokens" and cut_range == "reference":
+    window: int = 32
+    unit: Literal["steps", "tokens"] = "steps"
+    cut_range: CutRange = "full"
+    cut_sampler: Literal["uniform", "non_ltr"] = "uniform"
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window)
+        one_of("steps", "tokens", unit=self.unit)
+        one_of("full", "reference", cut_range=self.cut_range)
+        one_of("uniform", "non_ltr", cut_sampler=self.cut_sampler)
+        if self.unit == "tokens" and self.cut_range == "reference":
             raise ValueError(
                 "cut_range: 'reference' counts steps, expected 'full' with unit tokens"
             )
-        one_of("uniform", "non_ltr", cut_sampler=cut_sampler)
-        self.window = window
-        self.unit: Literal["steps", "tokens"] = unit
-        self.cut_range: CutRange = cut_range
-        self.cut_sampler = cut_sampler
 
     def last_cuts(self, responses: Responses) -> Tensor:
         """The largest cut of each response, ``(B,)`` int64; -1 where there is none to learn from.

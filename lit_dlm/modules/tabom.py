@@ -105,11 +105,6 @@ class TABOMModule(FinetuneModule):
         ce = super().loss_terms(batch, states, stats)
         assert states.cut is not None
         assert batch.steps is not None
-        if self.ties == "rank" and batch.decode_entropy is None:
-            raise ValueError(
-                "ties: 'rank' needs the entropies of decoding; record trajectories at level "
-                f"'signals' (sample {batch.uids[0]!r} has none)"
-            )
         entropy = stats.entropy.new_zeros(states.supervised.shape)
         entropy = entropy.masked_scatter(states.supervised, stats.entropy)
         ranked, window = states.supervised, self.rank_window
