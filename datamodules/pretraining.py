@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import count
 from typing import Any
 
@@ -33,58 +34,37 @@ RESULT_HIDE_CHANCE, OTHER_HIDE_CHANCE = 0.8, 0.1
 """How often a drill hides a digit of a result, and any other token."""
 
 
+@dataclass(eq=False)
 class PretrainBatches(IterableDataset[PretrainBatch]):
     """Batches without end, dealt to the processes in turn."""
 
-    def __init__(
-        self,
-        sources: Sequence[TrainingSource],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        shares: Sequence[float] | None = None,
-        batch_size: int = 64,
-        response_length: int = 32,
-        suffix_share: float = 0.25,
-        drills: DrillSource | None = None,
-        dense_drill_steps: int = 700,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulate: int = 1,
-        first_step: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """Sets up the stream.
+    sources: Sequence[TrainingSource]
+    """Tasks that give prompts and completions."""
+    tokenizer: PreTrainedTokenizerBase
+    """Turns text into tokens."""
+    _: KW_ONLY
+    shares: Sequence[float] | None = None
+    """Share of each source; equal by default."""
+    batch_size: int = 64
+    """Rows of a batch ``B``."""
+    response_length: int = 32
+    """Cells of every response ``G``."""
+    suffix_share: float = 0.25
+    """Share of rows that hide a suffix."""
+    drills: DrillSource | None = None
+    """Task that gives drills, if any."""
+    dense_drill_steps: int = 700
+    """Until this step those of every second step have drills, then those of every fifth."""
+    seed: int = 0
+    """Of problems, styles and masks."""
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+    """Batches of each rank in an optimiser step."""
+    first_step: Callable[[], int] = lambda: 0
+    """Optimiser steps that are done, asked at each start of iteration."""
 
-        Args:
-            sources: tasks that give prompts and completions.
-            tokenizer: turns text into tokens.
-            shares: share of each source; equal by default.
-            batch_size: rows of a batch ``B``.
-            response_length: cells of every response ``G``.
-            suffix_share: share of rows that hide a suffix.
-            drills: task that gives drills, if any.
-            dense_drill_steps: until this step those of every second step have drills, then those
-                of every fifth.
-            seed: seed of problems, styles and masks.
-            rank: global rank.
-            world_size: number of processes.
-            accumulate: batches of each rank in an optimiser step.
-            first_step: optimiser steps that are done, asked at each start of iteration.
-        """
-        super().__init__()
-        self.sources = list(sources)
-        self.tokenizer = tokenizer
-        self.shares = [1.0] * len(self.sources) if shares is None else list(shares)
-        self.batch_size = batch_size
-        self.response_length = response_length
-        self.suffix_share = suffix_share
-        self.drills = drills
-        self.dense_drill_steps = dense_drill_steps
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulate = accumulate
-        self.first_step = first_step
+    def __post_init__(self) -> None:
         self._pool: tuple[int, list[list[tuple[list[int], list[int]]]]] | None = None
 
     def __iter__(self) -> Iterator[PretrainBatch]:
@@ -126,9 +106,10 @@ class PretrainBatches(IterableDataset[PretrainBatch]):
 
     def _draw_pool(self, number: int) -> list[list[tuple[list[int], list[int]]]]:
         """Token ids of prompts and completions of :data:`POOL_STEPS` batches."""
+        shares = self.shares or [1.0] * len(self.sources)
         rng = random.Random(f"problems/{self.seed}/0/{number}")
         pairs = [
-            rng.choices(self.sources, self.shares)[0].draw_pair(rng)
+            rng.choices(self.sources, shares)[0].draw_pair(rng)
             for _ in range(self.batch_size * POOL_STEPS)
         ]
         prompts = self.tokenizer.apply_chat_template(

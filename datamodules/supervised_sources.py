@@ -79,6 +79,7 @@ class SupervisedSource(Plug):
         """
 
 
+@dataclass(eq=False)
 class TaskReferences(SupervisedSource):
     """Prompts of tasks with completions that grade as right (the ground truth).
 
@@ -87,11 +88,13 @@ class TaskReferences(SupervisedSource):
         end_token: token behind every response; the model's first end of text by default.
     """
 
-    def __init__(self, tasks: list[Task], *, end_token: str | None = None) -> None:
-        if not tasks:
+    tasks: list[Task]
+    _: KW_ONLY
+    end_token: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
             raise ValueError("tasks: expected at least one task, got none")
-        self.tasks = tasks
-        self.end_token = end_token
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per problem."""
