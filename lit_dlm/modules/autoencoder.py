@@ -24,8 +24,7 @@ from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.elastic import count_anew, place_in_update, seed_batch
-from lit_dlm.modules.finite import require_finite_gradients
-from lit_dlm.modules.precision import check_precision
+from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.projector import state_snapshots
 from lit_dlm.modules.state_batch import StateBatch
 

@@ -43,8 +43,7 @@ from lit_dlm.decoding.queue import (
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
 from lit_dlm.modules.elastic import count_anew, seed_batch
-from lit_dlm.modules.finite import require_finite_gradients
-from lit_dlm.modules.precision import check_precision
+from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import Picture, as_text, seeing

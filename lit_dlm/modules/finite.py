@@ -1,4 +1,7 @@
-"""Runs stop at numbers that are not finite, in all processes at once and before weights change."""
+"""Precisions that a run may have, and numbers that are not finite, at which it stops.
+
+All processes stop at once, before weights change.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +91,23 @@ def finite_gradients(gradients: Sequence[Tensor]) -> Tensor:
     local = [value.to_local() if isinstance(value, DTensor) else value for value in gradients]
     sums = torch.stack([value.float().abs().sum() for value in local])
     return torch.isfinite(sums).all()
+
+
+def check_precision(trainer: Trainer) -> None:
+    """Refuses "true" precisions other than 32 bits.
+
+    They set torch's default dtype and cast every module: heads and their optimisers would be
+    rounded along with the decoder, whose dtype is a setting of its own.
+
+    Args:
+        trainer: the run's.
+
+    Raises:
+        ValueError: the precision is one of them.
+    """
+    precision = str(trainer.precision)
+    if precision.endswith("-true") and precision != "32-true":
+        raise ValueError(
+            f"trainer.precision: expected 32-true, bf16-mixed or 16-mixed, got {precision}; "
+            "decoders have a dtype of their own (backbone: dtype: bfloat16)"
+        )
