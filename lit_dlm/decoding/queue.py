@@ -7,7 +7,7 @@ another has work left. Which process decodes a prompt changes neither its noise 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from typing import Any
 
@@ -188,9 +188,9 @@ def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeRes
         given = rows("given", 1)
     last = results[-1]
     tensors: dict[str, Any] = {
-        name: torch.cat([getattr(one, name) for one in results])
-        for name in _VALUES
-        if getattr(last, name) is not None
+        one.name: torch.cat([getattr(result, one.name) for result in results])
+        for one in fields(last)
+        if isinstance(getattr(last, one.name), Tensor) and one.name not in ("ids", "given")
     }
     return replace(
         last,
@@ -201,18 +201,6 @@ def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeRes
         status=[status for one in results for status in one.status],
         **tensors,
     )
-
-
-_VALUES = (
-    "seeds",
-    "num_steps",
-    "idle_steps",
-    "stalled_steps",
-    "policy_forwards",
-    "seconds",
-    "num_refreshes",
-    "policy_seconds",
-)
 
 
 class Occupancy(QueueObserver):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -141,14 +141,8 @@ class DecodeState:
         Returns:
             A state of ``n`` rows.
         """
-        return replace(
-            self,
-            **{
-                name: getattr(self, name)[index]
-                for name in _ROW_FIELDS
-                if getattr(self, name) is not None
-            },
-        )
+        parts: dict[str, Any] = {name: value[index] for name, value in self._by_row().items()}
+        return replace(self, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
         """The state after rows have taken the places of others.
@@ -159,9 +153,9 @@ class DecodeState:
                 them, and padding where this one has it.
         """
         changes: dict[str, Tensor | RegionMap] = {}
-        for name in _ROW_FIELDS:
-            old, new = getattr(self, name), getattr(entering, name)
-            if name == "rows" or old is None:
+        for name, old in self._by_row().items():
+            new = getattr(entering, name)
+            if name == "rows":
                 continue
             if isinstance(old, RegionMap):
                 changes[name] = old.with_ids(old.ids.index_copy(0, index, new.ids))
@@ -170,6 +164,15 @@ class DecodeState:
             else:
                 changes[name] = old.index_copy(0, index, new)
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def _by_row(self) -> dict[str, Tensor | RegionMap]:
+        """What has an entry for every row."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor | RegionMap) and name != "eos_ids"
+        }
 
     def shifted(self, by: int, *, pad_id: int) -> DecodeState:
         """The same rows with more or less left padding.
@@ -198,23 +201,6 @@ class DecodeState:
             regions=regions,
             start=self.start + by,
         )
-
-
-_ROW_FIELDS = (
-    "ids",
-    "editable",
-    "masked",
-    "positions",
-    "rows",
-    "seeds",
-    "step",
-    "pad_mask",
-    "block",
-    "block_step",
-    "block_masks",
-    "written",
-    "regions",
-)
 
 
 @dataclass(frozen=True)

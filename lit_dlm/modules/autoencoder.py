@@ -46,7 +46,6 @@ class AutoencoderModule(LightningModule):
         delta_rank: int = 32,
         inner_width: int = 0,
         dropout: float = 0.1,
-        delta_weight: float = 1.0,
         hidden_layers: tuple[int, ...] = (-3, -2, -1),
         positions_per_state: int = 16,
         with_prompt: bool = False,
@@ -63,7 +62,6 @@ class AutoencoderModule(LightningModule):
             delta_rank: features kept of each difference of neighbouring snapshots.
             inner_width: width between two affine maps of every encoder; 0 for a single map.
             dropout: dropout in training.
-            delta_weight: weight of the error on differences.
             hidden_layers: snapshots, as indices into the backbone's tuple of hidden states.
             positions_per_state: random positions of each state that are trained on.
             with_prompt: also train on prompt positions, for policies that read them.
@@ -90,7 +88,6 @@ class AutoencoderModule(LightningModule):
             ),
             dropout=dropout,
         )
-        self.delta_weight = delta_weight
         self.hidden_layers = tuple(hidden_layers)
         self.positions_per_state = positions_per_state
         self.with_prompt = with_prompt
@@ -130,7 +127,7 @@ class AutoencoderModule(LightningModule):
         generator = torch.Generator().manual_seed(seed % 2**63)
         chosen = torch.randperm(len(rows), generator=generator)[:count].to(rows.device)
         errors = self.autoencoder(rows[chosen])
-        loss: Tensor = errors["hidden"] + self.delta_weight * errors["delta"]
+        loss: Tensor = errors["hidden"] + errors["delta"]
         scores = {"loss": loss.detach(), **{f"{k}_mse": v.detach() for k, v in errors.items()}}
         self.log_dict(
             {f"{stage}/{name}": value for name, value in scores.items()},
