@@ -122,11 +122,11 @@ def _lacks(path: str, plug: str | None) -> str | None:
 
 
 def _own_classes() -> list[type]:
-    """Public classes of this project that are loaded."""
+    """Public classes of this project that are loaded and can be configured."""
     found: dict[str, type] = {}
     for module in own_modules():
         own = {k: v for k, v in vars(module).items() if isinstance(v, type) and k[0] != "_"}
-        own = {k: v for k, v in own.items() if not issubclass(v, BaseException)}
+        own = {k: v for k, v in own.items() if not issubclass(v, BaseException | dict)}
         found.update((k, v) for k, v in own.items() if v.__module__ == module.__name__)
     return list(found.values())
 
