@@ -76,12 +76,15 @@ def test_evalplus_agrees_on_what_is_exported(tmp_path: Path):
         problem: dict[str, Any] = {
             **example.reference,
             "prompt": "",
-            "canonical_solution": example.reference["code"],
+            "canonical_solution": example.reference["solution"],
         }
         expected: dict[str, Any] = {}
         for part in ("base", "plus"):
             expected[part], expected[f"{part}_time"] = evaluate.trusted_exec(
-                problem["code"], problem[f"{part}_input"], problem["entry_point"], record_time=True
+                problem["solution"],
+                problem[f"{part}_input"],
+                problem["entry_point"],
+                record_time=True,
             )
         done = evaluate.check_correctness(
             "humaneval", 0, problem, samples[problem["task_id"]], expected, fast_check=True

@@ -87,7 +87,7 @@ def test_rows_out_of_phase_need_no_mask_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("case", "waits", "launches"),
-    [("sft", 3, 5300), ("tabom", 4, 5400), ("tracelock", 0, 360), ("tracerl", 4, 8900)],
+    [("sft", 3, 5300), ("tabom", 4, 5400), ("tracelock", 0, 360), ("tracerl", 3, 8900)],
 )
 def test_a_training_step_keeps_to_its_launches_and_waits(
     case: str, waits: int, launches: int
