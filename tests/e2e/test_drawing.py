@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from tests.e2e.runs import ROOT, run
+from lit_dlm.trajectories.store import TrajectoryShardReader
+from tests.e2e.runs import ROOT, killed, results, run
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,49 @@ def test_drawn_digits_are_written_and_graded(drawn: Path):
     assert len({path.read_bytes() for path in files}) > 15  # no two are made of the same noise
     run("report", str(drawn), f"--out={drawn}")
     assert 'class="drawn" src="data:image/png;base64,' in (drawn / "report.html").read_text()
+
+
+QUESTIONS = [
+    {"class_path": "PictureQuestions", "init_args": {"kind": kind, "num_examples": 9}}
+    for kind in ("sum", "count")
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "records", "flags"),
+    [
+        ("draw_pictures", "drawings", ["--data.methods=[draw]", "--data.responses_per_prompt=2"]),
+        (
+            "benchmark_pictures",
+            "trajectories",
+            ["--data.methods=[threshold_09]", f"--data.tasks={json.dumps(QUESTIONS)}"],
+        ),
+    ],
+)
+def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
+    config: str, records: str, flags: list[str], tmp_path: Path
+):
+    """Drawn pictures, asked ones, results and records are those of a run that nobody killed."""
+    command = ["predict", f"--config={ROOT / 'configs/exp' / config}.yaml", *flags]
+    command += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    run(*command, f"--run_dir={whole}")
+    command += [f"--run_dir={part}", "--data.batch_size=3"]
+    killed(part, *command, before=2, files="results/*/*/part-*.jsonl")
+    assert 0 < sum(map(len, results(part).values())) < sum(map(len, results(whole).values()))
+    run(*command)
+    assert results(part) == results(whole)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        found = [*folder.glob("pictures/**/*.png"), *folder.glob(f"{records}/pictures/*")]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+    assert files(part) == files(whole) != {}
+    digests = [
+        sorted((record.uid, record.digest()) for record in TrajectoryShardReader(folder / records))
+        for folder in (part, whole)
+    ]
+    assert digests[0] == digests[1]
 
 
 def test_drawings_are_executed_again(drawn: Path, capsys: pytest.CaptureFixture[str]):
