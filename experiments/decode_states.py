@@ -43,11 +43,6 @@ class Setting:
     """Plugs that rollouts and validation get; ``None`` fine-tunes on recorded decodes."""
 
     @property
-    def tokenizer(self) -> str:
-        """Of the model."""
-        return "tiny-planning" if self.task in ("Sudoku", "Countdown") else "tiny"
-
-    @property
     def methods(self) -> tuple[str, ...]:
         """All methods that decode the list."""
         return tuple(dict.fromkeys((*self.judged, *FAST)))
@@ -127,7 +122,7 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
             *("--model.decoders", json.dumps(rollout_decoders(setting.decoder))),
         )
         return folder / "policy" / "last"
-    model += ["--model.tokenizer", setting.tokenizer]
+    model += ["--model.tokenizer", tokenizer_of(setting.task)]
     task = problems(setting.task, "train", options.distil, **task_options(setting.task))
     distilled = options.out / "distilled" / f"{Path(path).name}-{setting.task}"
     call(
@@ -172,6 +167,11 @@ def rollout_decoders(plugs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def tokenizer_of(task: str) -> str:
+    """Name of the tokenizer that a task's models have."""
+    return "tiny-planning" if task in ("Sudoku", "Countdown") else "tiny"
+
+
 def task_options(task: str) -> dict[str, Any]:
     """Options of a task's list: Countdown's problems have three numbers."""
     return {"counts": [3]} if task == "Countdown" else {}
@@ -199,7 +199,7 @@ def measure(
         *("predict", "--config", EXP / "stack_tiny.yaml", "--run_dir", folder),
         *("--model.backbone.init_args.path", path),
         *("--model.backbone.init_args.adapter", adapter),
-        *("--model.tokenizer", setting.tokenizer),
+        *("--model.tokenizer", tokenizer_of(setting.task)),
         *("--data.tasks", task, "--data.response_length", setting.length),
         *("--data.methods", f"[{', '.join(setting.methods)}]"),
     )

@@ -34,7 +34,7 @@ from transformers import (
 from lit_dlm.reports.results import write_atomically
 
 PROMPTS = ("question", "problem", "instruction")
-ANSWERS = ("answer", "solution", "output")
+ANSWERS = ("solution", "answer", "output")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from decode_states import task_options, tokenizer_of
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tabom_effect import EXP, call, problems
@@ -40,6 +41,9 @@ FORWARDS = (6.0, 8.0, 12.0)
 
 FAMILIES = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
 """Fronts that are compared: families of the methods of ``stack_tiny.yaml``."""
+
+LENGTHS = {"WordProblems": 32, "Countdown": 56}
+"""Response cells of each task."""
 
 Front = Callable[[NDArray[Any], NDArray[Any]], float]
 """Accuracy for resampled seeds and problems."""
@@ -78,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of the model to start from")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--task", choices=LENGTHS, default="WordProblems")
     parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of training")
     parser.add_argument("--distil", type=int, default=4000, help="problems to decode for a stage")
@@ -114,12 +119,13 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
         seed: of training and of what is trained on.
     """
     folder = options.out / f"{chain}-s{seed}"
-    path = ["--model.backbone.init_args.path", trained(options, chain, seed)]
+    path = model_flags(options, trained(options, chain, seed))
+    length = ["--data.response_length", LENGTHS[options.task]]
     seeds = ["--seed_everything", seed, "--model.seed", seed, "--run_dir", folder]
     call(
         folder / "traced",
-        *("predict", "--config", EXP / "generate_tiny.yaml", *path, *seeds),
-        *("--data.tasks", problems("WordProblems", "train", options.traces, seed=seed)),
+        *("predict", "--config", EXP / "generate_tiny.yaml", *path, *seeds, *length),
+        *("--data.tasks", problem_list(options, "train", options.traces, seed)),
     )
     call(
         folder / "policy" / "done",
@@ -128,7 +134,7 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
     call(
         folder / "decoded",
         *("predict", "--config", EXP / "stack_tiny.yaml", *path, "--run_dir", folder),
-        *("--data.tasks", problems("WordProblems", "test", options.size, seed=options.list_seed)),
+        *("--data.tasks", problem_list(options, "test", options.size, options.list_seed), *length),
     )
     if options.verify and not (folder / "verified").exists():
         verify = ["traj", "verify", str(folder / "stack" / "trajectories"), "--level", "3"]
@@ -154,7 +160,8 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
     start = trained(options, before or "base", seed)
     folder = options.out / "models" / f"{chain}-s{seed}"
     adapter = folder / "adapter"
-    path = ["--model.backbone.init_args.path", start]
+    path = model_flags(options, start)
+    length = ["--data.response_length", LENGTHS[options.task]]
     common = ["--seed_everything", seed, "--model.seed", seed, "--data.seed", seed]
     if stage == "rl":
         adapter = folder / "policy" / "last"
@@ -162,28 +169,44 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
             folder / "trained",
             *("fit", "--config", EXP / "tracerl_tiny.yaml", *path, *common, "--run_dir", folder),
             *("--trainer.max_epochs", options.rl_steps),
-            *("--trainer.check_val_every_n_epoch", options.rl_steps),
+            *("--trainer.check_val_every_n_epoch", options.rl_steps, *length),
+            *("--data.tasks", problem_list(options, "train", 400, 0)),
+            *("--data.val_tasks", problem_list(options, "test", 500, 1)),
         )
     else:
         distilled = options.out / "distilled" / f"{before or 'base'}-s{seed}"
         call(
             distilled / "done",
             *("predict", "--config", EXP / "distill_tiny.yaml", *path, "--run_dir", distilled),
-            *("--data.tasks", problems("WordProblems", "train", options.distil, seed=seed)),
+            *("--data.tasks", problem_list(options, "train", options.distil, seed), *length),
         )
+        answers = {"shards": str(distilled / "traces"), "only_correct": True}
+        source = {"class_path": "RecordedDecodes", "init_args": answers}
         config = {"sft": "sft_sd_tiny.yaml", "tabom": "tabom_tiny.yaml"}[stage]
         call(
             folder / "trained",
             *("fit", "--config", EXP / config, *path, *common, "--run_dir", distilled),
             *("--trainer.default_root_dir", folder, "--trainer.callbacks", "[]"),
             *("--trainer.enable_checkpointing", "false", "--trainer.logger", "false"),
-            *("--model.export_dir", adapter, "--data.limit", options.examples),
+            *("--model.export_dir", adapter, "--data.limit", options.examples, *length),
+            *("--data.sources", json.dumps([source])),
         )
     merged = folder / "model"
     if not (merged / "config.json").exists():
         merge = ["merge", start, str(merged), "--adapter", str(adapter), "--layout", "hf"]
         cli.main([*merge, "--dtype", "float32"])
     return str(merged)
+
+
+def model_flags(options: argparse.Namespace, folder: str) -> list[str]:
+    """Flags that name a model and its tokenizer."""
+    tokenizer = ["--model.tokenizer", tokenizer_of(options.task)]
+    return ["--model.backbone.init_args.path", folder, *tokenizer]
+
+
+def problem_list(options: argparse.Namespace, split: str, count: int, seed: int) -> str:
+    """A list of problems of the task that is stacked on, as a flag's value."""
+    return problems(options.task, split, count, seed=seed, **task_options(options.task))
 
 
 def read(options: argparse.Namespace) -> dict[str, Model]:
