@@ -12,7 +12,7 @@ from importlib import import_module
 os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-TRAINER = "lit_dlm.trainer_command"
+TRAINER = "lit_dlm.commands.trainer"
 
 _EPOCH = "one epoch of a configuration's validation or test"
 _EXPORT = "write a model for transformers, peft and the hub"
@@ -22,25 +22,25 @@ COMMANDS = {
     "test": (TRAINER, _EPOCH),
     "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
     "generate": (
-        "lit_dlm.generation_command",
+        "lit_dlm.commands.generation",
         "decode prompts of the command line or stdin",
     ),
-    "chat": ("lit_dlm.chat_command", "talk with a model and watch it unmask"),
-    "eval": ("lit_dlm.evaluation_command", "tasks of lm-eval with our decoders"),
-    "evalplus": ("lit_dlm.evalplus_command", "answers of a benchmark as samples of EvalPlus"),
-    "export": ("lit_dlm.export_command", _EXPORT),
-    "merge": ("lit_dlm.export_command:merge", _EXPORT),
-    "push": ("lit_dlm.export_command:push", _EXPORT),
-    "new": ("lit_dlm.scaffold", "begin a policy, task, reward or method of your own"),
-    "recipes": ("lit_dlm.recipes", "list the experiments that are shipped"),
-    "plan": ("lit_dlm.plan_command", "memory and disk that a configuration needs"),
-    "download": ("lit_dlm.download", "fetch models and data that a configuration names"),
+    "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
+    "eval": ("lit_dlm.commands.evaluation", "tasks of lm-eval with our decoders"),
+    "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
+    "export": ("lit_dlm.commands.export", _EXPORT),
+    "merge": ("lit_dlm.commands.export:merge", _EXPORT),
+    "push": ("lit_dlm.commands.export:push", _EXPORT),
+    "new": ("lit_dlm.commands.scaffold", "begin a policy, task, reward or method of your own"),
+    "recipes": ("lit_dlm.commands.recipes", "list the experiments that are shipped"),
+    "plan": ("lit_dlm.commands.plan", "memory and disk that a configuration needs"),
+    "download": ("lit_dlm.commands.download", "fetch models and data that a configuration names"),
     "report": ("lit_dlm.reports.command", "tables, plots and pages of benchmark runs"),
     "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),
     "view": ("lit_dlm.reports.viewer_command", "decodes step by step, as a page or as pictures"),
     "traj": ("lit_dlm.trajectories.commands", "inspect, replay, verify and convert trajectories"),
-    "doctor": ("lit_dlm.doctor", "what this machine gives: sandbox, GPUs, extras, disk"),
-    "profile": ("lit_dlm.profile_command", "speed and quality of policies, budgets and caches"),
+    "doctor": ("lit_dlm.commands.doctor", "what this machine gives: sandbox, GPUs, extras, disk"),
+    "profile": ("lit_dlm.commands.profile", "speed and quality of policies, budgets and caches"),
 }
 """Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
 the exit status, and what it does."""

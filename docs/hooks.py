@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.commands.recipes import described
 from lit_dlm.config_files import packaged
-from lit_dlm.recipes import described
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -40,7 +40,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 
 import cli
-import lit_dlm.trainer_command  # noqa: F401 - once, before the runs are forked
+import lit_dlm.commands.trainer  # noqa: F401 - once, before the runs are forked
 from lit_dlm.grading import Verdict
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.reward_curve import read_points

@@ -2,7 +2,7 @@
 
 Requests are answered by :func:`lit_dlm.generate` and :func:`~.likelihood.log_likelihood_bound`, so
 that a number of lm-eval and one of ``lit-dlm predict`` come from the same loop. ``lit-dlm eval`` is
-in :mod:`lit_dlm.evaluation_command`.
+in :mod:`lit_dlm.commands.evaluation`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_folders_of_the_user_named_like_ours_hide_nothing(tmp_path: Path):
         (tmp_path / name / "__init__.py").write_text("class Mine: ...\n")
     code = (
         "import sys; sys.path.insert(0, '')\n"
-        "import callbacks, datamodules, lit_dlm.trainer_command, lit_dlm.callbacks as ours\n"
+        "import callbacks, datamodules, lit_dlm.commands.trainer, lit_dlm.callbacks as ours\n"
         "print(callbacks.Mine, datamodules.Mine, ours.ResultWriter)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

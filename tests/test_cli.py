@@ -99,6 +99,6 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPat
     def interrupt(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lit_dlm.recipes.main", interrupt)
+    monkeypatch.setattr("lit_dlm.commands.recipes.main", interrupt)
     with pytest.raises(SystemExit, match="130"):
         cli.main(["recipes"])

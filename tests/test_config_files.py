@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentParser
 
-from lit_dlm import recipes
+from lit_dlm.commands import recipes
 from lit_dlm.config_files import FOLDER, find, load, merge, packaged, with_files
 
 PARTS = {

@@ -10,11 +10,11 @@ from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
+from lit_dlm.commands.trainer import main
 from lit_dlm.config_files import nearest
 from lit_dlm.configuration import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
 from lit_dlm.decoding import CommitPolicy
-from lit_dlm.trainer_command import main
 
 
 def _error(configure, arguments: list[str]) -> str:

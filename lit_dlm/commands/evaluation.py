@@ -12,8 +12,8 @@ from typing import Any
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
+from lit_dlm.commands.generation import add_decoding_arguments, built
 from lit_dlm.configuration import Parser
-from lit_dlm.generation_command import add_decoding_arguments, built
 from lit_dlm.reports.results import write_atomically
 
 

@@ -15,11 +15,11 @@ from rich.live import Live
 
 import cli
 from lit_dlm.backbones import load_backbone, load_tokenizer
+from lit_dlm.commands.generation import LiveCanvas
 from lit_dlm.decoding import Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.generation import generate
-from lit_dlm.generation_command import LiveCanvas
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PENS = "Tom has 34 pens, finds 7, loses 5. How many pens?"
 NUTS = "Leo has 8 nuts, sells 4, eats 4. How many nuts?"
 SHORT = ["--response_length", "32"]

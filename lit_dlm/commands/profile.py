@@ -141,7 +141,7 @@ def main(
             "profile: --steps and --caches apply to the files of --policies, which were not given; "
             "without them the methods of the configuration are profiled as they are"
         )
-    from lit_dlm.trainer_command import main as trainer
+    from lit_dlm.commands.trainer import main as trainer
 
     if status := (predict or trainer)([*command, "--run_dir", str(run_dir), *rest]):
         return status

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_dlm.profile_command import decode_arguments, grid, main, policy_files
+from lit_dlm.commands.profile import decode_arguments, grid, main, policy_files
 from tests.e2e.runs import ROOT, write_config
 
 DECODE = ROOT / "configs" / "decode"

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options, rest = _parser().parse_known_args(list(arguments))
     # Here: Lightning takes seconds to import.
-    from lit_dlm.trainer_command import main as run_trainer
+    from lit_dlm.commands.trainer import main as run_trainer
 
     command = ["predict"]
     for config in options.config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lit_dlm import trainer_command
+from lit_dlm.commands import trainer
 from lit_dlm.plan import plan_of
 
 HELP = """usage: lit-dlm plan --config FILE [--config FILE ...] [options]
@@ -15,7 +15,7 @@ those of fit and predict.
 """
 
 
-class PlanCLI(trainer_command.CLI):
+class PlanCLI(trainer.CLI):
     """Reads a configuration and prints its plan."""
 
     def before_instantiate_classes(self) -> None:
@@ -32,4 +32,4 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")  # noqa: T201
         return 0
-    return trainer_command.main(["fit", *arguments], PlanCLI)
+    return trainer.main(["fit", *arguments], PlanCLI)

@@ -93,7 +93,7 @@ def test_without_namespaces_rl_on_code_is_told_what_to_set(
         if method != "landlock":
             raise SandboxError("forbidden")
 
-    monkeypatch.setattr("lit_dlm.doctor.probe", only_landlock)
+    monkeypatch.setattr("lit_dlm.commands.doctor.probe", only_landlock)
     assert (
         "note sandbox no namespaces: RL on code needs require_isolation: landlock, see SECURITY.md"
     ) in _lines(capsys)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cli
 from lit_dlm.backbones import location
-from lit_dlm.download import sources
+from lit_dlm.commands.download import sources
 
 GIGABYTE = 10**9
 SIZES = {"Dream-org/Dream-v0-Instruct-7B": [15 * GIGABYTE, 7_000_000], "openai/gsm8k": [5_000_000]}

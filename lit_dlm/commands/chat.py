@@ -12,11 +12,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import HFBackbone
+from lit_dlm.commands.generation import add_decoding_arguments, built, live_canvas
 from lit_dlm.configuration import Parser
 from lit_dlm.decoding import Decoder
 from lit_dlm.decoding.caches import NoCache
 from lit_dlm.generation import generate
-from lit_dlm.generation_command import add_decoding_arguments, built, live_canvas
 
 HELP = """\
 /policy NAME    decode as configs/decode/NAME says (or another file), such as threshold_09

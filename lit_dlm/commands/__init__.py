@@ -1,0 +1,1 @@
+"""Commands of ``lit-dlm``, a module each; ``cli.py`` has the table."""
