@@ -180,7 +180,7 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
             *("predict", "--config", EXP / "distill_tiny.yaml", *path, "--run_dir", distilled),
             *("--data.tasks", problem_list(options, "train", options.distil, seed), *length),
         )
-        answers = {"shards": str(distilled / "traces"), "only_correct": True}
+        answers = {"shards": str(distilled / "traces"), "only_correct": True, "tasks": None}
         source = {"class_path": "RecordedDecodes", "init_args": answers}
         config = {"sft": "sft_sd_tiny.yaml", "tabom": "tabom_tiny.yaml"}[stage]
         call(
