@@ -107,7 +107,8 @@ class Interruption(Callback):
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:  # else Lightning has given it back already
+                signal.signal(number, handler)
         self._former = {}
 
     # -- where a run may end ---------------------------------------------------------------------

@@ -162,6 +162,16 @@ def test_an_interrupted_training_goes_on_from_the_step_it_reached(
     _resumed_equals(whole, tmp_path)
 
 
+def test_a_run_gives_signals_back(whole: Path, tmp_path: Path):
+    """A later signal ends the process; a handler of the run would hold all of its memory, too."""
+    for name in ("traces", "projector"):
+        (tmp_path / name).symlink_to(whole / name)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    run(*FIT, f"--run_dir={tmp_path}")
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 def test_an_interrupted_generation_finishes_its_shards(whole: Path, tmp_path: Path):
     command = [*GENERATE, f"--run_dir={tmp_path}"]
     number = signal.SIGTERM
