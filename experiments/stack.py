@@ -27,9 +27,12 @@ import torch
 from decode_states import task_options, tokenizer_of
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from probes import Probe
 from tabom_effect import EXP, call, problems
 
 import cli
+import lit_dlm.toy
+from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.reports.plots import family, tidy_axes
 from lit_dlm.reports.results import ResultFolder, write_atomically
 
@@ -41,6 +44,9 @@ FORWARDS = (6.0, 8.0, 12.0)
 
 FAMILIES = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
 """Fronts that are compared: families of the methods of ``stack_tiny.yaml``."""
+
+TIMED = ("base", "tabom-rl")
+"""Chains whose CPU time is measured, with the first seed."""
 
 LENGTHS = {"WordProblems": 32, "Countdown": 56}
 """Response cells of each task."""
@@ -55,7 +61,10 @@ class Model:
 
     correct: dict[str, NDArray[Any]]
     forwards: dict[str, NDArray[Any]]
-    seconds: dict[str, NDArray[Any]]
+    times: dict[str, float]
+    """CPU milliseconds a problem by method, of the first seed; empty if they are not measured."""
+    order: list[dict[str, float]]
+    """Of each seed, from :meth:`~probes.Probe.order`."""
 
     def at(self, name: str, forwards: float) -> Front:
         """Accuracy of a family at an average number of forwards.
@@ -141,6 +150,37 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
         verify += ["--backbone", str(path[1]), "--policy", str(folder / "policy")]
         cli.main([*verify, "--sample", str(options.verify)])
         write_atomically(folder / "verified", " ".join(verify) + "\n")
+    probe(options, folder, str(path[1]), is_timed=chain in TIMED and seed == options.seeds[0])
+
+
+def probe(options: argparse.Namespace, folder: Path, model: str, *, is_timed: bool) -> None:
+    """Measures what results do not hold.
+
+    Args:
+        options: of the command line.
+        folder: of the chain, with results and policy.
+        model: folder of the weights.
+        is_timed: whether CPU time is wanted, too.
+    """
+    task = getattr(lit_dlm.toy, options.task)(
+        "test", 500, options.list_seed, **task_options(options.task)
+    )
+    found = Probe(
+        load_backbone(model),
+        load_tokenizer(tokenizer_of(options.task)),
+        task,
+        response_length=LENGTHS[options.task],
+        policy=folder / "policy",
+    )
+    if not (folder / "order.json").exists():
+        write_atomically(folder / "order.json", json.dumps(found.order()))
+    if is_timed and not (folder / "times.json").exists():
+        times = {}
+        for _, method in ResultFolder(folder / "stack" / "results").pairs():
+            name, _, digits = method.rpartition("_")
+            if name in FAMILIES:
+                times[method] = found.cpu_time(found.decoder(name, float(f"0.{digits[1:]}")))
+        write_atomically(folder / "times.json", json.dumps(times))
 
 
 def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
@@ -242,7 +282,10 @@ def read(options: argparse.Namespace) -> dict[str, Model]:
                 for method in tables[0]
             }
 
-        models[chain] = Model(gathered("correct"), gathered("nfe"), gathered("seconds"))
+        orders = [json.loads((folder / "order.json").read_text()) for folder in folders]
+        timed = folders[0] / "times.json"
+        clock = json.loads(timed.read_text()) if timed.exists() else {}
+        models[chain] = Model(gathered("correct"), gathered("nfe"), clock, orders)
     return models
 
 
@@ -256,7 +299,7 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
     Returns:
         ``fronts``: by chain, family and forwards, (accuracy, standard error). ``pairs``: by two
         names and forwards, the gains of each alone, of both, and of both beyond the sum of each
-        alone, with errors. ``points``: every method of every chain.
+        alone, with errors. ``points``: every method of every chain. ``order``: scores of each seed.
     """
     shape = next(iter(models["base"].correct.values())).shape
     generator = np.random.default_rng(0)
@@ -280,15 +323,18 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
             return None
         return [round(float(found[0]), 5), round(float(np.nanstd(found[1:], ddof=1)), 5)]
 
-    report: dict[str, Any] = {"fronts": {}, "pairs": {}, "points": {}}
+    report: dict[str, Any] = {"fronts": {}, "pairs": {}, "points": {}, "order": {}}
     for chain, model in models.items():
         report["points"][chain] = {
             method: {
                 "accuracy": float(model.correct[method].mean()),
                 "forwards": float(model.forwards[method].mean()),
-                "seconds": float(model.seconds[method].mean()),
+                "ms": model.times.get(method),
             }
             for method in model.correct
+        }
+        report["order"][chain] = {
+            name: [seed[name] for seed in model.order] for name in model.order[0]
         }
         report["fronts"][chain] = {
             name: {str(at): estimate(values(chain, name, at)) for at in FORWARDS}
@@ -330,38 +376,40 @@ def pairs(
 
 
 def draw(models: dict[str, Model], path: Path) -> None:
-    """Fronts against forwards and against time: thresholds dashed, TraceLock solid."""
+    """Fronts against forwards, and with caches against CPU time: thresholds dashed."""
     figure = Figure(figsize=(10.4, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    shown = [chain for chain in ("base", "sft", "tabom", "rl", "sft-tabom-rl") if chain in models]
+    shown = [chain for chain in ("base", "sft", "tabom", "rl", "tabom-rl") if chain in models]
     for number, chain in enumerate(shown):
         model = models[chain]
-        for name, line in (("threshold", "--"), ("tracelock", "-")):
-            methods = [method for method in model.correct if family(method) == name]
-            for axis, cost in ((left, model.forwards), (right, model.seconds)):
-                scale = 1.0 if axis is left else 1000.0
+        forwards = {method: cells.mean() for method, cells in model.forwards.items()}
+        for axis, cost in ((left, forwards), (right, model.times)):
+            for name in FAMILIES:
+                methods = [method for method in cost if family(method) == name]
+                if not methods or (axis is left and name.endswith("dual")):
+                    continue
                 points = sorted(
-                    (scale * cost[method].mean(), 100 * model.correct[method].mean())
-                    for method in methods
+                    (cost[method], 100 * model.correct[method].mean()) for method in methods
                 )
                 axis.plot(
                     *zip(*points, strict=True),
-                    line,
-                    marker="o",
+                    "-" if name.startswith("tracelock") else "--",
+                    marker="s" if name.endswith("dual") else "o",
                     markersize=3,
                     color=f"C{number}",
-                    label=f"{chain}, {name}",
+                    label=f"{chain}, {name.replace('_dual', ', cache')}",
                 )
     left.set(xlabel="forwards", ylabel="right answers, %")
-    right.set(xlabel="ms a problem", xscale="log")
+    right.set(xlabel="CPU milliseconds a problem")
     tidy_axes(left, right)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    lines = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    lines |= dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as two tables, in percent and points."""
+    """The report as tables, in percent and points; order scores as they are."""
     columns = [(name, at) for name in FAMILIES for at in map(str, FORWARDS)]
     lines = [["model", *(f"{name}, {float(at):g}" for name, at in columns)]]
     for chain, fronts in report["fronts"].items():
@@ -373,7 +421,10 @@ def markdown(report: dict[str, Any]) -> str:
             if all(gains.values()):
                 values = [_shown(gain, "+") for gain in gains.values()]
                 more.append([pair, f"{float(at):g}", *values])
-    return _table(lines) + "\n" + _table(more)
+    last = [["model", *(name.replace("_", " ") for name in report["order"]["base"])]]
+    for chain, found in report["order"].items():
+        last.append([chain, *(f"{np.mean(each):.3f}" for each in found.values())])
+    return "\n".join(map(_table, (lines, more, last)))
 
 
 def _shown(found: Sequence[float] | None, sign: str = "") -> str:
