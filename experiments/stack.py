@@ -261,7 +261,7 @@ def read(options: argparse.Namespace) -> dict[str, Model]:
     models = {}
     for chain in CHAINS:
         folders = [options.out / f"{chain}-s{seed}" for seed in options.seeds]
-        if not all((folder / "decoded").exists() for folder in folders):
+        if not all((folder / "order.json").exists() for folder in folders):
             continue
         tables: list[dict[str, dict[str, Any]]] = []
         for folder in folders:
