@@ -1,0 +1,152 @@
+"""What the runs of ``exp/sft_smollm2`` learned: curves, and losses on held-out responses.
+
+    python experiments/smollm2_losses.py --data runs/smollm2 --out runs/smollm2/losses \
+        --runs full=runs/smollm2/full block=runs/smollm2/block random=runs/smollm2/random_full
+
+Held-out responses are those of ``test.jsonl`` that are no longer than what the runs trained on. A
+masked model has no loss of a text, but a bound: the cross-entropy of hidden tokens, averaged over
+how many are hidden (:mod:`lit_dlm.likelihood`). It stands beside the autoregressive loss that the
+model began with, on the same tokens. With full attention the loss is also drawn against the share
+that is hidden: where it is small, what stands to the right helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from smollm2 import loss
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from lit_dlm.backbones import HFBackbone, load_backbone
+from lit_dlm.likelihood import log_likelihood_bound, masked_draws
+from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.training_curves import read_curves
+
+Row = tuple[list[int], list[int]]
+"""Tokens of a prompt and of its response."""
+
+
+def main() -> None:
+    """Scores what is not in the report yet, then draws."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of experiments/smollm2.py")
+    parser.add_argument("--runs", nargs="+", required=True, help="name=folder")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--draws", type=int, default=16, help="masked copies of each row")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(options.data / "model")
+    texts = [json.loads(line) for line in (options.data / "test.jsonl").open()]
+    rows: list[Row] = []
+    kept = []
+    for text in texts:
+        turns = [{"role": "user", "content": text["prompt"]}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        row = tokenizer([prompt, text["response"] + tokenizer.eos_token])["input_ids"]
+        if len(row[0]) <= 128 and len(row[1]) <= 160:
+            rows.append(tuple(row))
+            kept.append(text)
+    rows, kept = rows[: options.rows], kept[: options.rows]
+    path = options.out / "losses.json"
+    report = json.loads(path.read_text()) if path.exists() else {}
+    runs = {name: Path(folder) for name, _, folder in (run.partition("=") for run in options.runs)}
+    for name, folder in {"autoregressive": options.data / "model", **runs}.items():
+        if name in report:
+            continue
+        if name == "autoregressive":
+            model = LlamaForCausalLM.from_pretrained(folder)
+            report[name] = {"loss": [loss(model, tokenizer, [text]) for text in kept]}
+        else:
+            report[name] = scores(load_backbone(folder / "model"), rows, options.draws)
+        write_atomically(path, json.dumps(report) + "\n")
+        print(f"{name}: {mean(report[name]['loss'], rows)} nats a token", flush=True)
+    draw(report, runs, options.out / "losses.png", rows)
+
+
+@torch.inference_mode()
+def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, list[float]]:
+    """Losses of a masked model, in nats a token.
+
+    Args:
+        backbone: the model.
+        rows: what to score.
+        draws: masked copies of each row.
+
+    Returns:
+        ``loss``: the bound of each row. With full attention also ``by_share``, the mean
+        cross-entropy of hidden tokens of each masked copy, and ``shares``, how much it hides.
+    """
+    found: dict[str, list[float]] = {"loss": []}
+    is_block = backbone.spec.attention == "block"
+    if not is_block:
+        found |= {"shares": [], "by_share": []}
+    for number, (prompt, response) in enumerate(rows):
+        if is_block:
+            bound = log_likelihood_bound(
+                backbone, prompt, response, num_draws=draws, seed=number, batch_size=8
+            )
+            found["loss"].append(-bound / len(response))
+            continue
+        hidden = masked_draws(len(response), num_draws=draws, antithetic=True, seed=number)
+        clean = torch.tensor([prompt + response]).expand(draws, -1)
+        cells = torch.nn.functional.pad(hidden, (len(prompt), 0))  # (draws, L)
+        scored = backbone.score_tokens(
+            clean.masked_fill(cells, backbone.spec.mask_id),
+            clean,
+            cells,
+            response_start=len(prompt),
+        )
+        means = [float(part.mean()) for part in scored.ce.split(hidden.sum(1).tolist())]
+        found["loss"].append(float(np.mean(means)))
+        found["shares"] += hidden.float().mean(1).tolist()
+        found["by_share"] += means
+    return found
+
+
+def mean(losses: Sequence[float], rows: Sequence[Row]) -> str:
+    """Mean over tokens of the losses of rows, with its standard error over rows."""
+    lengths = np.array([len(response) for _, response in rows])
+    value = np.average(losses, weights=lengths)
+    spread = lengths * (np.array(losses) - value) / lengths.mean()
+    return f"{value:.3f} +- {spread.std(ddof=1) / len(rows) ** 0.5:.3f}"
+
+
+def draw(
+    report: dict[str, dict[str, list[float]]],
+    runs: dict[str, Path],
+    path: Path,
+    rows: Sequence[Row],
+) -> None:
+    """Validation loss over the updates, and test loss against the share that is hidden."""
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (name, folder) in enumerate(runs.items()):
+        curve = read_curves(folder)["val/loss"]
+        left.plot(*zip(*curve, strict=True), color=f"C{number}", label=name)
+        if "shares" in report[name]:
+            shares = np.array(report[name]["shares"])
+            bins = np.minimum(shares * 8, 7).astype(int)
+            losses = [np.mean(np.array(report[name]["by_share"])[bins == n]) for n in range(8)]
+            right.plot((np.arange(8) + 0.5) / 8, losses, "o-", markersize=3, color=f"C{number}")
+    value = float(mean(report["autoregressive"]["loss"], rows).partition(" ")[0])
+    right.axhline(value, color="0.4", linestyle="--")
+    right.annotate("autoregressive", (0.99, value), ha="right", va="bottom")
+    left.set(xlabel="updates", ylabel="loss of hidden tokens, nats")
+    right.set(xlabel="share of the response that is hidden", xlim=(0, 1), ylim=(0, None))
+    left.legend()
+    tidy_axes(left, right)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
