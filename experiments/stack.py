@@ -15,6 +15,7 @@ training seeds, the same ones for all, so that differences are paired.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -39,14 +40,12 @@ from lit_dlm.reports.results import ResultFolder, write_atomically
 CHAINS = ("base", "sft", "tabom", "rl", "sft-tabom", "sft-rl", "tabom-rl", "sft-tabom-rl")
 """Models: their stages in order, ``base`` without any."""
 
-FORWARDS = (6.0, 8.0, 12.0)
-"""Where fronts are compared."""
+FAMILIES = {"threshold": 8.0, "tracelock": 8.0, "threshold_dual": 12.0, "tracelock_dual": 12.0}
+"""Fronts that are compared, and at how many forwards: families of the methods of
+``stack_tiny.yaml``. In blocks, which a cache needs, there are more of them."""
 
-FAMILIES = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
-"""Fronts that are compared: families of the methods of ``stack_tiny.yaml``."""
-
-TIMED = ("base", "tabom-rl")
-"""Chains whose CPU time is measured, with the first seed."""
+SHOWN = ("base", "sft", "sft-tabom", "sft-tabom-rl")
+"""Chains that are drawn. CPU time is measured of the first and the last, with the first seed."""
 
 LENGTHS = {"WordProblems": 32, "Countdown": 56}
 """Response cells of each task."""
@@ -65,6 +64,8 @@ class Model:
     """CPU milliseconds a problem by method, of the first seed; empty if they are not measured."""
     order: list[dict[str, float]]
     """Of each seed, from :meth:`~probes.Probe.order`."""
+    digests: list[dict[str, str]]
+    """SHA-256, shortened, of each seed's weights, policy and records."""
 
     def at(self, name: str, forwards: float) -> Front:
         """Accuracy of a family at an average number of forwards.
@@ -89,7 +90,9 @@ class Model:
 def main() -> None:
     """Makes what is missing, then reports on what is there."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="folder of the model to start from")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of the model to start from"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--task", choices=LENGTHS, default="WordProblems")
     parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
@@ -150,7 +153,12 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
         verify += ["--backbone", str(path[1]), "--policy", str(folder / "policy")]
         cli.main([*verify, "--sample", str(options.verify)])
         write_atomically(folder / "verified", " ".join(verify) + "\n")
-    probe(options, folder, str(path[1]), is_timed=chain in TIMED and seed == options.seeds[0])
+    probe(
+        options,
+        folder,
+        str(path[1]),
+        is_timed=chain in (SHOWN[0], SHOWN[-1]) and seed == options.seeds[0],
+    )
 
 
 def probe(options: argparse.Namespace, folder: Path, model: str, *, is_timed: bool) -> None:
@@ -285,7 +293,24 @@ def read(options: argparse.Namespace) -> dict[str, Model]:
         orders = [json.loads((folder / "order.json").read_text()) for folder in folders]
         timed = folders[0] / "times.json"
         clock = json.loads(timed.read_text()) if timed.exists() else {}
-        models[chain] = Model(gathered("correct"), gathered("nfe"), clock, orders)
+        digests = []
+        for seed, folder, table in zip(options.seeds, folders, tables, strict=True):
+            weights = options.out / "models" / f"{chain}-s{seed}" / "model"
+            records = sorted(
+                f"{method} {uid} {row.trajectory['digest']}"
+                for method, rows in table.items()
+                for uid, row in rows.items()
+            )
+            parts = {
+                "weights": (options.model if chain == "base" else weights) / "model.safetensors",
+                "policy": folder / "policy" / "model.safetensors",
+            }
+            found = {name: path.read_bytes() for name, path in parts.items()}
+            found["records"] = "\n".join(records).encode()
+            digests.append(
+                {name: hashlib.sha256(text).hexdigest()[:12] for name, text in found.items()}
+            )
+        models[chain] = Model(gathered("correct"), gathered("nfe"), clock, orders, digests)
     return models
 
 
@@ -297,17 +322,17 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
         resamples: of problems and of seeds.
 
     Returns:
-        ``fronts``: by chain, family and forwards, (accuracy, standard error). ``pairs``: by two
-        names and forwards, the gains of each alone, of both, and of both beyond the sum of each
-        alone, with errors. ``points``: every method of every chain. ``order``: scores of each seed.
+        ``fronts``: by chain and family, (accuracy, standard error). ``pairs``: by two names, the
+        gains of each alone, of both, and of both beyond the sum of each alone, with errors.
+        ``points``: every method of every chain. ``order`` and ``digests`` of each seed.
     """
     shape = next(iter(models["base"].correct.values())).shape
     generator = np.random.default_rng(0)
-    draws = [
+    draws: list[tuple[NDArray[Any], NDArray[Any]]] = [(np.arange(shape[0]), np.arange(shape[1]))]
+    draws += [
         (generator.integers(shape[0], size=shape[0]), generator.integers(shape[1], size=shape[1]))
         for _ in range(resamples)
     ]
-    everything = (np.arange(shape[0]), np.arange(shape[1]))
     known: dict[tuple[str, str, float], NDArray[Any]] = {}
 
     def values(chain: str, name: str, forwards: float) -> NDArray[Any]:
@@ -315,7 +340,7 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
         key = (chain, name, forwards)
         if key not in known:
             front = models[chain].at(name, forwards)
-            known[key] = np.array([front(*draw) for draw in (everything, *draws)])
+            known[key] = np.array([front(seeds, rows) for seeds, rows in draws])
         return known[key]
 
     def estimate(found: NDArray[Any]) -> list[float] | None:
@@ -323,34 +348,34 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
             return None
         return [round(float(found[0]), 5), round(float(np.nanstd(found[1:], ddof=1)), 5)]
 
-    report: dict[str, Any] = {"fronts": {}, "pairs": {}, "points": {}, "order": {}}
+    report: dict[str, Any] = {
+        "fronts": {},
+        "pairs": {},
+        "points": {},
+        "order": {chain: model.order for chain, model in models.items()},
+        "digests": {chain: model.digests for chain, model in models.items()},
+    }
     for chain, model in models.items():
         report["points"][chain] = {
             method: {
-                "accuracy": float(model.correct[method].mean()),
-                "forwards": float(model.forwards[method].mean()),
+                "accuracy": round(float(model.correct[method].mean()), 5),
+                "forwards": round(float(model.forwards[method].mean()), 3),
                 "ms": model.times.get(method),
             }
             for method in model.correct
         }
-        report["order"][chain] = {
-            name: [seed[name] for seed in model.order] for name in model.order[0]
-        }
         report["fronts"][chain] = {
-            name: {str(at): estimate(values(chain, name, at)) for at in FORWARDS}
-            for name in FAMILIES
+            name: estimate(values(chain, name, at)) for name, at in FAMILIES.items()
         }
     for one, two, cells in pairs(models):
-        found = {}
-        for at in FORWARDS:
-            none, first, second, both = (values(chain, name, at) for chain, name in cells)
-            found[str(at)] = {
-                one: estimate(first - none),
-                two: estimate(second - none),
-                "both": estimate(both - none),
-                "beyond the sum": estimate(both - first - second + none),
-            }
-        report["pairs"][f"{one} + {two}"] = found
+        at = max(FAMILIES[name] for _, name in cells)
+        none, first, second, both = (values(chain, name, at) for chain, name in cells)
+        report["pairs"][f"{one} + {two}"] = {
+            "one": estimate(first - none),
+            "the other": estimate(second - none),
+            "both": estimate(both - none),
+            "beyond the sum": estimate(both - first - second + none),
+        }
     return report
 
 
@@ -363,7 +388,10 @@ def pairs(
         if {one, two, f"{one}-{two}"} <= set(models):
             chains = ("base", one, two, f"{one}-{two}")
             found.append((one, two, [(chain, "threshold") for chain in chains]))
-    for one, two in (("tracelock", "threshold_dual"), *itertools.product(models, FAMILIES[1:3])):
+    for one, two in (
+        ("tracelock", "threshold_dual"),
+        *itertools.product(models, list(FAMILIES)[1:3]),
+    ):
         if one == "tracelock":
             names = ("threshold", "tracelock", "threshold_dual", "tracelock_dual")
             found.append((one, "cache", [("base", name) for name in names]))
@@ -379,10 +407,10 @@ def draw(models: dict[str, Model], path: Path) -> None:
     """Fronts against forwards, and with caches against CPU time: thresholds dashed."""
     figure = Figure(figsize=(10.4, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    shown = [chain for chain in ("base", "sft", "tabom", "rl", "tabom-rl") if chain in models]
-    for number, chain in enumerate(shown):
+    for number, chain in enumerate(name for name in SHOWN if name in models):
         model = models[chain]
         forwards = {method: cells.mean() for method, cells in model.forwards.items()}
+        left.plot([], [], "-", color=f"C{number}", label=chain)
         for axis, cost in ((left, forwards), (right, model.times)):
             for name in FAMILIES:
                 methods = [method for method in cost if family(method) == name]
@@ -397,43 +425,41 @@ def draw(models: dict[str, Model], path: Path) -> None:
                     marker="s" if name.endswith("dual") else "o",
                     markersize=3,
                     color=f"C{number}",
-                    label=f"{chain}, {name.replace('_dual', ', cache')}",
                 )
+    for style, label in (("-o", "TraceLock"), ("--o", "thresholds"), ("-s", "with a cache")):
+        left.plot([], [], style, color="0.4", markersize=3, label=label)
     left.set(xlabel="forwards", ylabel="right answers, %")
+    left.legend(fontsize="small")
     right.set(xlabel="CPU milliseconds a problem")
     tidy_axes(left, right)
-    lines = dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    lines |= dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as tables, in percent and points; order scores as they are."""
-    columns = [(name, at) for name in FAMILIES for at in map(str, FORWARDS)]
-    lines = [["model", *(f"{name}, {float(at):g}" for name, at in columns)]]
+    columns = [f"{name.replace('_dual', ', cache')}, {at:g}" for name, at in FAMILIES.items()]
+    lines = [["model", *columns]]
     for chain, fronts in report["fronts"].items():
-        lines.append([chain, *(_shown(fronts[name][at]) for name, at in columns)])
-    names = ["one", "the other", "both", "beyond the sum"]
-    more = [["pair", "forwards", *names]]
-    for pair, found in report["pairs"].items():
-        for at, gains in found.items():
-            if all(gains.values()):
-                values = [_shown(gain, "+") for gain in gains.values()]
-                more.append([pair, f"{float(at):g}", *values])
-    last = [["model", *(name.replace("_", " ") for name in report["order"]["base"])]]
-    for chain, found in report["order"].items():
-        last.append([chain, *(f"{np.mean(each):.3f}" for each in found.values())])
+        lines.append([chain, *map(_shown, fronts.values())])
+    more = [["pair", *next(iter(report["pairs"].values()))]]
+    for pair, gains in report["pairs"].items():
+        if all(gains.values()):
+            more.append([pair, *(_shown(gain, "+") for gain in gains.values())])
+    last = [["model", *(name.replace("_", " ") for name in report["order"]["base"][0])]]
+    for chain, seeds in report["order"].items():
+        last.append(
+            [chain, *(f"{np.mean([seed[name] for seed in seeds]):.3f}" for name in seeds[0])]
+        )
     return "\n".join(map(_table, (lines, more, last)))
 
 
 def _shown(found: Sequence[float] | None, sign: str = "") -> str:
-    return f"{100 * found[0]:{sign}.1f} ± {100 * found[1]:.1f}" if found else ""
+    return f"{100 * found[0]:{sign}.1f} ± {100 * found[1]:.1f}" if found else "not reached"
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
     head, *rows = (f"| {' | '.join(cells)} |\n" for cells in lines)
-    return head + "|---" * len(lines[0]) + "|\n" + "".join(rows)
+    return head + "|---" + "|---:" * (len(lines[0]) - 1) + "|\n" + "".join(rows)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyP
             }
             for value in (0, 1)
         )
-        return stack["Model"](correct, forwards, {}, [{"probability_auroc": 0.9}])
+        return stack["Model"](correct, forwards, {}, [{"probability_auroc": 0.9}], [])
 
     models = {
         "base": model(0.2, 0.4),
@@ -47,13 +47,12 @@ def test_the_stack_compares_fronts_at_equal_forwards(monkeypatch: pytest.MonkeyP
     }
     report = stack["condense"](models, 10)
     # Half way between 6 and 10 forwards; nothing reaches 12.
-    assert report["fronts"]["base"]["threshold"] == {"6.0": [0.2, 0], "8.0": [0.3, 0], "12.0": None}
-    pair = report["pairs"]["sft + rl"]
-    assert pair["6.0"] == {
-        "sft": [0.1, 0],
-        "rl": [0.3, 0],
-        "both": [0.4, 0],
-        "beyond the sum": [0, 0],
+    assert report["fronts"]["base"]["threshold"] == [0.3, 0]
+    assert report["fronts"]["base"]["threshold_dual"] is None
+    assert report["pairs"]["sft + rl"] == {
+        "one": [0.15, 0],
+        "the other": [0.25, 0],
+        "both": [0.3, 0],
+        "beyond the sum": [-0.1, 0],
     }
-    assert pair["8.0"]["beyond the sum"] == [-0.1, 0]  # .6 - .45 - .55 + .3
-    assert report["pairs"]["tracelock + cache"]["8.0"]["both"] == [0, 0]
+    assert report["pairs"]["sft + tracelock"]["both"] == [0.15, 0]  # families are equal here
