@@ -330,7 +330,7 @@ def condense(models: dict[str, Model], resamples: int = 1000) -> dict[str, Any]:
     generator = np.random.default_rng(0)
     draws: list[tuple[NDArray[Any], NDArray[Any]]] = [(np.arange(shape[0]), np.arange(shape[1]))]
     draws += [
-        (generator.integers(shape[0], size=shape[0]), generator.integers(shape[1], size=shape[1]))
+        (generator.integers(shape[0], size=shape[:1]), generator.integers(shape[1], size=shape[1:]))
         for _ in range(resamples)
     ]
     known: dict[tuple[str, str, float], NDArray[Any]] = {}
