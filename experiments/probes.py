@@ -1,7 +1,8 @@
-"""What results do not hold: CPU time of methods, and how well scores tell which proposals stand."""
+"""What results do not hold: CPU time, order of writing, and how well scores tell what stands."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 from lit_dlm.generation import Generations, generate
 from lit_dlm.ops.noise import sample_seed
+from lit_dlm.reports.fill_order import left_to_rightness, text_positions
+from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.tasks.base import Task
+from lit_dlm.trajectories.store.reader import TrajectoryShardReader
 
 
 @dataclass
@@ -139,3 +143,22 @@ class Probe:
             "stand": float(stood.float().mean()),
             "probability": float(probability.mean()),
         }
+
+    def left_to_right(self, records: Path, count: int = 200) -> float:
+        """Kendall's tau between position and step in entropy order, one token a step.
+
+        Args:
+            records: of ``stack_tiny.yaml``.
+            count: of them.
+
+        Returns:
+            The mean over the texts: 1 is left to right, 0 no order.
+        """
+        reader = TrajectoryShardReader(records)
+        uids = [uid for uid in reader.uids if uid.endswith("@entropy_1")][:count]
+        pieces = TokenPieces(self.tokenizer)
+        taus = [
+            left_to_rightness(record, positions=text_positions(record, pieces))
+            for record in reader.find(uids)
+        ]
+        return statistics.mean(tau for tau in taus if tau is not None)

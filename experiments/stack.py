@@ -63,7 +63,7 @@ class Model:
     times: dict[str, float]
     """CPU milliseconds a problem by method, of the first seed; empty if they are not measured."""
     order: list[dict[str, float]]
-    """Of each seed, from :meth:`~probes.Probe.order`."""
+    """Of each seed, from :meth:`~probes.Probe.order` and ``left_to_right``."""
     digests: list[dict[str, str]]
     """SHA-256, shortened, of each seed's weights, policy and records."""
 
@@ -181,7 +181,10 @@ def probe(options: argparse.Namespace, folder: Path, model: str, *, is_timed: bo
         policy=folder / "policy",
     )
     if not (folder / "order.json").exists():
-        write_atomically(folder / "order.json", json.dumps(found.order()))
+        scores = found.order() | {
+            "left_to_right": found.left_to_right(folder / "stack" / "trajectories")
+        }
+        write_atomically(folder / "order.json", json.dumps(scores))
     if is_timed and not (folder / "times.json").exists():
         times = {}
         for _, method in ResultFolder(folder / "stack" / "results").pairs():
