@@ -240,7 +240,8 @@ class Workplace:
             config = CONFIGS[path]
             for other in FILES:
                 same_folder = CONFIGS[other]["run_dir"] == config["run_dir"]
-                if same_folder and _order(other) < _order(path):
+                converted = other.stem == "sft_smollm2" and path.stem.endswith("_smollm2")
+                if (same_folder and _order(other) < _order(path)) or (converted and other != path):
                     self.run(other)
             try:
                 self._start(path, config)
@@ -276,7 +277,7 @@ class Workplace:
                 flags += ["--trainer.val_check_interval=1"]
         if kind == "PretrainModule":
             flags += ["--model.compile=false"]  # a minute for a step
-        if kind in ("TraceModule", "AutoencoderModule") and "_dream" in path.stem:
+        if kind in ("TraceModule", "AutoencoderModule") and "_tiny" not in path.stem:
             flags += [f"--model.{name}={size}" for name, size in PROJECTOR.items()]
         model = config["model"]["init_args"]
         if "SteppedBlockWindow" in text:  # its blocks and steps divide the response
