@@ -190,7 +190,8 @@ def probe(options: argparse.Namespace, folder: Path, model: str, *, is_timed: bo
         for _, method in ResultFolder(folder / "stack" / "results").pairs():
             name, _, digits = method.rpartition("_")
             if name in FAMILIES:
-                times[method] = found.cpu_time(found.decoder(name, float(f"0.{digits[1:]}")))
+                decoder = found.decoder(name, float(f"0.{digits[1:]}"))
+                times[method] = round(found.cpu_time(decoder), 3)
         write_atomically(folder / "times.json", json.dumps(times))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -92,6 +94,16 @@ def test_the_table_is_that_of_the_kept_run():
         r"<!-- quickstart-output -->\n\n(.*?)\n\n<!-- /quickstart-output -->", README, re.DOTALL
     )
     assert shown == table()
+
+
+def test_the_tables_of_the_stack_are_those_of_the_kept_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    stack = runpy.run_path(str(ROOT / "experiments" / "stack.py"), run_name="imported")
+    tables = stack["markdown"](json.loads((ROOT / "docs" / "stack.json").read_text())).split("\n\n")
+    page = (ROOT / "docs" / "stack.md").read_text()
+    assert len(tables) == 3
+    assert not [table for table in tables if table.strip() not in page]
+    assert tables[0] in README
 
 
 @pytest.fixture(scope="module")
