@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {},
     "dream": {"shift": 1},
     "block from the sequence": {"attention": "block", "block_size": 3},
+    "shifted block": {"attention": "block", "block_size": 3, "shift": 1},
     "block from the response": {
         "attention": "block",
         "block_size": 3,

@@ -48,6 +48,9 @@ class RowContext(TypedDict, total=False):
     """
     response_start: int | None
     """See :meth:`HFBackbone.denoise`."""
+    predictors: Tensor | None
+    """``(B or 1, L)`` int64 columns whose rows predict each cell; by default ``spec.shift`` before
+    it."""
     pictures: Sequence[str]
     """Digests of the pictures that ids behind the vocabulary stand for, in order
     (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`)."""
@@ -330,6 +333,7 @@ class HFBackbone(StoredDecoder, Backbone):
         mask: Tensor | BlockMask | None = None,
         position_ids: Tensor | None = None,
         response_start: int | None = None,
+        predictors: Tensor | None = None,
         pictures: Sequence[str] = (),
     ) -> Tensor:
         """Aligned hidden rows ``(N, D)`` of chosen cells."""
@@ -349,6 +353,8 @@ class HFBackbone(StoredDecoder, Backbone):
         else:
             visible = _given_visibility(mask)
         last, _ = self._encode(ids, visible, position_ids, pictures=pictures)
+        if predictors is not None:
+            return last[cells[0], predictors.expand(len(ids), -1)[cells]]
         return aligned(last, self.spec.shift, starts=starts)[cells]
 
     def _hidden_index(self, index: int) -> int:

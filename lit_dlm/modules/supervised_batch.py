@@ -315,10 +315,12 @@ class TrainingRows:
     """First response slot, where the row is a plain canvas."""
     pictures: tuple[str, ...]
     """Digests of what ids behind the vocabulary stand for, in order."""
+    predictors: Tensor | None = None
+    """``(R or 1, N)`` int64 slots that predict each slot; ``None``: the model's shift says it."""
 
     def context(self) -> dict[str, Any]:
         """All but ids, targets and slots."""
-        names = ("mask", "position_ids", "response_start", "pictures")
+        names = ("mask", "position_ids", "response_start", "predictors", "pictures")
         return {name: getattr(self, name) for name in names}
 
 
@@ -347,8 +349,8 @@ def lay_out(
         The rows, ``R`` of them, or as many as items.
 
     Raises:
-        ValueError: causal states on a model without the right shift, a block model with it, or
-            hidden prompt tokens on a block model.
+        ValueError: causal states on a model without the right shift, or hidden prompt tokens on a
+            block model.
     """
     clean = batch.ids[states.sample]  # (R, L)
     hidden = F.pad(batch.still_hidden(states), (batch.start, 0))
@@ -389,11 +391,6 @@ def lay_out(
             response_start=None,
             pictures=in_order(batch.pictures),
         )
-    if spec.shift != 0:
-        raise ValueError(
-            "block attention: expected a model with shift 0, because a noisy block's first cell "
-            f"has no predecessor in its copy, got shift {spec.shift}"
-        )
     assert spec.block_size is not None
     copies, used, number = 1, None, torch.zeros_like(states.sample)
     if item is not None:
@@ -431,6 +428,7 @@ def lay_out(
         else layout.visibility(used),
         position_ids=layout.positions(positions),
         response_start=None,
+        predictors=layout.predictors() if spec.shift else None,
         pictures=in_order(batch.pictures),
     )
 

@@ -274,6 +274,17 @@ class TwoCopyLayout:
             sees, num_rows if differ else None, None, length, length, device=str(copy.device)
         )
 
+    def predictors(self) -> Tensor:
+        """``(S, N)`` int64 slots that predict each slot in a model with shift 1.
+
+        Those before them; for the first cell of a noisy block the clean token before the block, as
+        in a decode, where earlier blocks are final.
+        """
+        before = (torch.arange(len(self.copy), device=self.copy.device) - 1).clamp_min(0)
+        same = (self.copy[before] == self.copy) & (self.blocks[:, before] == self.blocks)
+        # Slots of the clean copy are columns.
+        return torch.where(same | ~self.is_noisy, before, (self.source - 1).clamp_min(0))
+
     def positions(self, canvas_positions: Tensor) -> Tensor:
         """``(B, N)`` position ids from ``(B, length)``; a noisy slot has those of its twin."""
         return canvas_positions[:, self.source]

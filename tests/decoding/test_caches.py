@@ -93,8 +93,10 @@ def test_a_padded_batch_equals_the_slow_reference(scheme, shift, rule):
         assert len(set(steps)) > 1  # the rows did drift apart
 
 
-def _block_backbone(origin: str) -> HFBackbone:
-    return _backbone(decoder="qwen3", attention="block", block_size=4, block_origin=origin)
+def _block_backbone(origin: str, shift: int = 0) -> HFBackbone:
+    return _backbone(
+        decoder="qwen3", attention="block", block_size=4, block_origin=origin, shift=shift
+    )
 
 
 BLOCK_RULES = {
@@ -105,9 +107,10 @@ BLOCK_RULES = {
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 @pytest.mark.parametrize("rule", BLOCK_RULES)
-def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule):
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_block_cache_is_exact_in_a_padded_batch(origin, rule, shift):
     """Prompts of 5, 1 and 7 tokens: with blocks from the sequence's start all rows differ."""
-    backbone = _block_backbone(origin)
+    backbone = _block_backbone(origin, shift)
     plugs = {"window": BlockWindow(4, origin=origin), **BLOCK_RULES[rule]}
     plain = _decode(backbone, Decoder(**plugs), PROMPTS, 10)
     cached = _decode(backbone, Decoder(cache=BlockCache(), **plugs), PROMPTS, 10)

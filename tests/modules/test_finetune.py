@@ -105,8 +105,22 @@ def test_four_processes_divide_by_their_mean_count(
 )
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"shift": 1}, BLOCK, {**BLOCK, "block_origin": "response"}],
-    ids=["full", "shifted", "block", "block_from_response"],
+    [
+        {},
+        {"shift": 1},
+        BLOCK,
+        {**BLOCK, "shift": 1},
+        {**BLOCK, "block_origin": "response"},
+        {**BLOCK, "block_origin": "response", "shift": 1},
+    ],
+    ids=[
+        "full",
+        "shifted",
+        "block",
+        "shifted_block",
+        "block_from_response",
+        "shifted_block_from_response",
+    ],
 )
 def test_loss_equals_direct_forwards_on_the_true_states(
     changes: dict[str, Any], corruption: Corruption

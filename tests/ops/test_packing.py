@@ -29,6 +29,14 @@ def test_visibility_by_hand() -> None:
     assert short[5:].int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]]
 
 
+def test_the_first_cell_of_a_block_is_predicted_from_the_clean_copy() -> None:
+    """Columns 0 to 5, two of a prompt, and the noisy 2 to 5 in slots 6 to 9."""
+    layout = TwoCopyLayout.trace(2, 6, 2)
+    assert layout.predictors().tolist() == [[0, 0, 1, 2, 3, 4, 1, 6, 3, 8]]
+    copies = TwoCopyLayout.trace(1, 3, 1).packed(2)
+    assert copies.predictors().tolist() == [[0, 0, 1, 0, 1, 0, 1]]
+
+
 @pytest.mark.parametrize("origin", ["sequence", "response"])
 def test_each_copy_sees_what_a_row_of_its_own_does(origin: str) -> None:
     real = torch.ones(2, 11, dtype=torch.bool)
