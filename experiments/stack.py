@@ -151,7 +151,8 @@ def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
     if options.verify and not (folder / "verified").exists():
         verify = ["traj", "verify", str(folder / "stack" / "trajectories"), "--level", "3"]
         verify += ["--backbone", str(path[1]), "--policy", str(folder / "policy")]
-        cli.main([*verify, "--sample", str(options.verify)])
+        verify += ["--sample", str(options.verify)]
+        cli.main(verify)
         write_atomically(folder / "verified", " ".join(verify) + "\n")
     probe(
         options,
