@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from tabom_effect import EXP, call, difference, problems
 
-from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.plots import tidy_axes
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
 
 ORDER = ("entropy_1", "entropy_2", "entropy_4")
 FAST = ("threshold_06", "threshold_09", "threshold_dual_06", "threshold_dual_09")
@@ -92,6 +94,7 @@ def main() -> None:
         report[name] = compare(setting, arms["decode"], arms["random"])
         write_atomically(options.out / "decode_states.json", json.dumps(report, indent=2) + "\n")
         write_atomically(options.out / "decode_states.md", markdown(report))
+    draw(report, options.out / "decode_states.png")
     print(markdown(report))
 
 
@@ -214,42 +217,68 @@ def compare(setting: Setting, decode: Sequence[Path], random: Sequence[Path]) ->
         random: of training on random states.
 
     Returns:
-        By method: mean accuracies, forwards and the paired difference with its errors; ``judged``
-        is that of the mean over the methods that decide.
+        By method: mean accuracies, forwards and the paired difference with its errors;
+        ``equal_forwards`` is the difference to the line through the random arm's two thresholds, at
+        the forwards of the other arm. ``judged`` is the difference of the mean over the methods
+        that decide.
     """
+    rows = {
+        arm: {method: [_rows(folder, method) for folder in folders] for method in setting.methods}
+        for arm, folders in (("decode", decode), ("random", random))
+    }
     found: dict[str, Any] = {}
-    together: dict[str, list[list[dict[str, bool]]]] = {"decode": [], "random": []}
     for method in setting.methods:
-        verdicts: dict[str, list[dict[str, bool]]] = {}
-        forwards = {}
-        for arm, folders in (("decode", decode), ("random", random)):
-            rows = []
-            for folder in folders:
-                results = ResultFolder(folder)
-                ((task, _),) = [pair for pair in results.pairs() if pair[1] == method]
-                rows.append(results.rows(task, method))
-            verdicts[arm] = [{row.uid: row.correct for row in seed} for seed in rows]
-            forwards[arm] = statistics.mean(row.nfe for seed in rows for row in seed)
+        right = {arm: [_verdicts(seed) for seed in rows[arm][method]] for arm in rows}
         found[method] = {
             "accuracy": {
-                arm: [statistics.mean(table.values()) for table in tables]
-                for arm, tables in verdicts.items()
+                arm: [statistics.mean(seed.values()) for seed in seeds]
+                for arm, seeds in right.items()
             },
-            "forwards": forwards,
-            "difference": difference(verdicts["decode"], verdicts["random"]),
+            "forwards": {
+                arm: statistics.mean(_forwards(seed) for seed in rows[arm][method]) for arm in rows
+            },
+            "difference": difference(right["decode"], right["random"]),
         }
-        if method in setting.judged:
-            for arm, tables in verdicts.items():
-                together[arm].append(tables)
+        if method in FAST:
+            stem = method.rpartition("_")[0]
+            line = map(
+                _between,
+                rows["random"][f"{stem}_06"],
+                rows["random"][f"{stem}_09"],
+                map(_forwards, rows["decode"][method]),
+            )
+            found[method]["equal_forwards"] = difference(right["decode"], list(line))
     means = {
         arm: [
-            {uid: statistics.mean(table[uid] for table in tables) for uid in tables[0]}
-            for tables in zip(*lists, strict=True)
+            {uid: statistics.mean(row[uid].correct for row in tables) for uid in tables[0]}
+            for tables in zip(*(rows[arm][method] for method in setting.judged), strict=True)
         ]
-        for arm, lists in together.items()
+        for arm in rows
     }
     found["judged"] = difference(means["decode"], means["random"])
     return found
+
+
+def _rows(folder: Path, method: str) -> dict[str, ResultRow]:
+    results = ResultFolder(folder)
+    ((task, _),) = [pair for pair in results.pairs() if pair[1] == method]
+    return {row.uid: row for row in results.rows(task, method)}
+
+
+def _verdicts(rows: dict[str, ResultRow]) -> dict[str, float]:
+    return {uid: float(row.correct) for uid, row in rows.items()}
+
+
+def _forwards(rows: dict[str, ResultRow]) -> float:
+    return statistics.mean(row.nfe for row in rows.values())
+
+
+def _between(
+    fast: dict[str, ResultRow], slow: dict[str, ResultRow], forwards: float
+) -> dict[str, float]:
+    """Verdicts on the line through two methods, at a number of forwards."""
+    share = (forwards - _forwards(fast)) / (_forwards(slow) - _forwards(fast))
+    return {uid: (1 - share) * row.correct + share * slow[uid].correct for uid, row in fast.items()}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -261,25 +290,60 @@ def markdown(report: dict[str, Any]) -> str:
     Returns:
         Markdown; errors are the larger one of those over problems and over seeds.
     """
-    lines = "| setting | method | forwards | random states | the decode's states | difference |\n"
-    lines += "|---|---|---|---|---|---|\n"
+    lines = "| setting | method | forwards | random states | the decode's states | difference "
+    lines += "| at equal forwards |\n|---|---|---|---|---|---|---|\n"
     for name, found in report.items():
         for method, values in found.items():
             if method == "judged":
-                lines += f"| **{name}** | judged | | | | **{_points(values)}** |\n"
+                lines += f"| **{name}** | judged | | | | **{_points(values)}** | |\n"
                 continue
             rates = {arm: 100 * statistics.mean(each) for arm, each in values["accuracy"].items()}
             steps = "/".join(f"{values['forwards'][arm]:.1f}" for arm in ("random", "decode"))
-            lines += (
-                f"| {name} | {method} | {steps} | {rates['random']:.1f} | {rates['decode']:.1f} | "
-                f"{_points(values['difference'])} |\n"
-            )
+            cells = [name, method, steps, f"{rates['random']:.1f}", f"{rates['decode']:.1f}"]
+            cells += [
+                _points(values[key]) for key in ("difference", "equal_forwards") if key in values
+            ]
+            lines += f"| {' | '.join(cells)} |{'' if 'equal_forwards' in values else ' |'}\n"
     return lines
 
 
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Differences of all settings, with two standard errors.
+
+    Args:
+        report: by setting, from :func:`compare`.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axis = figure.subplots()
+    for height, (name, found) in enumerate(report.items()):
+        shown = {"judged": found["judged"]}
+        if SETTINGS[name].decoder is not None:
+            (method,) = SETTINGS[name].judged
+            shown["at equal forwards"] = found[method]["equal_forwards"]
+        for number, values in enumerate(shown.values()):
+            axis.errorbar(
+                100 * values["mean"],
+                height + 0.25 * number,
+                xerr=200 * _stderr(values),
+                fmt="o" if number == 0 else "s",
+                color=f"C{number}",
+                capsize=3,
+            )
+    axis.axvline(0, color="0.6", linewidth=1)
+    axis.set_yticks(range(len(report)), list(report))
+    axis.invert_yaxis()
+    axis.set_xlabel("gain in points over random states (squares: at equal forwards)")
+    tidy_axes(axis)
+    figure.savefig(path, dpi=150)
+
+
+def _stderr(found: dict[str, float]) -> float:
+    return max(found["stderr_problems"], found["stderr_seeds"])
+
+
 def _points(found: dict[str, float]) -> str:
-    error = max(found["stderr_problems"], found["stderr_seeds"])
-    return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
+    return f"{100 * found['mean']:+.1f} ± {100 * _stderr(found):.1f}"
 
 
 if __name__ == "__main__":

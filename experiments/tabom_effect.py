@@ -261,7 +261,9 @@ def condense(scores: dict[str, Scores], options: argparse.Namespace) -> dict[str
     return report
 
 
-def difference(one: Sequence[dict[str, bool]], two: Sequence[dict[str, bool]]) -> dict[str, float]:
+def difference(
+    one: Sequence[dict[str, float]], two: Sequence[dict[str, float]]
+) -> dict[str, float]:
     """Difference of two accuracies, paired by problem.
 
     Args:

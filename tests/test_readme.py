@@ -96,14 +96,15 @@ def test_the_table_is_that_of_the_kept_run():
     assert shown == table()
 
 
-def test_the_tables_of_the_stack_are_those_of_the_kept_run(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "count"), [("stack", 3), ("decode_states", 1)])
+def test_tables_are_those_of_the_kept_run(monkeypatch: pytest.MonkeyPatch, name: str, count: int):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    stack = runpy.run_path(str(ROOT / "experiments" / "stack.py"), run_name="imported")
-    tables = stack["markdown"](json.loads((ROOT / "docs" / "stack.json").read_text())).split("\n\n")
-    page = (ROOT / "docs" / "stack.md").read_text()
-    assert len(tables) == 3
+    script = runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="imported")
+    tables = script["markdown"](json.loads((ROOT / f"docs/{name}.json").read_text())).split("\n\n")
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    assert len(tables) == count
     assert not [table for table in tables if table.strip() not in page]
-    assert tables[0] in README
+    assert name != "stack" or tables[0] in README
 
 
 @pytest.fixture(scope="module")

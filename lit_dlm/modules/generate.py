@@ -6,6 +6,7 @@ own; it is kept in a folder, so a resumed run, training and decoding all use the
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from lit_dlm.backbones import Backbone
@@ -18,6 +19,8 @@ from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_s
 from lit_dlm.pictures import know
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class TraceModule(DecodeModule):
@@ -122,6 +125,12 @@ class TraceModule(DecodeModule):
                 know(self.backbone, example.uid, example.images)
             traces += capture.trajectories(
                 [example.uid for example in batch.examples], list(map(image_facts, batch.examples))
+            )
+            logger.info(
+                "projector: decoded %d of %d prompts by %s",
+                len(traces),
+                self.projector_prompts,
+                method,
             )
         config = ProjectorConfig(
             hidden_size=self.backbone.hidden_size,
