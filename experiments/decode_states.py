@@ -78,6 +78,9 @@ def main() -> None:
     parser.add_argument("--list-seed", type=int, default=11, help="of the test list")
     parser.add_argument("--only-report", action="store_true", help="run nothing")
     options = parser.parse_args()
+    for model in {SETTINGS[name].model for name in options.settings} & vars(options).keys():
+        if not options.only_report and getattr(options, model) is None:
+            parser.error(f"--{model}: needed for these settings, see the page")
     torch.set_num_threads(1)
     report = {}
     for name in options.settings:
@@ -91,6 +94,9 @@ def main() -> None:
                     adapter = trained(options, name, path, arm, seed)
                     measure(options, setting, path, adapter, folder / f"{arm}-s{seed}")
                 results.append(folder / f"{arm}-s{seed}" / "stack" / "results")
+        for results in (*arms["random"], *arms["decode"]):
+            if not results.exists():
+                parser.error(f"there is no {results}: run without --only-report")
         report[name] = compare(setting, arms["decode"], arms["random"])
         write_atomically(options.out / "decode_states.json", json.dumps(report, indent=2) + "\n")
         write_atomically(options.out / "decode_states.md", markdown(report))

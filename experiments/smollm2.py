@@ -47,6 +47,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--measured", type=int, default=200, help="test responses to score")
     options = parser.parse_args()
+    for path in (options.wheel, *options.data):
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
     folder: Path = options.out
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "config.json").exists():

@@ -44,6 +44,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--draws", type=int, default=16, help="masked copies of each row")
     options = parser.parse_args()
+    runs = {name: Path(folder) for name, _, folder in (run.partition("=") for run in options.runs)}
+    for path in (options.data / "test.jsonl", *(folder / "model" for folder in runs.values())):
+        if not path.exists():
+            parser.error(f"there is no {path}")
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(options.data / "model")
     texts = [json.loads(line) for line in (options.data / "test.jsonl").open()]
@@ -59,7 +63,6 @@ def main() -> None:
     rows, kept = rows[: options.rows], kept[: options.rows]
     path = options.out / "losses.json"
     report = json.loads(path.read_text()) if path.exists() else {}
-    runs = {name: Path(folder) for name, _, folder in (run.partition("=") for run in options.runs)}
     for name, folder in {"autoregressive": options.data / "model", **runs}.items():
         if name in report:
             continue
