@@ -1,0 +1,89 @@
+"""The path of ``docs/smollm2.md`` on a small Llama: data, conversion, losses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lit_dlm.backbones import load_backbone
+from lit_dlm.likelihood import log_likelihood_bound
+from lit_dlm.twins import write_twin
+from tests.e2e.runs import ROOT, run
+
+pytestmark = pytest.mark.slow
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    runpy.run_path(str(ROOT / "experiments" / name), run_name="__main__")
+
+
+def write_models(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(
+        write_twin(folder / "twin", "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16)
+    )
+    torch.manual_seed(0)
+    for name in ("model", "random"):
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def test_losses_of_a_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, wheel = Path("runs/smollm2"), Path("weights.whl")
+    data.mkdir(parents=True)
+    write_models(data)
+    wheel.touch()  # not read, as the models are there
+    with gzip.open("questions.jsonl.gz", "wt") as stream:
+        for number in range(200):
+            row = {"question": f"What is {number} + 1?", "answer": f"It is {number + 1}."}
+            stream.write(json.dumps(row) + "\n")
+    paths = ["--data", "questions.jsonl.gz", "--out", str(data)]
+    script("smollm2.py", monkeypatch, "--wheel", str(wheel), *paths, "--measured", "1")
+    tests = [json.loads(line) for line in (data / "test.jsonl").open()]
+    assert len(tests) + len((data / "train.jsonl").read_text().splitlines()) == 200
+
+    sizes = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    sizes += ["--trainer.limit_val_batches=1", "--data.val_fraction=0.2"]
+    sizes += ["--data.max_prompt_length=200", "--data.response_length=16"]
+    run("fit", "--config", str(ROOT / "configs/exp/sft_smollm2.yaml"), *sizes)
+
+    paths = ["--data", str(data), "--out", "losses", "--runs", f"full={data / 'full'}"]
+    script("smollm2_losses.py", monkeypatch, *paths, "--rows", "2", "--draws", "4")
+    report: dict[str, Any] = json.loads(Path("losses/losses.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    before = LlamaForCausalLM.from_pretrained(data / "model")
+    after = load_backbone(data / "full" / "model")
+    for number, row in enumerate(tests[:2]):
+        turns = [{"role": "user", "content": row["prompt"]}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        target = tokenizer(row["response"] + tokenizer.eos_token)["input_ids"]
+        ids = torch.tensor([prompt + target])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        with torch.no_grad():
+            expected = float(before(ids, labels=labels).loss)
+        assert report["autoregressive"]["loss"][number] == pytest.approx(expected, rel=1e-5)
+        bound = log_likelihood_bound(after, prompt, target, num_draws=4, seed=number)
+        assert report["full"]["loss"][number] == pytest.approx(-bound / len(target), rel=1e-5)
+    assert len(report["full"]["shares"]) == len(report["full"]["by_share"]) == 8
+    assert Path("losses/losses.png").stat().st_size > 10_000
