@@ -1,7 +1,7 @@
 """What the runs of ``exp/sft_smollm2`` learned: curves, and losses on held-out responses.
 
     python experiments/smollm2_losses.py --data runs/smollm2 --out runs/smollm2/losses \
-        --runs full=runs/smollm2/full block=runs/smollm2/block random=runs/smollm2/random_full
+        --runs full=runs/smollm2/full block=runs/smollm2/block random=runs/smollm2/random_run
 
 Held-out responses are those of ``test.jsonl`` that are no longer than what the runs trained on. A
 masked model has no loss of a text, but a bound: the cross-entropy of hidden tokens, averaged over
@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,18 +63,25 @@ def main() -> None:
             kept.append(text)
     rows, kept = rows[: options.rows], kept[: options.rows]
     path = options.out / "losses.json"
-    report = json.loads(path.read_text()) if path.exists() else {}
-    for name, folder in {"autoregressive": options.data / "model", **runs}.items():
-        if name in report:
-            continue
-        if name == "autoregressive":
-            model = LlamaForCausalLM.from_pretrained(folder)
-            report[name] = {"loss": [loss(model, tokenizer, [text]) for text in kept]}
-        else:
-            report[name] = scores(load_backbone(folder / "model"), rows, options.draws)
+    if path.exists():
+        report = json.loads(path.read_text())
+    else:
+        before = LlamaForCausalLM.from_pretrained(options.data / "model")
+        report = {
+            "tokens": [len(response) for _, response in rows],
+            "autoregressive": [round(loss(before, tokenizer, [text]), 5) for text in kept],
+            "models": {},
+        }
+    for name in [name for name in runs if name not in report["models"]]:
+        found = scores(load_backbone(runs[name] / "model"), rows, options.draws)
+        curve = read_curves(runs[name])["val/loss"]
+        found["updates"] = [step + 1 for step, _ in curve]  # the logger counts from 0
+        found["hidden"] = [value for _, value in curve]
+        report["models"][name] = {key: [round(value, 5) for value in found[key]] for key in found}
         write_atomically(path, json.dumps(report) + "\n")
-        print(f"{name}: {mean(report[name]['loss'], rows)} nats a token", flush=True)
-    draw(report, runs, options.out / "losses.png", rows)
+        print(f"{name}: {mean(found['loss'], report['tokens'])} nats a token", flush=True)
+    write_atomically(options.out / "losses.md", markdown(report))
+    draw(report, options.out / "losses.png")
 
 
 @torch.inference_mode()
@@ -86,15 +94,12 @@ def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, l
         draws: masked copies of each row.
 
     Returns:
-        ``loss``: the bound of each row. With full attention also ``by_share``, the mean
-        cross-entropy of hidden tokens of each masked copy, and ``shares``, how much it hides.
+        ``loss``: the bound of each row; ``by_share``: the mean cross-entropy of hidden tokens of
+        each masked copy, and ``shares``: how much it hides, both empty for a block model.
     """
-    found: dict[str, list[float]] = {"loss": []}
-    is_block = backbone.spec.attention == "block"
-    if not is_block:
-        found |= {"shares": [], "by_share": []}
+    found: dict[str, list[float]] = {"loss": [], "shares": [], "by_share": []}
     for number, (prompt, response) in enumerate(rows):
-        if is_block:
+        if backbone.spec.attention == "block":
             bound = log_likelihood_bound(
                 backbone, prompt, response, num_draws=draws, seed=number, batch_size=8
             )
@@ -116,34 +121,55 @@ def scores(backbone: HFBackbone, rows: Sequence[Row], draws: int) -> dict[str, l
     return found
 
 
-def mean(losses: Sequence[float], rows: Sequence[Row]) -> str:
+def mean(losses: Sequence[float], tokens: Sequence[int]) -> str:
     """Mean over tokens of the losses of rows, with its standard error over rows."""
-    lengths = np.array([len(response) for _, response in rows])
+    lengths = np.array(tokens)
     value = np.average(losses, weights=lengths)
     spread = lengths * (np.array(losses) - value) / lengths.mean()
-    return f"{value:.3f} +- {spread.std(ddof=1) / len(rows) ** 0.5:.3f}"
+    return f"{value:.3f} ± {spread.std(ddof=1) / len(tokens) ** 0.5:.3f}"
 
 
-def draw(
-    report: dict[str, dict[str, list[float]]],
-    runs: dict[str, Path],
-    path: Path,
-    rows: Sequence[Row],
-) -> None:
-    """Validation loss over the updates, and test loss against the share that is hidden."""
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a table, in nats a token.
+
+    Args:
+        report: ``tokens`` of the test responses, their ``autoregressive`` losses, and by name of
+            the ``models`` what :func:`scores` found, with ``updates`` and the loss of ``hidden``
+            tokens of held-out training rows after them.
+
+    Returns:
+        Markdown.
+    """
+    updates = sorted({step for found in report["models"].values() for step in found["updates"]})
+    lines = f"| | test responses | {' | '.join(map(str, updates))} |\n"
+    lines += f"|---|{'---:|' * (1 + len(updates))}\n"
+    first = mean(report["autoregressive"], report["tokens"])
+    lines += f"| autoregressive, as it comes | {first} |{' |' * len(updates)}\n"
+    for name, found in report["models"].items():
+        hidden = dict(zip(found["updates"], found["hidden"], strict=True))
+        cells = [f"{hidden[step]:.2f}" if step in hidden else "" for step in updates]
+        lines += f"| {name} | {mean(found['loss'], report['tokens'])} | {' | '.join(cells)} |\n"
+    return lines
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Validation loss over the updates, and test loss against the share that is hidden.
+
+    Args:
+        report: see :func:`markdown`.
+        path: of the PNG.
+    """
     figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for number, (name, folder) in enumerate(runs.items()):
-        curve = read_curves(folder)["val/loss"]
-        left.plot(*zip(*curve, strict=True), color=f"C{number}", label=name)
-        if "shares" in report[name]:
-            shares = np.array(report[name]["shares"])
-            bins = np.minimum(shares * 8, 7).astype(int)
-            losses = [np.mean(np.array(report[name]["by_share"])[bins == n]) for n in range(8)]
+    for number, (name, found) in enumerate(report["models"].items()):
+        left.plot(found["updates"], found["hidden"], color=f"C{number}", label=name)
+        if found["shares"]:
+            bins = np.minimum(np.array(found["shares"]) * 8, 7).astype(int)
+            losses = [np.array(found["by_share"])[bins == n].mean() for n in range(8)]
             right.plot((np.arange(8) + 0.5) / 8, losses, "o-", markersize=3, color=f"C{number}")
-    value = float(mean(report["autoregressive"]["loss"], rows).partition(" ")[0])
-    right.axhline(value, color="0.4", linestyle="--")
-    right.annotate("autoregressive", (0.99, value), ha="right", va="bottom")
+    value = mean(report["autoregressive"], report["tokens"]).partition(" ")[0]
+    right.axhline(float(value), color="0.4", linestyle="--")
+    right.annotate("autoregressive", (0.99, float(value)), ha="right", va="bottom")
     left.set(xlabel="updates", ylabel="loss of hidden tokens, nats")
     right.set(xlabel="share of the response that is hidden", xlim=(0, 1), ylim=(0, None))
     left.legend()
