@@ -96,10 +96,19 @@ def test_the_table_is_that_of_the_kept_run():
     assert shown == table()
 
 
-@pytest.mark.parametrize(("name", "count"), [("stack", 3), ("decode_states", 1)])
-def test_tables_are_those_of_the_kept_run(monkeypatch: pytest.MonkeyPatch, name: str, count: int):
+@pytest.mark.parametrize(
+    ("name", "program", "count"),
+    [
+        ("stack", "stack", 3),
+        ("decode_states", "decode_states", 1),
+        ("smollm2", "smollm2_losses", 1),
+    ],
+)
+def test_tables_are_those_of_the_kept_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, program: str, count: int
+):
     monkeypatch.syspath_prepend(str(ROOT / "experiments"))
-    script = runpy.run_path(str(ROOT / "experiments" / f"{name}.py"), run_name="imported")
+    script = runpy.run_path(str(ROOT / "experiments" / f"{program}.py"), run_name="imported")
     tables = script["markdown"](json.loads((ROOT / f"docs/{name}.json").read_text())).split("\n\n")
     page = (ROOT / "docs" / f"{name}.md").read_text()
     assert len(tables) == count
