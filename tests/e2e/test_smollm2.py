@@ -86,6 +86,9 @@ def test_losses_of_a_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert report["autoregressive"][number] == pytest.approx(expected, abs=1e-5)
         bound = log_likelihood_bound(after, prompt, target, num_draws=4, seed=number)
         assert full["loss"][number] == pytest.approx(-bound / len(target), abs=1e-5)
-    assert len(full["shares"]) == len(full["by_share"]) == 8
+        copies = slice(4 * number, 4 * number + 4)
+        assert sum(full["by_share"][copies]) / 4 == pytest.approx(full["loss"][number], abs=1e-4)
+        # Pairs hide both ends of one order: k and n + 1 - k of n tokens.
+        assert sum(full["shares"][copies]) == pytest.approx(2 + 2 / len(target), abs=1e-4)
     assert full["updates"] == [2, 4]
     assert Path("losses/losses.png").stat().st_size > 10_000
