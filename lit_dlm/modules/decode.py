@@ -300,7 +300,9 @@ class DecodeModule(LightningModule):
         """
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
-            mesh = self.device_mesh["data_parallel"]
+            mesh = self.device_mesh
+            if "replicate" not in (mesh.mesh_dim_names or ()):
+                mesh = mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
         for part in self.modules():
             if isinstance(part, HFBackbone):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -49,8 +49,61 @@ class ShardedStrategy(ModelParallelStrategy):
     """Lightning's FSDP2 strategy, whose checkpoint folders are replaced as a whole and checked.
 
     Lightning writes the processes' files into the folder that is there, so a save that is cut
-    short mixes two training steps. Options are those of ``ModelParallelStrategy``.
+    short mixes two training steps.
+
+    Where an update accumulates batches, gradients wait for its last one, whole on every process, if
+    they are small (those of an adapter are). Others are reduced behind every batch, as that keeps
+    one layer's whole at a time; only their sums over replicas wait.
+
+    Args:
+        replicas: copies of the weights (HSDP); each is split over consecutive processes. One copy a
+            node leaves only gradients to the network between nodes.
+        whole_gradients_gb: most memory for gradients that wait, counted in float32; 0 for none.
+        options: those of ``ModelParallelStrategy``; by default all processes are data parallel.
+
+    Raises:
+        ValueError: the processes cannot be dealt to the replicas.
     """
+
+    def __init__(
+        self, *, replicas: int = 1, whole_gradients_gb: float = 1.0, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._replicas = replicas
+        self._most_waiting = whole_gradients_gb * 1e9
+
+    def setup_environment(self) -> None:
+        """Starts the process group, and gives the module the mesh of its weights."""
+        count = self.num_nodes * self.num_processes
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size, self._tensor_parallel_size = count, 1
+        if self._replicas < 1 or count % self._replicas:
+            raise ValueError(
+                f"trainer.strategy.replicas: expected a divisor of the {count} processes, got "
+                f"{self._replicas}"
+            )
+        super().setup_environment()
+        if self._replicas > 1:
+            assert self.lightning_module is not None
+            self.lightning_module._device_mesh = init_device_mesh(
+                self.root_device.type,
+                (self._replicas, count // self._replicas),
+                mesh_dim_names=("replicate", "shard"),
+            )
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Entered by Lightning for every batch of an update but the last."""
+        assert self.model is not None
+        trained = (value for value in self.model.parameters() if value.requires_grad)
+        is_small = 4 * sum(value.numel() for value in trained) <= self._most_waiting
+        switch = "set_requires_gradient_sync" if is_small else "set_requires_all_reduce"
+        parts = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
+        for part in parts:
+            getattr(part, switch)(False, recurse=False)
+        yield
+        for part in parts:
+            getattr(part, switch)(True, recurse=False)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -136,7 +189,7 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-t
 
     Args:
         module: the LightningModule.
-        mesh: one-dimensional mesh of the data-parallel processes.
+        mesh: of the data-parallel processes, with two dimensions of replicas and their shards.
         precision: the trainer's. With ``bf16-mixed`` decoder layers and parts with
             ``forward_methods`` compute with bfloat16 copies of their shards; other parts, such as
             heads, are left to autocast.

@@ -32,7 +32,7 @@ from lit_dlm.modules.sharding import (
     shard_trained,
     whole_weights,
 )
-from tests.processes import in_two_processes, own_megabytes
+from tests.processes import in_processes, in_two_processes, own_megabytes
 
 STEPS, ROWS, LENGTH = 4, 4, 9
 VARIANTS = {
@@ -111,10 +111,11 @@ class Steps(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(5)
         rows = slice(self.trainer.global_rank, None, self.trainer.world_size)
-        for step in range(STEPS):
+        accumulate = self.trainer.accumulate_grad_batches
+        for step in range(STEPS * accumulate):
             ids = torch.randint(2, 30, (ROWS, LENGTH), generator=generator)
             hidden = torch.rand(ROWS, LENGTH, generator=generator) < 0.6
-            if step >= self.trainer.global_step:
+            if step >= self.trainer.global_step * accumulate:
                 yield ids[rows], hidden[rows]
 
 
@@ -126,6 +127,7 @@ def trainer(
     save: str | None = None,
     steps: int = STEPS,
     precision: Any = "32-true",
+    accumulate: int = 1,
 ) -> Trainer:
     """Saves every second step under the name ``save``."""
     saver = ModelCheckpoint(
@@ -138,6 +140,7 @@ def trainer(
     return Trainer(
         max_steps=steps,
         precision=precision,
+        accumulate_grad_batches=accumulate,
         accelerator="cpu",
         devices=devices,
         strategy=strategy,
@@ -164,10 +167,7 @@ def strategy(kind: str) -> Any:
     if kind == "ddp":
         return DDPStrategy(process_group_backend="gloo")
     return ShardedStrategy(
-        data_parallel_size=2,
-        tensor_parallel_size=1,
-        process_group_backend="gloo",
-        save_distributed_checkpoint=kind == "fsdp_folder",
+        process_group_backend="gloo", save_distributed_checkpoint=kind == "fsdp_folder"
     )
 
 
@@ -267,6 +267,74 @@ def test_every_layer_and_the_backbone_are_sharded(pair: list[dict[str, Any]]) ->
         assert pair[0][f"ddp/{name}"][2] == []
         names = sorted(pair[0][f"fsdp/{name}"][2])
         assert names == ["FSDPHFBackbone", "FSDPQwen2DecoderLayer", "FSDPQwen2DecoderLayer"]
+
+
+REDUCED = {
+    "each": {"whole_gradients_gb": 0.0},
+    "last": {},
+    "replicas each": {"replicas": 2, "whole_gradients_gb": 0.0},
+    "replicas last": {"replicas": 2},
+}
+"""Gradients of an update of two batches: reduced after each, or after the last."""
+
+
+def train_replicas(rank: int, folder: Path) -> dict[str, Any]:
+    """Weights, and how often a part's gradients were summed over shards and over replicas."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    cases = [("lora", "32-true", kind) for kind in REDUCED]
+    cases += [("full", "bf16-mixed", kind) for kind in ("each", "last")]
+    for name, precision, kind in cases:
+        at = folder / name / kind
+        for part, resume in (("whole", None), ("resumed", str(at / "step=2.ckpt"))):
+            if part == "resumed" and kind != "replicas each":
+                continue
+            module = Scored(backbone(**VARIANTS[name]))
+            saves = kind == "replicas each" and part == "whole"
+            parallel = ShardedStrategy(process_group_backend="gloo", **REDUCED[kind])
+            options = {"save": "{step}" if saves else None, "precision": precision}
+            with pytest.MonkeyPatch.context() as patch:
+                scattered = counted(patch, "reduce_scatter_single", 2 if "replicas" in kind else 4)
+                summed = counted(patch, "all_reduce", 2)
+                trainer(at, parallel, 4, accumulate=2, **options).fit(
+                    module, ckpt_path=resume, weights_only=True
+                )
+            found[f"{name} {kind} {part}"] = (weights(module), len(scattered), len(summed))
+    return found
+
+
+def counted(patch: pytest.MonkeyPatch, name: str, size: int) -> list[None]:
+    """One entry for every call of a collective by a group of this size, from now on."""
+    calls: list[None] = []
+    real = getattr(torch.distributed, name)
+
+    def call(*args: Any, group: Any = None, **options: Any) -> Any:
+        calls.extend([None] * (group is not None and group.size() == size))
+        return real(*args, group=group, **options)
+
+    patch.setattr(torch.distributed, name, call)
+    return calls
+
+
+@pytest.mark.ddp
+def test_gradients_wait_for_the_last_batch_and_replicas_train_like_one_copy(tmp_path: Path) -> None:
+    """Two replicas of two shards; layers are reduced apart, as is what is trained beside them."""
+    for found in in_processes(4, train_replicas, tmp_path):
+        for run, (trained, *_) in found.items():
+            for key, value in found[f"{run.split()[0]} each whole"][0].items():
+                np.testing.assert_allclose(trained[key], value, rtol=1e-4, atol=1e-6, err_msg=key)
+        whole, resumed = (found[f"lora replicas each {part}"][0] for part in ("whole", "resumed"))
+        assert all(np.array_equal(resumed[key], value) for key, value in whole.items())
+        calls = {run: tuple(numbers) for run, (_, *numbers) in found.items()}
+        assert calls == {
+            "lora each whole": (2 * STEPS * 2, 0),
+            "lora last whole": (2 * STEPS, 0),
+            "lora replicas each whole": (2 * STEPS * 2, 2 * STEPS),
+            "lora replicas each resumed": (STEPS * 2, STEPS),
+            "lora replicas last whole": (2 * STEPS, 2 * STEPS),
+            "full each whole": (3 * STEPS * 2, 0),
+            "full last whole": (3 * STEPS, 0),
+        }
 
 
 def cut_short(rank: int, patch: pytest.MonkeyPatch, moment: str) -> None:
