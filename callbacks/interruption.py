@@ -1,4 +1,4 @@
-"""Ends a run at a signal where nothing is lost: SIGTERM, Ctrl-C, or SLURM's warning (SIGUSR1)."""
+"""Ends a run where nothing is lost: at SIGTERM, Ctrl-C or SLURM's warning, or out of memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import logging
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.optim import Optimizer
 
 from lit_dlm.modules.checkpoint_files import LAST
 
@@ -48,6 +51,9 @@ class Interruption(Callback):
 
     A training also ends where its folder has been deleted: what it would save would be a part.
 
+    The error of a GPU without memory gets a note with the option that lowers it; a training of
+    one process, but for RL, is saved as it was after its last step.
+
     Args:
         lock: file in the folder of the run that exists while the run does.
     """
@@ -61,6 +67,7 @@ class Interruption(Callback):
         self._step = 0  # of the optimiser, when the last batch ended
         self._began = 0  # the same when the epoch did
         self._saved = 0  # the same in the last checkpoint
+        self._is_stepping = False  # weights may be between two steps
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -104,6 +111,25 @@ class Interruption(Callback):
     ) -> None:
         """Gives the signals back; what is going on then ends by itself."""
         self._restore()
+        if isinstance(exception, torch.OutOfMemoryError):
+            exception.add_note(_advice(trainer, exception))
+            if trainer.state.fn == "fit":
+                exception.add_note(self._way_on(trainer))
+
+    def _way_on(self, trainer: Trainer) -> str:
+        """Saves the last step where it is exact, and says from where the run goes on."""
+        path = _last(trainer)
+        is_between = trainer.training and not self._is_stepping and not _is_rl(trainer)
+        if is_between and path is not None and trainer.world_size == 1:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            # As if the batch, and those before it whose gradients are lost, had not begun.
+            lost = progress.current.completed % trainer.accumulate_grad_batches
+            for counts in (progress.total, progress.current):
+                counts.completed -= lost
+                counts.ready = counts.started = counts.processed = counts.completed
+            if self._saved != trainer.global_step:
+                trainer.save_checkpoint(path, False)
+        return f"--ckpt_path last goes on from optimiser step {self._saved}"
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
@@ -140,10 +166,17 @@ class Interruption(Callback):
         """Notes what is saved."""
         self._saved = trainer.global_step
 
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Notes that weights begin to change."""
+        self._is_stepping = True
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends training behind an optimiser step, in all processes behind the same one."""
+        self._is_stepping = False
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (batch_idx + 1) % every == 0:
             self._look()
@@ -152,8 +185,8 @@ class Interruption(Callback):
         if not has_stepped or _is_followed(trainer):
             return
         if trainer.strategy.reduce_boolean_decision(bool(self._number), all=False):
-            is_rl = trainer.reload_dataloaders_every_n_epochs == 1  # type: ignore[attr-defined]
-            self._end_training(trainer, is_repeated=is_rl and self._saved == self._began)
+            is_repeated = _is_rl(trainer) and self._saved == self._began
+            self._end_training(trainer, is_repeated=is_repeated)
 
     def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
         """Ends the rollouts of an RL step, which are repeated; several processes train first."""
@@ -216,6 +249,25 @@ def _is_launched(trainer: Trainer) -> bool:
     """Whether Lightning in the first process started this one."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+
+
+def _is_rl(trainer: Trainer) -> bool:
+    """Whether an epoch is an RL step, which is resumed from its beginning only."""
+    return bool(trainer.reload_dataloaders_every_n_epochs == 1)  # type: ignore[attr-defined]
+
+
+def _advice(trainer: Trainer, error: BaseException) -> str:
+    """What was going on without enough memory, and the option that lowers it."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    is_rl = hasattr(data, "rollout_batch_size")
+    if any("/lit_dlm/decoding/" in file for file in files):
+        return f"in decoding; lower data.{'rollout_batch_size' if is_rl else 'batch_size'}"
+    if trainer.state.fn != "fit" or trainer.validating:
+        return "in a validation; lower data.val_batch_size"
+    size = "max_tokens_per_batch" if getattr(data, "max_tokens_per_batch", None) else "batch_size"
+    rest = "" if is_rl else " in a new run, or set gradient_checkpointing of the backbone and go on"
+    return f"in training; lower data.{size}{rest}"
 
 
 def _is_followed(trainer: Trainer) -> bool:

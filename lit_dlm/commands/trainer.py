@@ -194,6 +194,8 @@ def _told(error: Exception) -> str | None:
     if isinstance(error, ValueError | OSError):
         return explain(str(error))
     line = str(error).strip().partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return "; ".join((line.partition(" GPU ")[0], *getattr(error, "__notes__", ())))
     if isinstance(error, torch.distributed.DistError) or "/gloo/" in line:
         # Gloo's errors have no class of their own.
         reason = line.rpartition("] ")[2][:200]

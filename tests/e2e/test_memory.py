@@ -1,0 +1,115 @@
+"""A GPU without enough memory, through the command line: one line, and nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import adam
+
+from lit_dlm.backbones import HFBackbone
+from tests.e2e.runs import ROOT, fails, run
+
+pytestmark = pytest.mark.slow
+
+QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+SFT = [
+    "fit", "--config=configs/exp/sft_gt_tiny.yaml", "--trainer.max_steps=6", "--data.batch_size=2",
+    "--data.rows_per_update=6", *QUIET,
+]  # fmt: skip
+RL = [
+    "fit", "--config=configs/exp/tracerl_tiny.yaml", "--trainer.max_epochs=2", *QUIET,
+    "--data.prompts_per_step=3", "--data.responses_per_prompt=4", "--data.filters=null",
+    '--data.val_tasks=[{"class_path":"WordProblems","init_args":{"num_examples":2}}]',
+    "--data.batch_size=24",
+]  # fmt: skip
+PREDICT = [
+    "predict", "--config=configs/exp/generate_tiny.yaml", *QUIET, "--data.methods=[threshold_07]",
+    "--data.tasks=[{class_path: WordProblems, init_args: {split: train, num_examples: 4}}]",
+    "--model.level=tokens", "--model.projector_dir=null",
+]  # fmt: skip
+ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def without_memory(patch: pytest.MonkeyPatch, owner: Any, name: str, when: Callable[[], bool]):
+    """A function that asks for too much once a condition holds."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def call(*args: Any, **options: Any) -> Any:
+        if when():
+            raise torch.OutOfMemoryError(f"{ERROR} GPU 0 has a total capacity of 4.00 GiB of which")
+        return real(*args, **options)
+
+    patch.setattr(owner, name, call)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Last checkpoints of undisturbed runs, by configuration."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for command in (SFT, RL):
+            folder = tmp_path_factory.mktemp("whole")
+            run(*command, f"--run_dir={folder}")
+            found[command[1]] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "owner", "name", "before", "advice"),
+    [
+        # The second of three batches of the fifth update, of which four are saved
+        (SFT, HFBackbone, "score_tokens", 13, "in training; lower data.batch_size in a new run, or "
+         "set gradient_checkpointing of the backbone and go on; --ckpt_path last goes on from "
+         "optimiser step 4"),
+        # Weights are between two steps
+        (SFT, adam, "_single_tensor_adam", 4, "in training; lower data.batch_size in a new run, or "
+         "set gradient_checkpointing of the backbone and go on; --ckpt_path last goes on from "
+         "optimiser step 0"),
+        (RL, HFBackbone, "denoise", 0, "in decoding; lower data.rollout_batch_size; --ckpt_path "
+         "last goes on from optimiser step {saved}"),
+        (RL, HFBackbone, "score_tokens", 1, "in training; lower data.batch_size; --ckpt_path last "
+         "goes on from optimiser step {saved}"),
+        (PREDICT, HFBackbone, "denoise", 3, "in decoding; lower data.batch_size"),
+    ],
+)  # fmt: skip
+def test_a_run_without_memory_names_the_option_and_goes_on(
+    command: list[str],
+    owner: Any,
+    name: str,
+    before: int,
+    advice: str,
+    whole: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    last, calls = tmp_path / "cut" / "checkpoints" / "last.ckpt", []
+
+    def is_due() -> bool:
+        if command is RL and not last.exists():  # the first RL step is whole
+            return False
+        if name == "score_tokens" and not torch.is_grad_enabled():
+            return False
+        calls.append(None)
+        return len(calls) == before + 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_memory(patch, owner, name, is_due)
+        told = fails(capsys, *command, f"--run_dir={tmp_path / 'cut'}")
+    saved = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
+    assert told == f"lit-dlm: error: {ERROR}; {advice.format(saved=saved)}"
+    if command is PREDICT:
+        return
+    run(*command, f"--run_dir={tmp_path / 'cut'}", "--ckpt_path=last")
+    cut, expected = torch.load(last, weights_only=True), whole[command[1]]
+    assert cut["global_step"] == expected["global_step"]
+    for key, value in expected["state_dict"].items():
+        assert cut["state_dict"][key].equal(value), key
