@@ -50,7 +50,8 @@ _EXTRAS = {
     "TensorBoardLogger": ("tensorboard", "log"),
     "WandbLogger": ("wandb", "log"),
     "MBPPPlus": ("evalplus", "code"),
-    "load_in_4bit": ("bitsandbytes", "4bit"),
+    "load_in_4bit": ("bitsandbytes", "quantized"),
+    "AdamW8bit": ("bitsandbytes", "quantized"),
     "eval": ("lm_eval", "eval"),
 }
 """Package and extra that a class, an option or a command needs."""
@@ -256,7 +257,15 @@ def _check_devices(options: Mapping[str, Any]) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = visible.split(",") if visible else list(Path("/proc/driver/nvidia/gpus").glob("*"))
     if found and _is_number(devices) and devices > len(found):
-        raise ValueError(f"trainer.devices: expected at most {len(found)} GPUs, got {devices}")
+        advice = ""
+        if len(found) == 1 and "SLURM_PROCID" in os.environ:
+            advice = (
+                " (a task of SLURM sees one of them: use --gpus-per-node in place of "
+                "--gpus-per-task, or --gpu-bind=none beside it)"
+            )
+        raise ValueError(
+            f"trainer.devices: expected at most {len(found)} GPUs, got {devices}{advice}"
+        )
 
 
 def _check_class(at: str, given: Any, expected: ClassSource | None) -> None:
@@ -357,6 +366,7 @@ def _check_value(at: str, value: Any, annotation: ast.expr | None, module: str) 
     if value is None or (isinstance(value, str) and "${" in value):
         return
     if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+        _check_extra(at, value["class_path"].rpartition(".")[2])
         _find_class(at, value["class_path"])
     members = _members(annotation, module)
     if members is None:

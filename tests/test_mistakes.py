@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -334,6 +336,11 @@ def test_what_is_right_passes(imported: list[str], monkeypatch: pytest.MonkeyPat
         (f"{PREDICT} --config trainer/wandb", "wandb", "trainer.logger[1]: expected wandb, which "),
         (_tasks("MBPPPlus", "answers.jsonl"), "evalplus", "data.tasks[0]: expected evalplus, whi"),
         (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes", "model.backbone.load_in_4b"),
+        (
+            f"{SFT} --config method/adamw_8bit",
+            "bitsandbytes",
+            "model.optimizer: expected bitsandby",
+        ),
         ("eval --tasks [gsm8k]", "lm_eval", "eval: expected lm_eval, which is not installed; pip "),
     ],
 )
@@ -350,7 +357,9 @@ def test_a_missing_extra_is_told_first(
         cli.main(shlex.split(command))
     error = capsys.readouterr().err
     assert error.startswith(f"lit-dlm: error: {told}")
-    assert "which is not installed; pip install 'lit-dlm[" in error
+    (extra,) = re.findall(r"which is not installed; pip install 'lit-dlm\[(\w+)\]'", error)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
     assert imported == ["lit_dlm.preflight"]
 
 
@@ -434,4 +443,13 @@ def test_more_gpus_than_there_are_is_one_line(
         cli.main(["predict", "--config", "exp/generate_tiny", *options])
     assert capsys.readouterr().err == (
         "lit-dlm: error: trainer.devices: expected at most 1 GPUs, got 2\n"
+    )
+    # srun with --ntasks-per-node=8 --gpus-per-task=1
+    for name, value in {"NNODES": 1, "NTASKS": 8, "NTASKS_PER_NODE": 8, "PROCID": 5}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["predict", "--config", "exp/generate_tiny", "--config", "trainer/slurm"])
+    assert capsys.readouterr().err == (
+        "lit-dlm: error: trainer.devices: expected at most 1 GPUs, got 8 (a task of SLURM sees one "
+        "of them: use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it)\n"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -375,21 +375,28 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
     """Puts the base weights that hold an adapter back, bit by bit, when the context closes.
 
     Subtracting the adapter again would leave rounding behind. On a CPU copies take the places of
-    the weights meanwhile, so that those mapped from a file stay there. On another device the file's
-    memory is what they are put back from, else a copy on the host. Sharded weights are gathered
-    into memory of their own, so that nothing has to be put back.
+    the weights meanwhile, so that those mapped from a file stay there. A GPU keeps copies that take
+    at most a quarter of what it has left, since caches need room, too. Else the file's memory is
+    what they are put back from, or a copy on the host. Sharded weights are gathered into memory of
+    their own, so that nothing has to be put back.
 
     Args:
         model: the decoder; its weights are as sharded at the end as at the beginning.
         mapped: by key, weights in a file's memory, as they were read.
     """
     kept: dict[str, Tensor] = {}
-    for key, (base, layer) in base_parameters_adapted(model).items():
-        if layer is None or isinstance(base, DTensor):
-            continue
+    merged_into = {
+        key: base
+        for key, (base, layer) in base_parameters_adapted(model).items()
+        if layer is not None and not isinstance(base, DTensor)
+    }
+    stays = _has_room([base for base in merged_into.values() if base.device.type == "cuda"])
+    for key, base in merged_into.items():
         stored = mapped.get(key)
         if base.device.type == "cpu":
             kept[key], base.data = base.data, base.data.clone()
+        elif stays:
+            kept[key] = base.detach().clone()
         elif stored is not None and torch.equal(stored.to(base.device, base.dtype), base):
             kept[key] = stored
         else:
@@ -398,13 +405,21 @@ def restored(model: nn.Module, mapped: Mapping[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for key, (base, _) in base_parameters_adapted(model).items():
-                if key not in kept:
-                    continue
+            for key, base in merged_into.items():
                 if base.device.type == "cpu":
                     base.data = kept[key]
                 else:
                     base.copy_(kept[key])
+
+
+def _has_room(weights: Sequence[Tensor]) -> bool:
+    """Whether copies of weights on one GPU leave enough of its memory."""
+    if not weights:
+        return False
+    device = weights[0].device
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 4 * sum(weight.nbytes for weight in weights) <= free
 
 
 @torch.no_grad()

@@ -133,6 +133,8 @@ class TrainableModule(DecodeModule):
     ) -> OptimizerLRScheduler:
         """The optimiser and a schedule by optimiser steps, as Lightning wants them.
 
+        On a GPU AdamW is torch's fused one, unless the configuration says ``fused: false``.
+
         Args:
             groups: parameters, or groups of them.
             factor: on the learning rate, by optimiser step.
@@ -146,6 +148,10 @@ class TrainableModule(DecodeModule):
                 "trainable: true, or trainable: true"
             )
         optimizer = self.optimizer(groups)
+        if isinstance(optimizer, torch.optim.Adam) and self.device.type == "cuda":
+            for group in optimizer.param_groups:
+                if group["fused"] is None and not group["foreach"]:
+                    group["fused"] = True
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"},

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,6 +90,19 @@ class ShardedStrategy(ModelParallelStrategy):
                 self.root_device.type,
                 (self._replicas, count // self._replicas),
                 mesh_dim_names=("replicate", "shard"),
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Refuses optimisers that would write beside a shard.
+
+        Raises:
+            ValueError: one is of bitsandbytes (its issue 1633).
+        """
+        super().setup_optimizers(trainer)
+        if any(type(one).__module__.startswith("bitsandbytes") for one in self.optimizers):
+            raise ValueError(
+                "model.optimizer: expected one of torch for weights that are split, got one of "
+                "bitsandbytes; use it with ddp"
             )
 
     @contextmanager

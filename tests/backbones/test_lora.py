@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone
+from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, lora
 from lit_dlm.backbones.lora import adapter_parameters
 from lit_dlm.backbones.lora_settings import read_adapter_settings
 from lit_dlm.modules.checkpoint import export_trained
@@ -450,3 +450,29 @@ def test_recomputed_layers_run_with_the_adapter_of_their_forward(rank: int, choi
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert all(value is not None for value in gradients[0].values())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on a GPU, and notes copies to the host."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+    to_host = 0
+
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        type(self).to_host += 1
+        return super().to(*args, **options)
+
+
+@pytest.mark.parametrize(("room", "copies"), [(4, 0), (3, 1)])
+def test_merged_weights_come_back_from_a_gpu_with_room_for_a_copy(
+    room: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(3, 5)
+    base = weight.clone().as_subclass(OnGPU)
+    monkeypatch.setattr(lora, "base_parameters_adapted", lambda _: {"q_proj": (base, nn.Module())})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room * weight.nbytes, 1 << 40))
+    monkeypatch.setattr(OnGPU, "to_host", 0)
+    with lora.restored(nn.Module(), {}):
+        base.mul_(2.0)
+    assert base.as_subclass(Tensor).equal(weight)
+    assert OnGPU.to_host == copies

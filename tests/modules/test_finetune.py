@@ -298,3 +298,27 @@ def test_a_frozen_backbone_is_refused(tmp_path: Path) -> None:
     model = module(small(lora=False).requires_grad_(False), RandomMasking())
     with pytest.raises(ValueError, match="nothing is trainable"):
         run(model, Data(examples(), batch_size=4), tmp_path, steps=1)
+
+
+def test_adamw_is_fused_on_a_gpu_unless_the_configuration_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its steps are those of the other one; here a module on the CPU says it is on a GPU."""
+    trained = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(SFTModule, "device", torch.device(device))
+        weight = torch.linspace(-1, 1, 5).requires_grad_()
+        model = module(small(), RandomMasking())
+        optimizer = model.scheduled([{"params": [weight], "lr": 0.1}], lambda step: 1.0)[
+            "optimizer"
+        ]
+        assert bool(optimizer.param_groups[0]["fused"]) == (device == "cuda")
+        for _ in range(3):
+            weight.grad = weight.detach().square()
+            optimizer.step()
+        trained[device] = weight
+    torch.testing.assert_close(trained["cuda"], trained["cpu"])
+    for own in (lambda given: torch.optim.AdamW(given, fused=False), torch.optim.Adagrad):
+        model = module(small(), RandomMasking(), optimizer=own)
+        optimizer = model.scheduled([weight], lambda step: 1.0)["optimizer"]
+        assert not optimizer.param_groups[0]["fused"]

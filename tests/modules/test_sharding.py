@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, model_parallel
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, model_parallel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -74,9 +74,10 @@ def backbone(*, lora: bool, dtype: Any, tie: bool = True) -> HFBackbone:
 class Scored(DecodeModule):
     """Cross-entropy and entropy of hidden cells through ``score_tokens``."""
 
-    def __init__(self, model: HFBackbone, *, visits: int = 0) -> None:
+    def __init__(self, model: HFBackbone, *, visits: int = 0, fused: bool | None = None) -> None:
         super().__init__(model, tokenizer="tiny")
         self.visits = visits
+        self.fused = fused
         self.losses: list[float] = []
 
     def on_train_start(self) -> None:
@@ -98,7 +99,7 @@ class Scored(DecodeModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [value for value in self.parameters() if value.requires_grad]
-        return torch.optim.AdamW(trained, lr=0.01)
+        return torch.optim.AdamW(trained, lr=0.01, fused=self.fused)
 
 
 class Steps(IterableDataset[tuple[Tensor, Tensor]]):
@@ -289,7 +290,7 @@ def train_replicas(rank: int, folder: Path) -> dict[str, Any]:
         for part, resume in (("whole", None), ("resumed", str(at / "step=2.ckpt"))):
             if part == "resumed" and kind != "replicas each":
                 continue
-            module = Scored(backbone(**VARIANTS[name]))
+            module = Scored(backbone(**VARIANTS[name]), fused="replicas" in kind)
             saves = kind == "replicas each" and part == "whole"
             parallel = ShardedStrategy(process_group_backend="gloo", **REDUCED[kind])
             options = {"save": "{step}" if saves else None, "precision": precision}
@@ -687,6 +688,18 @@ def test_weights_of_another_dtype_are_never_converted_whole_by_a_process(tmp_pat
     for facts, taken in in_two_processes(load_sharded, tmp_path):
         assert all(facts)
         assert taken < 24
+
+
+def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = ShardedStrategy(replicas=3)
+    parallel.parallel_devices = [torch.device("cpu")] * 4
+    with pytest.raises(ValueError, match=r"strategy\.replicas: expected a divisor of the 4 proc"):
+        parallel.setup_environment()
+    monkeypatch.setattr(ModelParallelStrategy, "setup_optimizers", lambda *_: None)
+    of_8_bits = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    parallel.optimizers = [of_8_bits([torch.zeros(1)])]
+    with pytest.raises(ValueError, match="got one of bitsandbytes; use it with ddp"):
+        parallel.setup_optimizers(None)  # type: ignore[arg-type]
 
 
 def test_nothing_to_train_and_loose_parameters_are_refused() -> None:
