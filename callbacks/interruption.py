@@ -126,7 +126,7 @@ class Interruption(Callback):
             lost = progress.current.completed % trainer.accumulate_grad_batches
             for counts in (progress.total, progress.current):
                 counts.completed -= lost
-                counts.ready = counts.started = counts.processed = counts.completed
+                counts.reset_on_restart()
             if self._saved != trainer.global_step:
                 trainer.save_checkpoint(path, False)
         return f"--ckpt_path last goes on from optimiser step {self._saved}"
