@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 import cli
 from lit_dlm import config_files
 from lit_dlm.twins import RELEASES, write_magvit_twin, write_twin
+from tests.cuda_rules import cuda_rules
 from tests.e2e.runs import ROOT, write_jsonl
 from tests.e2e.witness import SEEN
 from tests.rewards.judge_server import JudgeServer
@@ -255,10 +256,10 @@ class Workplace:
         text = json.dumps(config)
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
-                twin = write_twin(self.folder / release, release, hidden_size=16)
+                twin = write_twin(self.folder / release, release, hidden_size=32)
                 talkative(twin, SPOKEN | (LETTERS if release in SEEING else {}))
         if path.stem == "sft_smollm2":  # experiments/smollm2.py makes its files
-            write_twin(Path("runs/smollm2/model"), "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=16)
+            write_twin(Path("runs/smollm2/model"), "Qwen/Qwen2.5-0.5B-Instruct", hidden_size=32)
             shutil.copy("sft.jsonl", "runs/smollm2/train.jsonl")
         if "showlab/magvitv2" in text:
             write_magvit_twin(self.folder / "showlab/magvitv2")
@@ -300,7 +301,9 @@ class Workplace:
         if "PictureLayout" in text:  # a square and the mark of its end
             flags += ["--data.response_length=17"]
         SEEN.clear()
-        cli.main([command, "--config", str(path), *flags])
+        is_for_gpu = "bfloat16" in text or "bf16-mixed" in text
+        with cuda_rules() if is_for_gpu else nullcontext():
+            cli.main([command, "--config", str(path), *flags])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
         if "val_check_interval" in trainer or "val_tasks" in options:
             assert SEEN["validation"]
