@@ -177,7 +177,8 @@ def varlen(
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
     B, H, W, d = query.shape
     output = varlen_attn(
-        query.transpose(1, 2).reshape(B * W, H, d),
+        # Under autocast rotated queries of float32 weights are float32.
+        query.transpose(1, 2).reshape(B * W, H, d).to(value.dtype),
         key.transpose(1, 2).flatten(0, 1),
         value.transpose(1, 2).flatten(0, 1),
         sequences.query_starts,
@@ -273,10 +274,15 @@ def sequences_from(
     """
     if route == "auto" and device.type == "cpu":
         return _MANY_KEYS if torch.get_num_threads() <= num_heads else None
-    has_kernel = (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and varlen_attn is not None
+    is_half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return 0 if route == "varlen" or (route == "auto" and is_half and _has_flash(device)) else None
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch and the card (an Ampere or newer) have the flash kernel as it is called."""
+    return (
+        varlen_attn is not None
         and "seqused_k" in inspect.signature(varlen_attn).parameters
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-    return 0 if route == "varlen" or (route == "auto" and has_kernel) else None

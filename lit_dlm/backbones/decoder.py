@@ -49,6 +49,7 @@ from lit_dlm.backbones.weights import (
 )
 from lit_dlm.ops.alignment import gather_rows
 from lit_dlm.ops.options import one_of
+from lit_dlm.ops.precision import without_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -659,12 +660,14 @@ class FusedRMSNorm(nn.RMSNorm):
     """The norm of the decoders as one kernel; transformers' takes eight and float32 copies.
 
     The same bits in float32. In half precision the product with the weight is rounded once and not
-    twice.
+    twice. CUDA's autocast would give float32 rows, for which neither the flash kernel nor the
+    head's tensor cores are.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """Normed ``x`` in its own dtype, ``(..., D)``; torch fuses nothing across dtypes."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with without_autocast(x.device):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def _fuse_norms(model: PreTrainedModel) -> None:

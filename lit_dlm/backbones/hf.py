@@ -29,6 +29,7 @@ from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
+from lit_dlm.ops.precision import is_autocast
 
 _WIDE = 64
 """Queries of a window from which on a CPU runs query heads that share keys apart."""
@@ -222,10 +223,8 @@ class HFBackbone(StoredDecoder, Backbone):
 
     def _compute_dtype(self) -> torch.dtype:
         """Dtype of products: that of autocast where it is on."""
-        kind = self.device.type
-        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return self.dtype
+        device = self.device
+        return torch.get_autocast_dtype(device.type) if is_autocast(device) else self.dtype
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits of aligned hidden rows.

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.families import LLADA_MODULES, KeyMap, PEFTTask
 from lit_dlm.backbones.lora_settings import CONFIG_FILE, LoRASettings
 from lit_dlm.backbones.weights import plain_tensor, read_weights, save_weights
+from lit_dlm.ops.precision import without_autocast
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -352,7 +353,7 @@ def merged(weight: Tensor, layer: Any) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     rows = plain_tensor(layer.lora_B[POLICY].weight).to(dtype)
     columns = plain_tensor(layer.lora_A[POLICY].weight).to(dtype)
-    with torch.autocast(weight.device.type, enabled=False):  # rollouts run inside of it
+    with without_autocast(weight.device):  # rollouts run inside of it
         # In place: of a released size, each temporary of this width is 100 MB or more.
         total = (rows @ columns).mul_(layer.scaling[POLICY]).add_(weight)
         return total.to(weight.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -25,6 +26,7 @@ from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
 from lit_dlm.decoding.windows import Window, WindowView, check_window, first_column, masks_first
 from lit_dlm.ops.options import at_least
+from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.scores import top_quota
 
 
@@ -167,6 +169,8 @@ def decode_queue(
     tally = _Tally(state, settings, forwards_per_step=policy.forwards_per_step)
     for observer in observers:
         observer.on_start(state)
+    # Such weights compute in their own dtype: a trainer's autocast has nothing for them but casts.
+    is_half = getattr(backbone, "dtype", torch.float32).itemsize == 2
     frontier = _frontier(state.masked)
     clock = time.perf_counter()
     while True:
@@ -204,18 +208,19 @@ def decode_queue(
                 clock = time.perf_counter()  # filling a place is no part of a method's time
                 continue  # rows that have entered may have nothing to fill
         state = replace(state, frontier=tuple(frontier))
-        decision = decide(
-            backbone,
-            state,
-            window=window,
-            quota=quota,
-            sampler=sampler,
-            policy=policy,
-            settings=settings,
-            requires=needs(policy, observers)[0],
-            hidden_layers=hidden_layers,
-            session=session,
-        )
+        with without_autocast(state.ids.device) if is_half else nullcontext():
+            decision = decide(
+                backbone,
+                state,
+                window=window,
+                quota=quota,
+                sampler=sampler,
+                policy=policy,
+                settings=settings,
+                requires=needs(policy, observers)[0],
+                hidden_layers=hidden_layers,
+                session=session,
+            )
         record = decision.record
         state, new_ids = record.state, record.new_ids
         looked = time.perf_counter()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lit_dlm.ops.precision import without_autocast
+
 
 class ValueHead(nn.Module):
     """A linear map without bias from hidden rows to values, zero at the start.
@@ -32,5 +34,5 @@ class ValueHead(nn.Module):
             ``(N,)`` float32 (float64 from float64 rows).
         """
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows.device):
             return rows.to(dtype) @ self.weight.to(dtype)

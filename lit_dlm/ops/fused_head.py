@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lit_dlm.ops.precision import without_autocast
+
 CHUNK_ROWS = 4096
 """Rows worked on together by default: each set of them reads the whole weight once per pass."""
 
@@ -104,7 +106,7 @@ def token_stats(
     if len(forbidden.ids) >= V:
         raise ValueError(f"forbidden_ids: all {V} ids are forbidden, none is left to predict")
     arguments = (rows, weight, bias, targets, float(logit_scale), forbidden, chunk_rows)
-    with _full_precision(rows):
+    with without_autocast(rows.device):  # which would round the products to half precision
         return TokenStats(*_FusedHead.apply(*arguments))
 
 
@@ -187,7 +189,7 @@ class _FusedHead(torch.autograd.Function):
         grad_rows = torch.zeros_like(rows, dtype=dtype) if wants_rows else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
-        with _full_precision(rows):
+        with without_autocast(rows.device):
             for chunk, part, logits, probs in _logit_slices(
                 rows, weight, bias, ctx.scale, ctx.forbidden, ctx.chunk_rows
             ):
@@ -246,11 +248,6 @@ def _logit_gradient(
         share = torch.where(is_here, -grad_ce, 0.0).to(grad.dtype)
         grad.scatter_add_(1, targets.clamp(0, probs.shape[1] - 1), share)
     return grad
-
-
-def _full_precision(rows: Tensor) -> torch.autocast:
-    """Autocast would round the products to half precision."""
-    return torch.autocast(rows.device.type, enabled=False)
 
 
 def _has_tensor_cores(tensor: Tensor) -> bool:

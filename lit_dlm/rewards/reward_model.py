@@ -15,6 +15,7 @@ from transformers import (
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.location import load_tokenizer, locate
 from lit_dlm.ops.options import at_least
+from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
@@ -103,7 +104,7 @@ class RewardModel(Reward):
                 texts, add_special_tokens=False, padding=True, return_tensors="pt"
             ).to(self.model.device)
             # In its own dtype, whatever the policy's precision is.
-            with torch.autocast(self.model.device.type, enabled=False):
+            with without_autocast(self.model.device):
                 logits = self.model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
                 ).logits
