@@ -6,8 +6,8 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
   it: under a mask transformers would repeat keys and values for all of them, which for a window of
   a few columns costs more than the attention (SDAR-8B: four times the cache, in each layer).
 - ``varlen``: torch's flash kernel for sequences of different lengths, which needs no mask, for
-  windows in half precision on a GPU. Forwards that it cannot express, and those that are trained,
-  go through ``sdpa``.
+  windows in half precision on a GPU (Ampere or newer). Forwards that it cannot express, and those
+  that are trained, go through ``sdpa``.
 - ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
   after the other, so that none meets keys that it does not see.
 - ``eager``: plain products and a softmax, as a reference.

@@ -657,7 +657,7 @@ def _quantise(model: PreTrainedModel) -> None:
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """The norm of the decoders as one kernel; transformers' takes eight and float32 copies.
+    """The norm of the decoders, on a GPU one kernel; transformers' takes eight and float32 copies.
 
     The same bits in float32. In half precision the product with the weight is rounded once and not
     twice. CUDA's autocast would give float32 rows, for which neither the flash kernel nor the

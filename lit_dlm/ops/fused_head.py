@@ -62,11 +62,10 @@ def token_stats(
     """Scores one target per hidden row under ``softmax(logit_scale * (rows weight^T + bias))``.
 
     Logits, sums and gradients are float32 whatever the inputs' dtype (float64 stays float64), also
-    under autocast. On GPUs, the logits of half-precision inputs come from tensor cores, which
-    multiply them exactly and add in float32, and gradients from bfloat16 inputs from the logits'
-    gradient in bfloat16. Everything else is widened slice by slice; there,
-    ``torch.set_float32_matmul_precision("high")`` lets the products use tensor cores. The host
-    never waits for the device.
+    under autocast. On GPUs, the logits of rows and a weight in the same half precision come from
+    tensor cores, which multiply them exactly and add in float32, and gradients from bfloat16 inputs
+    from the logits' gradient in bfloat16. Everything else is widened slice by slice; there a run's
+    ``tf32: true`` lets the products use tensor cores. The host never waits for the device.
 
     Args:
         rows: ``(N, D)`` floating point, aligned hidden rows after the final norm; ``N`` may be 0.
