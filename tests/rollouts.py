@@ -107,7 +107,12 @@ def module(backbone: HFBackbone, **options: Any) -> TraceRLModule:
 
 
 def decoded(
-    backbone: HFBackbone, count: int = 6, *, step: int = 0, per_step: int = 2
+    backbone: HFBackbone,
+    count: int = 6,
+    *,
+    step: int = 0,
+    per_step: int = 2,
+    cache: CacheScheme | None = None,
 ) -> list[Trajectory]:
     """Rollouts of prompts of one to four tokens, two responses each, with rewards 1 and 0."""
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +126,7 @@ def decoded(
         spec=backbone.spec,
         seeds=range(100 * step, 100 * step + count // 2 * 2),
     )
-    decoder(backbone, per_step=per_step)(backbone, canvas, [capture, sampled])
+    decoder(backbone, per_step=per_step, cache=cache)(backbone, canvas, [capture, sampled])
     metas = [
         {
             "rl_step": step,

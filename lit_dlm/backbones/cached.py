@@ -102,7 +102,7 @@ class CachedCanvas:
         self._blocks = blocks
         self._block_size = block_size
         self._starts = None if pad_mask is None else first_real_columns(pad_mask)
-        self._cache = WindowCache(backbone.num_layers, length=length, num_rows=num_rows)
+        self._cache = WindowCache(length=length, num_rows=num_rows)
         self._last: Tensor | None = None  # (B, L, D)
         self._hidden: Tensor | None = None  # (B, L, H, D)
         self._graphs = Graphs(positions.device) if backbone.replays_steps else None

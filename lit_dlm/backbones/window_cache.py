@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from lit_dlm.backbones.attention import Packing, Sequences
 from lit_dlm.ops.alignment import shifted
@@ -49,24 +48,56 @@ class WindowCache(Cache):
     """Preallocated key and value buffers for a batch of canvases.
 
     Writes happen in place, so this is for decoding only. Columns that were never written hold
-    zeros; the attention mask must hide them.
+    zeros; the attention mask must hide them. Nothing in it refers to it, so that its memory is free
+    as soon as its decode ends.
     """
 
     plan: WindowPlan
     """Of the next forward; to be set before it."""
 
-    def __init__(self, num_layers: int, *, length: int, num_rows: int) -> None:
-        """Buffers are allocated at the first write.
+    def __init__(self, *, length: int, num_rows: int) -> None:
+        """Buffers are allocated at the first write, in its dtype and on its device.
 
         Args:
-            num_layers: decoder layers.
             length: canvas columns ``L``.
             num_rows: rows of the batch.
         """
+        super().__init__(layers=[])
         self.length = length
         self.num_rows = num_rows
-        self._window_layers = [_WindowLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=[*self._window_layers])
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values ``(B, L, kv heads, head dim)`` by layer: a window is written in whole
+        rows, and the buffers of all rows are one long sequence."""
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_args: object,
+        **_kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a window ``(n, h, W, d)`` of a layer, or ``(1, h, T, d)`` with a packing.
+
+        Returns:
+            Keys and values that attention sees, ``(n, h, kv_end, d)``; of sequences all of them.
+        """
+        # Under autocast rotated keys are float32; attention would round them in every forward.
+        new = key_states.to(value_states.dtype), value_states
+        if layer_idx not in self.buffers:
+            keys, values = (
+                one.new_zeros(self.num_rows, self.length, one.shape[1], one.shape[3]) for one in new
+            )
+            self.buffers[layer_idx] = keys, values
+        plan = self.plan
+        keys, values = self.buffers[layer_idx]
+        plan.write(keys, new[0].transpose(1, 2))
+        plan.write(values, new[1].transpose(1, 2))
+        if plan.sequences is None:
+            keys, values = keys[:, : plan.kv_end], values[:, : plan.kv_end]
+            if len(plan.rows) < self.num_rows:
+                keys, values = keys[plan.rows], values[plan.rows]
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take(self, index: Tensor) -> None:
         """Keeps some rows only.
@@ -75,10 +106,8 @@ class WindowCache(Cache):
             index: ``(n,)`` int64 rows of the buffers.
         """
         self.num_rows = len(index)
-        for layer in self._window_layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = layer.keys[index]
-                layer.values = layer.values[index]
+        for layer, (keys, values) in self.buffers.items():
+            self.buffers[layer] = keys[index], values[index]
 
     def copy(self, to: Tensor, of: Tensor, end: int) -> None:
         """Makes rows copies of others.
@@ -88,10 +117,9 @@ class WindowCache(Cache):
             of: ``(n,)`` int64 rows that are copied.
             end: columns before it are copied.
         """
-        for layer in self._window_layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys[to, :, :end] = layer.keys[of, :, :end]
-                layer.values[to, :, :end] = layer.values[of, :, :end]
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                buffer[to, :end] = buffer[of, :end]
 
     def shift(self, by: int) -> None:
         """Adds columns on the left, or takes some away.
@@ -100,62 +128,5 @@ class WindowCache(Cache):
             by: how many; negative where they go.
         """
         self.length += by
-        for layer in self._window_layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = shifted(layer.keys.transpose(1, 2), by).transpose(1, 2)
-                layer.values = shifted(layer.values.transpose(1, 2), by).transpose(1, 2)
-
-
-class _WindowLayer(CacheLayerMixin):
-    """One decoder layer's buffers, ``(B, kv heads, L, head dim)`` each, heads innermost in memory.
-
-    So a window is written in whole rows, and the buffers of all rows are one long sequence.
-    """
-
-    def __init__(self, cache: WindowCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates the buffers in the dtype and on the device of the first forward."""
-        size = (self._cache.num_rows, self._cache.length, key_states.shape[1])
-        self.keys = key_states.new_zeros(*size, key_states.shape[3]).transpose(1, 2)
-        self.values = value_states.new_zeros(*size, value_states.shape[3]).transpose(1, 2)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Writes a window ``(n, h, W, d)``, or ``(1, h, T, d)`` with a packing.
-
-        Returns:
-            Keys and values that attention sees, ``(n, h, kv_end, d)``; of sequences all of them.
-        """
-        # Under autocast rotated keys are float32; attention would round them in every forward.
-        key_states = key_states.to(value_states.dtype)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        plan = self._cache.plan
-        plan.write(self.keys.transpose(1, 2), key_states.transpose(1, 2))
-        plan.write(self.values.transpose(1, 2), value_states.transpose(1, 2))
-        if plan.sequences is not None:
-            return self.keys, self.values
-        keys, values = self.keys[:, :, : plan.kv_end], self.values[:, :, : plan.kv_end]
-        if len(plan.rows) < self._cache.num_rows:
-            keys, values = keys[plan.rows], values[plan.rows]
-        return keys, values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys attention gets, and the column of the first one."""
-        del query_length
-        return self._cache.plan.kv_end, 0
-
-    def get_seq_length(self) -> int:
-        """Read only where position ids are not given, which they always are."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """Columns of the buffers."""
-        return self._cache.length
+        for layer, (keys, values) in self.buffers.items():
+            self.buffers[layer] = shifted(keys, by), shifted(values, by)

@@ -189,7 +189,7 @@ def test_compiled_layers_compute_the_same(monkeypatch: pytest.MonkeyPatch):
     assert 1 <= graphs <= 4  # the three layers share them
     hidden = []
     for backbone in (fast, plain):
-        cache = WindowCache(3, length=6, num_rows=2)
+        cache = WindowCache(length=6, num_rows=2)
         for start in (0, 2, 4):
             places = torch.arange(start, start + 2).expand(2, -1)
             cache.plan = WindowPlan(rows=torch.arange(2), columns=places, kv_end=start + 2)

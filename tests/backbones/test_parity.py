@@ -170,7 +170,7 @@ def test_cached_decoding_equals_the_reference(parity: Path, attn: str):
     backbone, cases = load(parity, "sdar", attn)
     ids = cases["in.x"]
     columns = torch.arange(ids.shape[1])[None]
-    cache = WindowCache(backbone.num_layers, length=ids.shape[1], num_rows=1)
+    cache = WindowCache(length=ids.shape[1], num_rows=1)
 
     def window(tokens: Tensor, start: int) -> Tensor:
         end = start + tokens.shape[1]

@@ -501,7 +501,7 @@ CHOSEN = (IDS, IDS.masked_fill(CELLS, 6), CELLS)
 @torch.no_grad()
 def window(model: HFBackbone) -> Tensor:
     """Raw rows of a whole canvas, its keys and values written to a cache."""
-    cache = WindowCache(model.num_layers, length=6, num_rows=2)
+    cache = WindowCache(length=6, num_rows=2)
     positions = torch.arange(6).expand(2, -1)
     cache.plan = WindowPlan(rows=torch.arange(2), columns=positions, kv_end=6)
     return model.encode_window(IDS, cache=cache, visible=None, position_ids=positions)[0]
