@@ -15,7 +15,7 @@ import argparse
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from decode import PEAKS
 from real_size import median_seconds
 from torch.nn.functional import cross_entropy
 
-from lit_dlm.backbones import graphs
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora_settings import LoRASettings
@@ -105,7 +104,6 @@ class Checks:
     def __init__(self, *, smoke: bool) -> None:
         self.smoke = smoke
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        graphs.CAPTURES.setdefault(self.device, lambda: _run_again)
         self.failed: list[str] = []
         name = torch.cuda.get_device_name() if self.device == "cuda" else "CPU"
         print(f"INFO  {name}, torch {torch.__version__}")
@@ -191,10 +189,6 @@ class Checks:
         plain = Decoder(policy=ConfidencePolicy(), **{**_BLOCKS, "cache": None})(backbone, canvas)
         cached = Decoder(policy=ConfidencePolicy(), **_BLOCKS)(backbone, canvas)
         self.tell("block cache, float32: other cells", _differ(plain, cached), most=0.0)
-        replayed = Decoder(policy=ConfidencePolicy(), **_BLOCKS)(
-            self.model(SDAR, layers=2, dtype="float32", compile="cuda_graphs"), canvas
-        )
-        self.tell("CUDA graphs, float32: other cells", _differ(cached, replayed), most=0.0)
 
         sampled = Decoder(
             policy=ConfidencePolicy(),
@@ -234,7 +228,6 @@ class Checks:
         one = self.canvas(backbone, 1, 128, cells)
         alone = self._forward(dual, backbone, one)
         self.tell("Dream-7B, 1 row, dual cache: x that", alone / floor, most=2.0, is_time=True)
-        self._tell_graphs("Dream-7B, 1 row, dual cache", backbone, DREAM, dual, one)
         equal, ragged = (
             self.canvas(backbone, rows, 160, cells, ragged=is_ragged) for is_ragged in (False, True)
         )
@@ -271,7 +264,6 @@ class Checks:
         self.tell(
             "SDAR-4B, 1 row: x its weights", alone / self._floor(backbone), most=2.0, is_time=True
         )
-        self._tell_graphs("SDAR-4B, 1 row", backbone, SDAR, drawn, one)
         rows, prompt = (4, 40) if self.smoke else (64, 1200)
         many = self._forward(drawn, backbone, self.canvas(backbone, rows, prompt, cells))
         self.tell(f"SDAR-4B, {rows} rows after {prompt} tokens: ms a forward", many)
@@ -318,16 +310,6 @@ class Checks:
         forwards = decoder(backbone, canvas).num_forwards
         return 1e3 * median_seconds(lambda: decoder(backbone, canvas), 2) / forwards
 
-    def _tell_graphs(
-        self, name: str, plain: HFBackbone, release: str, decoder: Decoder, canvas: Canvas
-    ) -> None:
-        """Time of a forward with CUDA graphs over the time without, and whether tokens differ."""
-        replaying = self.model(release, compile="cuda_graphs")
-        ratio = self._forward(decoder, replaying, canvas) / self._forward(decoder, plain, canvas)
-        self.tell(f"{name}: graphs over none", ratio, most=0.8, is_time=True)
-        other = _differ(decoder(plain, canvas), decoder(replaying, canvas))
-        self.tell(f"{name}: other cells with graphs", other, most=0.0)
-
     def _floor(self, backbone: HFBackbone) -> float:
         """Milliseconds to read layers and head."""
         parts = (backbone.model.model.layers, backbone.model.lm_head)
@@ -358,12 +340,6 @@ class _Canvases(Observer):
 
     def on_end(self, result: DecodeResult) -> None:
         """Nothing is left to do."""
-
-
-def _run_again(work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], object]]:
-    """What a graph does, without one."""
-    output = work()
-    return output, lambda: output.copy_(work())
 
 
 def _differ(one: DecodeResult, other: DecodeResult) -> float:

@@ -6,10 +6,10 @@ stands for the GPU, so that a tensor of the CPU that meets one of meta is a mist
 refuse or wait for.
 
 The roofline takes every launch as long as its bytes or its arithmetic need, whichever is longer,
-at 4.0 TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. SDPA under a mask
-counts three times its arithmetic, as the only kernel that takes one is so much slower than the
-flash kernel. Where the model waits for launches, at 5 to 10 microseconds each, the count is the
-time.
+at 4.0 TB/s and 700 TFLOP/s (float32: 50), what an H100 or H200 gives in practice. Attention counts
+whole tiles of 128 queries by 64 keys, for each sequence and head that the kernel takes apart; under
+a mask three times, as the only kernel that takes one is so much slower than the flash kernel. Where
+the model waits for launches, at 5 to 10 microseconds each, the count is the time.
 
     python benchmarks/launches.py
     python benchmarks/launches.py --json
@@ -22,7 +22,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_dlm.backbones import graphs
+from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import resolve
 from lit_dlm.decoding import (
@@ -82,6 +84,8 @@ class Counts:
     by_name: Counter[str] = field(default_factory=Counter)
     """Launches of each operation."""
     bytes_by_name: Counter[str] = field(default_factory=Counter)
+    tile_flops: float = 0.0
+    """Of attention, in whole tiles."""
 
     def add(
         self, name: str, size: float, flops: float = 0.0, dtype: torch.dtype | None = None
@@ -126,6 +130,8 @@ class LaunchCounter(TorchFunctionMode):
         super().__init__()
         self.num_true = num_true
         self.counts = Counts()
+        self.ranges: dict[str, list[int]] = {}
+        """Of the sequences that attention takes, see ``CachedCanvas._ranges``."""
         self._answer = answer
         self._operations = _Operations(self)
 
@@ -136,24 +142,6 @@ class LaunchCounter(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._operations.__exit__(*exception)
-
-    def capture(self, work: Callable[[], Tensor]) -> tuple[Tensor, graphs.Replay]:
-        """Stands for a CUDA graph: its replay is one launch with the bytes and the time of many.
-
-        Raises:
-            RuntimeError: the host waits in it, or it mixes devices, which no graph may.
-        """
-        outer, self.counts = self.counts, Counts()
-        output = work()
-        inner, self.counts = self.counts, outer
-        if inner.waits or inner.mixed or inner.by_name["upload"]:
-            raise RuntimeError(f"not for a graph: {inner.waits}, {inner.mixed}, {inner.by_name}")
-
-        def replay() -> None:
-            self.counts.add("graph", inner.bytes)
-            self.counts.seconds += inner.seconds - inner.bytes / BANDWIDTH
-
-        return output, replay
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -187,7 +175,9 @@ class LaunchCounter(TorchFunctionMode):
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         mask = kwargs.get("attn_mask")
         size = 2 * _size(query) + _size(key) + _size(value)
-        flops = 4.0 * query.numel() * key.shape[-2]
+        heads = query[..., 0, 0].numel()
+        flops = 4.0 * heads * query.shape[-1] * _tiles(query.shape[-2], key.shape[-2])
+        self.counts.tile_flops += flops
         if mask is not None:
             if mask.dtype == torch.bool:  # an additive mask is made of it first, in every layer
                 dense = mask.numel() * query.element_size()
@@ -233,6 +223,17 @@ class LaunchCounter(TorchFunctionMode):
             left, right = inputs[-2:]
             flops = 2.0 * left.numel() * right.shape[-1]
             outputs = [left]  # whose dtype says which cores multiply
+        elif name == "_varlen_attn":
+            query, key = inputs[:2]
+            starts, seen = self.ranges["query_starts"], self.ranges["num_keys"]
+            groups = len(query) // starts[-1]
+            tiles = sum(
+                _tiles(groups * (stop - first), keys)
+                for (first, stop), keys in zip(pairwise(starts), seen, strict=True)
+            )
+            flops = 4.0 * query[0].numel() * tiles
+            self.counts.tile_flops += flops
+            size = 2 * _size(query) + 2 * sum(seen) * _size(key[0])
         self.counts.add(name, size, flops, outputs[0].dtype if outputs else None)
 
 
@@ -260,6 +261,11 @@ def _size(tensor: Tensor) -> int:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         cells *= length if stride else 1
     return cells * tensor.element_size()
+
+
+def _tiles(queries: int, keys: int) -> int:
+    """Scores that a kernel computes in whole tiles."""
+    return -(-queries // 128) * 128 * (-(-keys // 64) * 64)
 
 
 def _shares(one: Tensor, other: Tensor) -> bool:
@@ -295,13 +301,12 @@ class DecodeCase:
     phases: int = 1
     """So many cells less one are the most that a row is ahead of another."""
     skipped: int = 2
-    """Steps before the counted ones: the first fills the cache, and graphs are recorded when a form
-    of forward comes up the second time."""
+    """Steps before the counted ones; the first fills the cache, prompts included."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of the backbone."""
 
 
-_GRAPHS = {"compile": "cuda_graphs", "attn_implementation": "varlen"}
+_VARLEN = {"attn_implementation": "varlen"}  # what ``auto`` is on a GPU
 
 CASES = {
     "dream_b1_dual": DecodeCase(
@@ -309,10 +314,10 @@ CASES = {
         plugs={"window": BlockWindow(32), "cache": DualCache()},
         rows=1, prompt=512, response=512, begin=260,
     ),
-    "dream_b1_dual_graphs": DecodeCase(
+    "dream_b16_dual": DecodeCase(
         release=DREAM,
         plugs={"window": BlockWindow(32), "cache": DualCache()},
-        rows=1, prompt=512, response=512, begin=260, skipped=4, options=_GRAPHS,
+        rows=16, prompt=512, response=512, begin=256, steps=32, phases=32, options=_VARLEN,
     ),
     "dream_b16": DecodeCase(
         release=DREAM, plugs={"window": SlidingWindow(128)},
@@ -327,16 +332,17 @@ CASES = {
         plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=1, prompt=1024, response=1024, begin=376, steps=4,
     ),
-    "sdar_b1_graphs": DecodeCase(
-        release=SDAR,
-        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
-        rows=1, prompt=1024, response=1024, begin=376, steps=4, skipped=12, options=_GRAPHS,
-    ),
     "sdar_b64": DecodeCase(
         release=SDAR,
         plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
         rows=64, prompt=1024, response=1024, begin=376, steps=4, is_padded=True,
-        phases=4,
+        phases=4, options=_VARLEN,
+    ),
+    "sdar_b64_prompts": DecodeCase(
+        release=SDAR,
+        plugs={"window": BlockWindow(4, origin="sequence"), "cache": BlockCache()},
+        rows=64, prompt=512, response=1024, begin=0, steps=1, skipped=0, is_padded=True,
+        options=_VARLEN,
     ),
 }  # fmt: skip
 
@@ -358,7 +364,8 @@ class _Steps:
             return False
         case = self.case
         if tensor.ndim == 2:  # masks and tokens of the prompt
-            return [[case.response, case.prompt]] * case.rows
+            others = tensor.shape[1] - 2
+            return [[case.response, case.prompt, *[row] * others] for row in range(case.rows)]
         if self._asked < 0:
             return [0] * case.rows
         at = case.prompt + case.begin - case.skipped + self._asked
@@ -368,6 +375,7 @@ class _Steps:
     def on_start(self, state: DecodeState) -> None:
         """The session of the cache is ready; what is asked from now on are frontiers."""
         self._asked = 0
+        self.counter.counts = Counts()
 
     def on_step(self, record: StepRecord) -> None:
         """Begins to count, or ends it."""
@@ -401,8 +409,13 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
         settings=DecodeSettings(max_steps=case.skipped + case.steps),
         **case.plugs,
     )
-    graphs.CAPTURES["meta"] = lambda: steps.counter.capture
-    with steps.counter:
+    plain = CachedCanvas._ranges
+
+    def watched(*arguments: Any) -> Any:
+        steps.counter.ranges = plain(*arguments)
+        return steps.counter.ranges
+
+    with steps.counter, patch.object(CachedCanvas, "_ranges", watched):
         decoder(backbone, canvas, observers=[steps])
     return steps.counted
 
@@ -421,12 +434,15 @@ def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any
         told[f"{name}_launches"] = counts.launches / steps
         told[f"{name}_roofline_ms"] = 1e3 * counts.seconds / steps
         told[f"{name}_gigabytes"] = counts.bytes / steps / 1e9
+        told[f"{name}_tile_gflops"] = counts.tile_flops / steps / 1e9
     if "dream_b16_padded" in counted and "dream_b16" in counted:
         told["dream_b16_padded_bytes_ratio"] = (
             counted["dream_b16_padded"].bytes / counted["dream_b16"].bytes
         )
     told["host_waits_per_step"] = max(
-        counts.waits.total() / CASES[name].steps for name, counts in counted.items()
+        # What enters is asked for its prompt.
+        counts.waits.total() / CASES[name].steps - (CASES[name].skipped == 0)
+        for name, counts in counted.items()
     )
     told["mixed_devices"] = sum(counts.mixed.total() for counts in counted.values())
     return told

@@ -112,43 +112,6 @@ class PeakMemory(TorchDispatchMode):
         self._held -= nbytes
 
 
-class RecordedCapture:
-    """A CUDA graph for the CPU: operations run again on the very tensors that they first saw.
-
-    What a step took from the host or from other memory stays as it was recorded, so replays give
-    other results than the step itself unless all that changes is in the buffers.
-    """
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        self.recorded += 1
-        with _Recorder() as recorder:
-            output = work()
-
-        def replay() -> None:
-            self.replayed += 1
-            for func, args, kwargs, result in recorder.calls:
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and id_of(old) != id_of(new):
-                        old.copy_(new)
-
-        return output, replay
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-
 def id_of(tensor: Tensor) -> int:
     """Which memory a tensor is a view of."""
     return tensor.untyped_storage()._cdata

@@ -38,7 +38,10 @@ AttentionRoute = Literal["auto", "sdpa", "varlen", "eager"]
 
 
 class Sequences(NamedTuple):
-    """Queries with a range of keys each, as the flash kernel for different lengths takes them."""
+    """Queries with a range of keys each, as the flash kernel for different lengths takes them.
+
+    For attention the ``G`` query heads that share a key head are further queries of it.
+    """
 
     query_starts: Tensor
     """``(S + 1,)`` int32: the first of each sequence's queries among all, and their number."""
@@ -48,6 +51,12 @@ class Sequences(NamedTuple):
     """``(S,)`` int32: keys that it sees."""
     most_queries: int
     most_keys: int
+
+    def grouped(self, groups: int) -> Sequences:
+        """The same with ``G`` queries for each."""
+        return self._replace(
+            query_starts=self.query_starts * groups, most_queries=self.most_queries * groups
+        )
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,19 @@ def grouped_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _grouped(query: Tensor, heads: int) -> Tensor:
+    """``(B * W * G, h, d)`` queries of ``(B, h * G, W, d)``."""
+    parts = query.unflatten(1, (heads, -1)).permute(0, 3, 2, 1, 4)  # (B, W, G, h, d)
+    return parts.flatten(0, 2).contiguous()
+
+
+def _ungrouped(output: Tensor, query: Tensor) -> Tensor:
+    """``(B, W, h * G, d)`` of :func:`_grouped`'s rows for queries ``(B, h * G, W, d)``."""
+    B, H, W, d = query.shape
+    heads = output.shape[1]
+    return output.view(B, W, H // heads, heads, d).transpose(2, 3).reshape(B, W, H, d)
+
+
 def varlen(
     module: nn.Module,
     query: Tensor,
@@ -170,15 +192,14 @@ def varlen(
     """Attention of one layer through the flash kernel for sequences of different lengths.
 
     Arguments are those of :func:`grouped_sdpa`, and ``sequences`` where the forward has them: then
-    there is no mask, and the keys are whole buffers ``(B, h, L, d)`` whose memory is
-    ``(B, L, h, d)``.
+    there is no mask, the queries that they count are those of all ``H / h`` heads of a key head,
+    and the keys are whole buffers ``(B, h, L, d)`` whose memory is ``(B, L, h, d)``.
     """
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
-    B, H, W, d = query.shape
     output = varlen_attn(
-        # Under autocast rotated queries of float32 weights are float32.
-        query.transpose(1, 2).reshape(B * W, H, d).to(value.dtype),
+# Under autocast rotated queries of float32 weights are float32.
+        _grouped(query, key.shape[1]).to(value.dtype),
         key.transpose(1, 2).flatten(0, 1),
         value.transpose(1, 2).flatten(0, 1),
         sequences.query_starts,
@@ -186,10 +207,9 @@ def varlen(
         sequences.most_queries,
         sequences.most_keys,
         scale=kwargs.get("scaling"),
-        enable_gqa=True,
         seqused_k=sequences.num_keys,
     )
-    return output.view(B, W, H, d), None  # type: ignore[union-attr]
+    return _ungrouped(output, query), None  # type: ignore[arg-type]
 
 
 def one_by_one(
@@ -205,24 +225,21 @@ def one_by_one(
     """Attention of one layer, each sequence over its own keys; arguments as in :func:`varlen`."""
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
-    B, H, W, d = query.shape
-    heads = key.shape[1]
-    rows = query.transpose(1, 2).reshape(B * W, heads, H // heads, d)
+    rows = _grouped(query, key.shape[1])
     keys, values = key.transpose(1, 2).flatten(0, 1), value.transpose(1, 2).flatten(0, 1)
     output = torch.empty_like(rows)
     starts = sequences.query_starts.tolist()
     firsts, counts = sequences.key_starts.tolist(), sequences.num_keys.tolist()
     for begin, end, first, count in zip(starts, starts[1:], firsts, counts, strict=False):
         seen = slice(first, first + count)
-        # (w, h, G, d): the query heads of a key head are further queries of it.
         attended = F.scaled_dot_product_attention(
-            rows[begin:end].transpose(0, 1).flatten(1, 2)[None],
+            rows[begin:end].transpose(0, 1)[None],
             keys[seen].transpose(0, 1)[None],
             values[seen].transpose(0, 1)[None],
             scale=kwargs.get("scaling"),
         )
-        output[begin:end] = attended.view(heads, end - begin, -1, d).transpose(0, 1)
-    return output.view(B, W, H, d), None
+        output[begin:end] = attended[0].transpose(0, 1)
+    return _ungrouped(output, query), None
 
 
 def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:

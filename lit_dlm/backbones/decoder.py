@@ -83,9 +83,8 @@ class StoredDecoder(nn.Module):
             nothing per forward but can no longer be undone.
         vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
             nothing of it is loaded by default.
-        compile: ``true`` compiles the decoder layers with ``torch.compile``, for forwards without a
-            cache. ``cuda_graphs`` is for decoding with a cache on a GPU: forwards of up to 512
-            columns are recorded once and replayed (:mod:`~lit_dlm.backbones.graphs`).
+        compile: whether to compile the decoder layers with ``torch.compile``; forwards with a cache
+            run uncompiled.
         gradient_checkpointing: which activations training computes again in the backward instead
             of keeping them: ``true`` those of every layer but its input, a number ``n`` those of
             every ``n``-th layer, ``selective`` what is cheap, all but the outputs of matrix
@@ -115,7 +114,7 @@ class StoredDecoder(nn.Module):
         adapter: str | None = None,
         merge_adapter: bool = False,
         vision: VisionSettings | None = None,
-        compile: bool | Literal["cuda_graphs"] = False,
+        compile: bool = False,
         gradient_checkpointing: bool | int | Literal["selective"] = False,
         load_in_4bit: bool = False,
     ) -> None:
@@ -241,8 +240,7 @@ class StoredDecoder(nn.Module):
                 layer._gradient_checkpointing_func = adapters.recomputed(
                     layer, keep_products=is_selective
                 )
-        self._replays_steps = compile == "cuda_graphs"
-        if compile is True:
+        if compile:
             # Layer by layer: one graph serves all of them, and the hooks that read hidden states
             # stay outside. nn.Module.compile would put them inside, where later ones are not seen.
             for layer in self.model.model.layers:

@@ -214,12 +214,9 @@ class HFBackbone(StoredDecoder, Backbone):
         )
 
     @property
-    def replays_steps(self) -> bool:
-        """Whether forwards of a few columns are replayed as graphs (``compile: cuda_graphs``).
-
-        Not with pictures: the table of their rows moves.
-        """
-        return self._replays_steps and self.vision is None
+    def _groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.architecture.num_heads // self.architecture.kv_heads
 
     def _compute_dtype(self) -> torch.dtype:
         """Dtype of products: that of autocast where it is on."""
@@ -389,7 +386,10 @@ class HFBackbone(StoredDecoder, Backbone):
         snapshots: dict[int, Tensor] = {}
         plan: dict[str, Any] = {}
         if cache is not None:
-            plan = {"packing": cache.plan.packing, "sequences": cache.plan.sequences}
+            sequences = cache.plan.sequences
+            if sequences is not None:
+                sequences = sequences.grouped(self._groups)
+            plan = {"packing": cache.plan.packing, "sequences": sequences}
         # A snapshot of the last layer has all columns.
         if kept is not None and self.num_layers not in layers:
             plan["kept"] = kept
@@ -441,9 +441,9 @@ class HFBackbone(StoredDecoder, Backbone):
             return added_mask(visible, groups=1, dtype=self.dtype, hidden=hidden)
         # Training keeps the order of transformers' sums.
         if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
-            groups = self.architecture.num_heads // self.architecture.kv_heads
-            if self.device.type == "cpu" and visible.shape[2] >= _WIDE:
-                groups = 1  # as fast without the copies of the mask
+            # On a CPU wide windows are as fast without the copies of the mask.
+            is_apart = self.device.type == "cpu" and visible.shape[2] >= _WIDE
+            groups = 1 if is_apart else self._groups
             return added_mask(visible, groups=groups, dtype=self._compute_dtype())
         return visible
 

@@ -364,13 +364,13 @@ class CacheSession:
         forced = self._first_cells(state, entered) if self._commits_first else None
         if is_alike or self._canvas.takes_sequences(spans):
             several_blocks = self._block_causal and bool(entered)
-            denoised = self._canvas.predict(state.ids, spans, columns, block_causal=several_blocks)
-            return denoised, forced
-        others = [row for row in range(len(spans)) if row not in entered]
-        for rows in (entered, others):
-            self._canvas.forward(
-                state.ids, [spans[row] for row in rows], rows=rows, columns=columns
-            )
+            self._canvas.forward(state.ids, spans, block_causal=several_blocks, columns=columns)
+        else:
+            others = [row for row in range(len(spans)) if row not in entered]
+            for rows in (entered, others):
+                self._canvas.forward(
+                    state.ids, [spans[row] for row in rows], rows=rows, columns=columns
+                )
         return self._canvas.read(columns), forced
 
     def _run_prompts(self, state: DecodeState, new: list[int], spans: list[Span]) -> None:

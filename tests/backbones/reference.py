@@ -228,7 +228,6 @@ def slow_varlen_attn(
     max_k: int,
     *,
     scale: float,
-    enable_gqa: bool,
     seqused_k: Tensor,
 ) -> Tensor:
     """What ``torch.nn.attention.varlen.varlen_attn`` says it computes, which needs a GPU.
@@ -236,7 +235,6 @@ def slow_varlen_attn(
     Sequence by sequence and head by head; as in the kernel, starts ascend, and sequences of keys
     may begin at the same one since their lengths are given.
     """
-    assert enable_gqa
     assert {index.dtype for index in (cu_seq_q, cu_seq_k, seqused_k)} == {torch.int32}
     assert cu_seq_q.tolist() == sorted(cu_seq_q.tolist())
     assert cu_seq_k.tolist() == sorted(cu_seq_k.tolist())
@@ -245,13 +243,12 @@ def slow_varlen_attn(
     assert value.is_contiguous()
     assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key))
     output = torch.full_like(query, float("nan"))
-    groups = query.shape[1] // key.shape[1]
     for number, count in enumerate(seqused_k.tolist()):
         begin, end = cu_seq_q[number : number + 2].tolist()
         keys = slice(int(cu_seq_k[number]), int(cu_seq_k[number]) + count)
         assert 0 <= end - begin <= max_q
         assert 0 < count <= max_k
         for head in range(query.shape[1]):
-            scores = query[begin:end, head] @ key[keys, head // groups].T * scale
-            output[begin:end, head] = scores.softmax(-1) @ value[keys, head // groups]
+            scores = query[begin:end, head] @ key[keys, head].T * scale
+            output[begin:end, head] = scores.softmax(-1) @ value[keys, head]
     return output

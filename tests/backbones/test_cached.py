@@ -96,7 +96,7 @@ def test_rows_with_different_spans_equal_rows_alone(
 
     together = run([0, 1], backbone)
     for row in (0, 1):
-        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "varlen", "auto"])
@@ -136,7 +136,8 @@ def test_blocks_out_of_phase_equal_rows_alone(
         return canvas.read(torch.arange(8).expand(len(rows), -1)).logits[..., 4:]
 
     together = run([0, 1])
-    assert called == ([12] * 3 + [6] * 3 if attn == "varlen" else [])
+    # The two heads that share a key head are further queries.
+    assert called == ([24] * 3 + [12] * 3 if attn == "varlen" else [])
     for row in (0, 1):
         torch.testing.assert_close(together[row, 2:], run([row])[0, 2:], atol=1e-5, rtol=1e-5)
 
@@ -174,7 +175,7 @@ def test_a_column_that_no_forward_covered_is_predicted_uniformly(make_backbone):
 
 def test_writes_reach_only_the_planned_rows_and_columns():
     """Row 1 of 2 at columns 4 and 5; then column 2 of row 0 and 0 to 1 of row 1, side by side."""
-    cache = WindowCache(1, length=6, num_rows=2)
+    cache = WindowCache(length=6, num_rows=2)
     cache.plan = WindowPlan(rows=torch.tensor([1]), columns=torch.tensor([[4, 5]]), kv_end=6)
     new = torch.tensor([8.0, 9.0]).view(1, 1, 2, 1)
     seen, values = cache.update(new, -new, 0)
@@ -197,19 +198,17 @@ def test_writes_reach_only_the_planned_rows_and_columns():
 
 
 def test_keys_of_all_rows_are_seen_without_a_copy():
-    cache = WindowCache(1, length=6, num_rows=2)
+    cache = WindowCache(length=6, num_rows=2)
     new = torch.ones(2, 1, 2, 4)
     for columns in ([[0, 1], [0, 1]], [[2, 3], [4, 5]]):  # rows drift apart
         cache.plan = WindowPlan(rows=torch.arange(2), columns=torch.tensor(columns), kv_end=6)
         keys, values = cache.update(new, new, 0)
-        layer = cache._window_layers[0]
-        for seen, buffer in ((keys, layer.keys), (values, layer.values)):
-            assert buffer is not None
+        for seen, buffer in zip((keys, values), cache.buffers[0], strict=True):
             assert seen.data_ptr() == buffer.data_ptr()
 
 
 def test_taking_rows_keeps_their_keys():
-    cache = WindowCache(1, length=4, num_rows=3)
+    cache = WindowCache(length=4, num_rows=3)
     keys = torch.arange(12.0).view(3, 1, 4, 1)
     cache.plan = WindowPlan(rows=torch.arange(3), columns=torch.arange(4).expand(3, 4), kv_end=4)
     cache.update(keys, -keys, 0)
@@ -231,8 +230,5 @@ def test_under_autocast_keys_are_kept_in_half_precision_and_predict_the_same(mak
         canvas.forward(ids, [Span(4, 8, 8)])
         found = canvas.read(torch.arange(8)[None]).logits
         expected = backbone.denoise(ids).logits
-    layer = canvas._cache._window_layers[0]
-    assert layer.keys is not None
-    assert layer.values is not None
-    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16
+    assert {one.dtype for one in canvas._cache.buffers[0]} == {torch.bfloat16}
     assert found.equal(expected)

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.backbones import graphs
-
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    monkeypatch.setattr(graphs, "CAPTURES", dict(graphs.CAPTURES))  # the checks add to it
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm.backbones import attention, graphs
+from lit_dlm.backbones import attention
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import (
     BlockCache,
@@ -36,7 +36,6 @@ from lit_dlm.decoding import (
 from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.reference import slow_varlen_attn
-from tests.fakes import RecordedCapture
 
 RESPONSE = 12
 LENGTHS = [9, 8, 30, 2, 1, 7, 7, 3, 3, 31, 2, 1, 5, 4, 6, 1, 2, 12, 1, 1]
@@ -182,52 +181,15 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
         assert num_tokens - sum(tokens) >= 2 * (8 + 28 + 12 + 8)
 
 
-@torch.library.custom_op(
-    "tests::varlen",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor cu_seq_k, int max_q, "
-    "int max_k, float scale, Tensor seqused_k) -> Tensor",
-)
-def _varlen(*args: Any) -> torch.Tensor:
-    """One operation, as the kernel is, so that a recording does not look inside."""
-    *args, scale, seqused_k = args
-    return slow_varlen_attn(*args, scale=scale, enable_gqa=True, seqused_k=seqused_k)
-
-
-@pytest.mark.parametrize("route", ["sdpa", "varlen"])
 @pytest.mark.parametrize("case", [name for name in CASES if "cache" in CASES[name][1]])
-def test_replayed_steps_give_the_same_rows(case, route, monkeypatch: pytest.MonkeyPatch):
-    """Rows drift apart, end, leave and are replaced, under graphs that last from step to step."""
-    capture = RecordedCapture()
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", lambda: capture)
-    monkeypatch.setattr(
-        attention,
-        "varlen_attn",
-        lambda *args, scale, enable_gqa, seqused_k: _varlen(*args, scale, seqused_k),
-    )
+def test_the_kernel_for_sequences_gives_the_same_rows(case, monkeypatch: pytest.MonkeyPatch):
+    """Rows drift apart, end, leave and are replaced; query heads that share keys go together."""
+    monkeypatch.setattr(attention, "varlen_attn", slow_varlen_attn)
     changes, plugs = CASES[case]
-    plain = _backbone({"attn_implementation": route}, **changes)
-    replaying = _backbone({"attn_implementation": route, "compile": "cuda_graphs"}, **changes)
-    for num_places in (1, 3):
-        capture.recorded = capture.replayed = 0
-        alone = _decoded(plain, Decoder(**plugs), num_places)
-        assert _decoded(replaying, Decoder(**plugs), num_places) == alone
-        assert capture.replayed >= capture.recorded > 0
-
-
-def test_graphs_on_a_device_without_them_and_under_autocast_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    changes, plugs = CASES["dual"]
-    replaying = _backbone({"compile": "cuda_graphs"}, **changes)
-    with pytest.raises(ValueError, match="compile: 'cuda_graphs' needs a model on a GPU"):
-        _decoded(replaying, Decoder(**plugs), 1)
-    monkeypatch.setitem(graphs.CAPTURES, "cpu", RecordedCapture)
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(ValueError, match="does not go with autocast"),
-    ):
-        _decoded(replaying, Decoder(**plugs), 1)
+    changes = {**changes, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    expected = _decoded(_backbone(**changes), Decoder(**plugs), 3)
+    packed = _backbone({"attn_implementation": "varlen"}, **changes)
+    assert _decoded(packed, Decoder(**plugs), 3) == expected
 
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
