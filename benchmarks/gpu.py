@@ -13,23 +13,32 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import math
+import tempfile
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import real_size
 import torch
 from decode import PEAKS
+from lightning.pytorch import Trainer
 from real_size import median_seconds
 from torch.nn.functional import cross_entropy
 
 from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.base import Span
+from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.backbones.resolution import resolve
+from lit_dlm.backbones.window_cache import WindowCache
+from lit_dlm.datamodules.rollouts import RolloutDataModule
 from lit_dlm.decoding import (
     BlockCache,
     BlockWindow,
@@ -37,6 +46,7 @@ from lit_dlm.decoding import (
     ConfidencePolicy,
     Decoder,
     DecodeResult,
+    DecodeSettings,
     DecodeState,
     DualCache,
     DynamicPolicy,
@@ -50,7 +60,12 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
     prompt_canvas,
 )
+from lit_dlm.modules.sharding import ShardedStrategy
 from lit_dlm.ops.fused_head import token_stats
+from lit_dlm.ops.masking import block_numbers
+from lit_dlm.rewards import Reward, RewardScore, Rollout
+from lit_dlm.rl.module import TraceRLModule
+from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.twins import RELEASES
 
@@ -64,6 +79,11 @@ _SMALL: dict[str, Any] = {
     "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mask_id": 3, "pad_id": 0, "eos_ids": (1,),
     "bos_id": None, "forbidden_ids": (),
 }  # fmt: skip
+_TINY_VOCABULARY: dict[str, Any] = {
+    "vocab_size": 462, "mask_id": 2, "pad_id": 0, "eos_ids": (1, *range(400, 440)), "bos_id": None,
+    "forbidden_ids": (0, 3, 4),
+}  # fmt: skip
+"""That of the embedded tokenizer; a tenth of it ends a response, so that rows end apart."""
 _BLOCKS: dict[str, Any] = {
     "window": BlockWindow(4, origin="sequence"),
     "quota": EvenQuota(steps_per_block=4),
@@ -86,8 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("no GPU is visible; --smoke tries the script without one")
     checks = Checks(smoke=options.smoke)
-    for part in (checks.numbers, checks.decoding, checks.speed, checks.training):
-        part()
+    gc.disable()  # nothing that holds a cache may need it
+    parts = (checks.numbers, checks.sequences, checks.decoding, checks.speed, checks.training)
+    for part in (*parts, checks.reinforcement):
+        try:
+            part()
+        except Exception as error:  # the others are looked at all the same
+            traceback.print_exc()
+            checks.failed.append(part.__name__)
+            print(f"FAIL  {part.__name__}: {type(error).__name__}: {error}", flush=True)
+        gc.collect()
+    gc.enable()
     if options.folder is not None:
         checks.commands(options.folder)
     print("failed:", ", ".join(checks.failed) or "nothing")
@@ -131,13 +160,21 @@ class Checks:
         print(f"{verdict}  {name}: {value:.4g}{limit}", flush=True)
 
     def model(
-        self, release: str, *, layers: int | None = None, dtype: str = "bfloat16", **options: Any
+        self,
+        release: str,
+        sizes: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        layers: int | None = None,
+        dtype: str = "bfloat16",
+        **options: Any,
     ) -> HFBackbone:
-        """Random weights of a release's sizes on the device."""
+        """Random weights of a release's sizes, but for some, on the device."""
         architecture: Architecture = resolve(RELEASES[release].config).architecture
         if self.smoke:
             architecture = replace(architecture, **_SMALL)
-        architecture = replace(architecture, num_layers=layers or architecture.num_layers)
+        architecture = replace(
+            architecture, **{"num_layers": layers or architecture.num_layers, **sizes}
+        )
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, dtype))  # never twice the size
@@ -181,6 +218,32 @@ class Checks:
         assert exact.grad is not None
         error = (hidden.grad - exact.grad).norm() / exact.grad.norm()
         self.tell("fused head, relative error of gradients", float(error), most=8e-3)
+
+    @torch.no_grad()
+    def sequences(self) -> None:
+        """Blocks out of phase: the kernel for sequences of different lengths against a mask."""
+        rows, length = 8, 1024
+        logits = []
+        for route in ("auto", "sdpa"):
+            backbone = self.model(SDAR, layers=2, attn_implementation=route)
+            ids = torch.randint(10, 1000, (rows, length), device=self.device)
+            columns = torch.arange(length, device=self.device).expand(rows, -1)
+            canvas = CachedCanvas(
+                backbone,
+                num_rows=rows,
+                length=length,
+                pad_mask=None,
+                positions=columns,
+                blocks=block_numbers(length, 4, device=self.device).expand(rows, -1),
+                block_size=4,
+            )
+            canvas.forward(ids, [Span(0, 800, 800)] * rows, block_causal=True)
+            spans = [Span(796, 800 + 4 * (row % 2), 800 + 4 * (row % 2)) for row in range(rows)]
+            canvas.forward(ids, spans, block_causal=True)
+            logits.append(canvas.read(columns[:, 780:800]).logits)
+        told = logits[1].isfinite()
+        error = (logits[0] - logits[1])[told].float().norm() / logits[1][told].float().norm()
+        self.tell("SDAR-4B out of phase: two layers, relative error to a mask", error, most=2e-2)
 
     def decoding(self) -> None:
         """Equal tokens with a cache, on the CPU and in records; waits of the host."""
@@ -268,6 +331,7 @@ class Checks:
         many = self._forward(drawn, backbone, self.canvas(backbone, rows, prompt, cells))
         self.tell(f"SDAR-4B, {rows} rows after {prompt} tokens: ms a forward", many)
         self._tell_memory("decoding")
+        self._tell_caches("decoding")
 
     def training(self) -> None:
         """An adapter's step: eight layers of Dream-7B under autocast."""
@@ -298,6 +362,75 @@ class Checks:
         self.tell("the same: x time to multiply", seconds / least, most=3.3, is_time=True)
         self._tell_memory("training")
 
+    def reinforcement(self) -> None:
+        """TraceRL on SDAR-4B with an adapter under autocast, alone and sharded by FSDP2."""
+        small = self.smoke
+        for name, strategy in {
+            "one device": "auto",
+            "FSDP2": ShardedStrategy(
+                data_parallel_size=1,
+                tensor_parallel_size=1,
+                process_group_backend="nccl" if self.device == "cuda" else "gloo",
+            ),
+        }.items():
+            settings = LoRASettings(rank=16, alpha=16.0, targets="all")
+            backbone = self.model(
+                SDAR, _TINY_VOCABULARY, layers=2 if small else None, lora=settings
+            )
+            module = TraceRLModule(
+                backbone.train(),
+                tokenizer="tiny",
+                decoders={
+                    "rollout": Decoder(
+                        policy=DynamicPolicy(0.9),
+                        sampler=Sampler(temperature=1.0, score_on="filtered"),
+                        settings=DecodeSettings(eos_rule="fill"),
+                        **_BLOCKS,
+                    )
+                },
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+            )
+            data = RolloutDataModule(
+                [WordProblems("train", num_examples=20)],
+                rewards=[_Digits()],
+                prompts_per_step=2 if small else 16,
+                responses_per_prompt=4,
+                response_length=16 if small else 256,
+                rollout_batch_size=4 if small else 64,
+                batch_size=4,
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                trainer = Trainer(
+                    accelerator="gpu" if self.device == "cuda" else "cpu",
+                    devices=1,
+                    strategy=strategy,
+                    precision="bf16-mixed",
+                    max_epochs=2,
+                    gradient_clip_val=1.0,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                    use_distributed_sampler=False,
+                    num_sanity_val_steps=0,
+                    default_root_dir=folder,
+                )
+                trainer.fit(module, data)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            steps = [record.num_steps for record in data.records]
+            longest = steps.count(max(steps)) / len(steps)
+            self.tell(f"TraceRL, {name}: share of rows that end last", longest, most=0.75)
+            moved = [
+                float(weight.detach().float().abs().sum())
+                for key, weight in module.named_parameters()
+                if "lora_B" in key
+            ]
+            still = sum(not 0.0 < value < math.inf for value in moved)
+            self.tell(f"TraceRL, {name}: adapters of {len(moved)} at rest", still, most=0.0)
+            self._tell_memory(f"TraceRL, {name}")
+            self._tell_caches(f"TraceRL, {name}")
+
     def commands(self, folder: Path) -> None:
         """The command line on weights from files; a command that fails ends the script."""
         accelerator = "gpu" if self.device == "cuda" else "cpu"
@@ -316,10 +449,28 @@ class Checks:
         num_bytes = sum(weight.nbytes for part in parts for weight in part.parameters())
         return 1e3 * num_bytes / self.bandwidth
 
+    def _tell_caches(self, topic: str) -> None:
+        """Caches of decodes that have ended and are not freed."""
+        alive = sum(type(one) is WindowCache for one in gc.get_objects())
+        self.tell(f"caches left after {topic}", alive, most=0.0)
+
     def _tell_memory(self, topic: str) -> None:
         if self.device == "cuda":
             self.tell(f"peak of {topic}, GiB", torch.cuda.max_memory_allocated() / 2**30)
             torch.cuda.reset_peak_memory_stats()
+
+
+class _Digits(Reward):
+    """Pays for the share of a response that is digits."""
+
+    name = "digits"
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        """One score a response."""
+        return [
+            RewardScore(total=sum(map(str.isdigit, one.text)) / max(len(one.text), 1))
+            for one in group
+        ]
 
 
 class _Canvases(Observer):
