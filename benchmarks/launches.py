@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.backbones.cached import CachedCanvas
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.resolution import resolve
@@ -46,9 +48,11 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DecodeState,
     DualCache,
+    Sampler,
     SlidingWindow,
     StepRecord,
 )
+from lit_dlm.decoding.engine import initial_state
 from lit_dlm.twins import RELEASES
 
 DREAM, SDAR = "Dream-org/Dream-v0-Instruct-7B", "JetLM/SDAR-8B-Chat"
@@ -420,6 +424,44 @@ def decode_counts(case: DecodeCase, **options: Any) -> Counts:
     return steps.counted
 
 
+SAMPLERS = {
+    "greedy": Sampler(),
+    "drawn": Sampler(temperature=1.0, score_on="filtered"),
+    "filtered": Sampler(temperature=1.0, top_k=50, score_on="filtered"),
+}
+"""Drawn as dLLM-RL's configurations of block models draw."""
+
+
+def sampling_counts(
+    sampler: Sampler, *, rows: int = 64, cells: int = 4, vocab: int = 151_936
+) -> Counts:
+    """Counts of proposing tokens for a block of every row, from logits in bfloat16.
+
+    Args:
+        sampler: proposes them.
+        rows: of the batch.
+        cells: of a block.
+        vocab: ids; by default those of SDAR.
+    """
+    spec = SimpleNamespace(spec=BackboneSpec(family="counted", mask_id=0, pad_id=1, eos_ids=(2,)))
+    canvas = Canvas(
+        ids=torch.empty(rows, 2 * cells, dtype=torch.long, device="meta"),
+        editable=torch.empty(rows, 2 * cells, dtype=torch.bool, device="meta"),
+        seeds=torch.empty(rows, dtype=torch.long, device="meta"),
+        start=cells,
+    )
+    denoised = Denoised(
+        logits=torch.empty(rows, cells, vocab, dtype=torch.bfloat16, device="meta"),
+        columns=torch.empty(rows, cells, dtype=torch.long, device="meta"),
+    )
+    counter = LaunchCounter(lambda _: False)
+    with counter:
+        state = initial_state(spec, canvas)  # type: ignore[arg-type]
+        counter.counts = Counts()
+        sampler.propose(state, denoised, frozenset())
+    return counter.counts
+
+
 def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any]:
     """Counts a step, by case, and the figures that are held.
 
@@ -445,6 +487,10 @@ def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any
         for name, counts in counted.items()
     )
     told["mixed_devices"] = sum(counts.mixed.total() for counts in counted.values())
+    for name, sampler in SAMPLERS.items():
+        counts = sampling_counts(sampler)
+        told[f"sampling_{name}_launches"] = counts.launches
+        told[f"sampling_{name}_gigabytes"] = counts.bytes / 1e9
     return told
 
 

@@ -3,7 +3,7 @@
     python benchmarks/sampling.py [--json] [--rows 6] [--columns 32] [--vocab 152064]
 
 The baseline scores all cells at once: it widens the logits, sorts the vocabulary for the nucleus
-and draws noise for every id. Both propose the same tokens, which is checked. The logits are random,
+and adds noise to every id. Both propose the same tokens, which is checked. The logits are random,
 scaled so that most nuclei of 95 % hold fewer than a hundred ids.
 
 Extra memory is the rise of the peak resident set, each variant once in a forked child; times are
@@ -51,7 +51,9 @@ def full_sort(sampler: Sampler, state: DecodeState, denoised: Denoised) -> Tenso
     if sampler.top_p is not None:
         filtered = keep_top_p(filtered, sampler.top_p)
     noisy = filtered
-    if sampler.temperature > 0.0:
+    if sampler.temperature > 0.0 and sampler.top_p is None:
+        noisy = sampler.perturbed(state, denoised)
+    elif sampler.temperature > 0.0:
         positions = state.positions.gather(1, denoised.columns)
         tokens = torch.arange(raw.shape[-1])
         noisy = filtered.double() + gumbel_noise(state.seeds, state.step, positions, tokens)

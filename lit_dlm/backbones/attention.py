@@ -198,7 +198,7 @@ def varlen(
     if sequences is None:
         return grouped_sdpa(module, query, key, value, attention_mask, **kwargs)
     output = varlen_attn(
-# Under autocast rotated queries of float32 weights are float32.
+        # Under autocast rotated queries of float32 weights are float32.
         _grouped(query, key.shape[1]).to(value.dtype),
         key.transpose(1, 2).flatten(0, 1),
         value.transpose(1, 2).flatten(0, 1),

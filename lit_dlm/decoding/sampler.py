@@ -10,17 +10,17 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.state import DecodeState, Proposal
-from lit_dlm.ops.noise import gumbel_noise
+from lit_dlm.ops.noise import cell_gumbel_noise, gumbel_noise
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.ops.sampling import survivors
+from lit_dlm.ops.sampling import RUN, draw_by_runs, perturbed_by_runs, survivors
 from lit_dlm.ops.scores import arg_max, confidence, entropy, margin
 
 CHUNK_ELEMENTS = 1_000_000
 """Logits scored at a time: few enough to stay in a CPU's cache, and beside those of a large
 vocabulary's window no memory worth counting."""
 
-_GPU_CHUNK_ELEMENTS = 8_000_000
-"""A block of 32 columns of the largest vocabularies at once; noise takes 32 bytes a logit."""
+_GPU_CHUNK_ELEMENTS = 40_000_000
+"""256 cells of the largest vocabularies at once: float32 logits and a softmax take 320 MB."""
 _SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prob": confidence,
     "entropy": lambda logits, _: entropy(logits),
@@ -183,10 +183,21 @@ class Sampler:
         """Adds the noise of the ids that are left, in float64; greedy samplers add none."""
         if self.temperature == 0.0:
             return values
+        if self._draws_by_runs(values):
+            return perturbed_by_runs(values, self._run_noise(values, steps, seeds, positions))
         tokens = torch.arange(values.shape[1], device=values.device)
         if names is not None:
             tokens = names[:, None]
         return gumbel_noise(seeds, steps, positions, tokens)[:, 0].add_(values)
+
+    def _draws_by_runs(self, values: Tensor) -> bool:
+        # Under a filter a draw would depend on how many ids ``survivors`` looked at.
+        is_filtered = self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
+        return values.shape[1] > RUN and not is_filtered
+
+    @staticmethod
+    def _run_noise(values: Tensor, steps: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        return cell_gumbel_noise(seeds, steps, positions[:, 0], RUN - (-values.shape[1] // RUN))
 
     def _scores(
         self,
@@ -202,6 +213,8 @@ class Sampler:
             values, names = self._filtered(raw)
         if self.temperature == 0.0:
             place = arg_max(values)
+        elif self._draws_by_runs(values):
+            place = draw_by_runs(values, self._run_noise(values, steps, seeds, positions))
         else:
             place = self._perturbed(values, names, steps, seeds, positions).argmax(-1)
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]

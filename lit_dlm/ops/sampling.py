@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FIRST_LOOK = 1024
+RUN = 1024
+"""Ids that are drawn from at once: of more, first a run of so many is drawn, then an id of it."""
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
@@ -83,3 +86,46 @@ def survivors(
         size *= 16
     kept = logits if top_k is None else keep_top_k(logits, top_k)
     return (kept if top_p is None else keep_top_p(kept, top_p)), None
+
+
+def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
+    """Draws ids from softmaxes with noise for a part of the vocabulary.
+
+    The arg-max of logits plus Gumbel noise is a draw; here the first one is among the runs of
+    :data:`RUN` ids, by their probabilities, the second among the ids of that run. A vocabulary of
+    152,000 takes noise for 1,173 numbers a cell.
+
+    Args:
+        logits: ``(n, V)`` floating point.
+        noise: ``(n, RUN + number of runs)`` float64 Gumbel draws: of the ids of a run, of the runs.
+
+    Returns:
+        ``(n,)`` int64.
+    """
+    V = logits.shape[1]
+    run = _run_logits(logits).add(noise[:, RUN:]).argmax(-1, keepdim=True)
+    ids = run * RUN + torch.arange(RUN, device=logits.device)
+    values = logits.gather(1, ids.clamp_max(V - 1)) + noise[:, :RUN]
+    return ids.gather(1, values.masked_fill_(ids >= V, -torch.inf).argmax(-1, keepdim=True))[:, 0]
+
+
+def perturbed_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
+    """Values whose arg-max is what :func:`draw_by_runs` draws, ``(n, V)`` float64.
+
+    Their best of each run is the run's own perturbed log-probability. Arguments are the same.
+    """
+    V = logits.shape[1]
+    values = F.pad(logits, (0, -V % RUN), value=-torch.inf).unflatten(1, (-1, RUN))
+    values = values + noise[:, None, :RUN]
+    best = values.amax(-1).clamp_min(torch.finfo(values.dtype).min)  # a run may be forbidden
+    return (values + (_run_logits(logits) + noise[:, RUN:] - best)[..., None]).flatten(1)[:, :V]
+
+
+def _run_logits(logits: Tensor) -> Tensor:
+    """``(n, R)`` log-probabilities of the runs."""
+    probs = logits.softmax(-1)
+    whole = logits.shape[1] // RUN * RUN
+    totals = probs[:, :whole].unflatten(1, (-1, RUN)).sum(-1)
+    if whole < logits.shape[1]:
+        totals = torch.cat([totals, probs[:, whole:].sum(-1, keepdim=True)], 1)
+    return totals.log()

@@ -55,6 +55,22 @@ def test_a_step_of_released_models_waits_once_and_stays_within_its_launches() ->
     assert told["dream_b16_padded_bytes_ratio"] <= 1.1
 
 
+def test_drawing_the_tokens_of_64_blocks_takes_few_launches_and_bytes() -> None:
+    """256 cells of 151,936 ids in bfloat16 are 78 MB, so their float32 softmax is read four times.
+
+    Host waits: only a filter asks whether it has looked at enough ids.
+    """
+    from launches import SAMPLERS, sampling_counts
+
+    counted = {name: sampling_counts(sampler) for name, sampler in SAMPLERS.items()}
+    assert counted["greedy"].launches <= 10
+    assert counted["drawn"].launches <= 52
+    assert counted["drawn"].bytes <= 1.1e9
+    assert counted["filtered"].launches <= 90
+    assert [counts.waits.total() for counts in counted.values()] == [0, 0, 1]
+    assert not any(counts.mixed for counts in counted.values())
+
+
 def test_rows_out_of_phase_fill_the_tiles_of_attention() -> None:
     """SDAR-8B: 32 heads on 8, ``4 * 128`` FLOPs a score, 36 layers; no mask, no launches for one.
 

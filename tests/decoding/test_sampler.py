@@ -7,8 +7,8 @@ import torch
 from lit_dlm.backbones.base import Denoised
 from lit_dlm.decoding import Proposal, Sampler
 from lit_dlm.decoding import sampler as module
-from lit_dlm.ops.noise import gumbel_noise
-from lit_dlm.ops.sampling import keep_top_k, keep_top_p
+from lit_dlm.ops.noise import cell_gumbel_noise, gumbel_noise
+from lit_dlm.ops.sampling import RUN, keep_top_k, keep_top_p
 from tests.decoding.states import state_with_masks
 from tests.fakes import PeakMemory
 
@@ -100,6 +100,15 @@ def _slow(sampler: Sampler, state, denoised: Denoised) -> Proposal:
         tokens = torch.arange(raw.shape[-1])
         noisy = noisy + gumbel_noise(state.seeds, state.step, positions, tokens)
     ids = noisy.argmax(-1)
+    if sampler.temperature > 0.0 and raw.shape[-1] > RUN and filtered.isfinite().all():
+        for place in product(*map(range, ids.shape)):
+            position = state.positions[place[0], denoised.columns[place]]
+            key = state.seeds[place[0]], state.step[place[0]], position
+            noise = cell_gumbel_noise(*(part[None] for part in key), 2 * RUN)[0]
+            runs = filtered[place].double().split(RUN)
+            weights = [float(run.logsumexp(0) + noise[RUN + at]) for at, run in enumerate(runs)]
+            best = weights.index(max(weights))
+            ids[place] = best * RUN + (runs[best] + noise[: len(runs[best])]).argmax()
 
     def scores(logits):
         probs = logits.softmax(-1)
@@ -142,6 +151,8 @@ def test_proposals_are_those_of_a_slow_loop_over_the_whole_vocabulary(
     looked_at = torch.ones_like(columns, dtype=torch.bool)
     if not region:
         looked_at = state.masked.gather(1, columns)
+    perturbed = sampler.perturbed(state, denoised)
+    assert torch.equal(perturbed.argmax(-1), found.ids.gather(1, columns))
     assert torch.equal(found.ids.gather(1, columns)[looked_at], slow.ids[looked_at])
     for name in ALL_SCORES:
         values = getattr(found, name).gather(1, columns)[looked_at]

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lit_dlm.ops.sampling import keep_top_k, keep_top_p, survivors
+from lit_dlm.ops.noise import cell_gumbel_noise
+from lit_dlm.ops.sampling import RUN, draw_by_runs, keep_top_k, keep_top_p, survivors
 
 
 def test_top_k_keeps_the_k_largest():
@@ -53,3 +54,20 @@ def test_survivors_are_those_of_a_full_sort(vocab_size, scale, top_k, top_p):
 def test_a_sharp_distribution_leaves_few_logits_to_look_at():
     logits = torch.arange(20_000.0).neg()[None]
     assert survivors(logits, top_k=None, top_p=0.95)[0].shape[1] < 2000
+
+
+@pytest.mark.parametrize("size", [2 * RUN, 2 * RUN + 300])
+def test_draws_by_runs_follow_the_softmax(size):
+    """Shares of seven ids in 40,000 draws, of every run and one of them forbidden."""
+    logits = torch.full((size,), -torch.inf)
+    ids = torch.tensor([0, 5, RUN - 1, RUN, RUN + 9, size - 2, size - 1])
+    logits[ids] = torch.tensor([3.0, 0.0, 1.5, 2.0, 2.5, -torch.inf, 1.0])
+    cells = torch.arange(40_000)
+    zeros = torch.zeros_like(cells)
+    noise = cell_gumbel_noise(zeros + 3, zeros, cells, RUN + 3)[:, : RUN + -(-size // RUN)]
+    drawn = torch.cat(
+        [draw_by_runs(logits.expand(len(part), -1), part) for part in noise.split(500)]
+    )
+    shares = torch.bincount(drawn, minlength=size) / len(cells)
+    # Standard error at most 0.0025.
+    torch.testing.assert_close(shares, logits.softmax(0), atol=0.008, rtol=0.0)
