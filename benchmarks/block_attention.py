@@ -55,7 +55,7 @@ def main() -> None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def by_blocks() -> torch.Tensor:
-        mask = layout.block_mask(options.rows)
+        mask = layout.block_mask()
         return compiled(query, key, value, block_mask=mask, enable_gqa=True)
 
     seconds: dict[str, list[float]] = {"matrix": [], "blocks": []}
@@ -77,7 +77,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - start)
             outputs[name] = output.detach()
     if not on_gpu:
-        blocks = layout.block_mask(options.rows).as_tuple()
+        blocks = layout.block_mask().as_tuple()
         tables = [part for part in blocks if isinstance(part, torch.Tensor)]
         peaks = {"matrix": layout.visibility().nbytes, "blocks": sum(one.nbytes for one in tables)}
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -110,7 +110,9 @@ def added_mask(
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
     """FlexAttention as a kernel; uncompiled it has a matrix of scores."""
-    return torch.compile(flex_attention)
+    # Kernels differ by model, gradients and one row or several; past the limit none would be made.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def grouped_sdpa(
@@ -141,6 +143,9 @@ def grouped_sdpa(
     """
     if isinstance(attention_mask, BlockMask):
         attend: Any = _compiled_flex() if query.is_cuda else flex_attention
+        if torch.is_autocast_enabled(query.device.type):  # which knows SDPA alone
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scale = kwargs.get("scaling")
         output = attend(query, key, value, block_mask=attention_mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2).contiguous(), None

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from lit_dlm.backbones.attention import added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
@@ -336,9 +336,10 @@ class HFBackbone(StoredDecoder, Backbone):
         starts: Tensor | None = None
         visible: Tensor | BlockMask | None
         if isinstance(mask, BlockMask):
-            if self.attn_implementation == "eager":
-                raise ValueError("mask: attention by blocks needs another route than eager")
             visible = mask
+            if self.attn_implementation == "eager":
+                rows, _, *lengths = mask.shape
+                visible = create_mask(mask.mask_mod, rows, 1, *lengths, device=self.device)
         elif mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(

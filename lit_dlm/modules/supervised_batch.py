@@ -412,6 +412,9 @@ def lay_out(
     )
     if copies > 1:
         layout = layout.packed(copies)
+    by_blocks = wants_block_mask(len(layout.source), clean.device)
+    if by_blocks:  # few lengths, and no tile that ends in one
+        layout = layout.in_whole_tiles()
 
     def spread(cells: Tensor) -> Tensor:  # (R, L) to (I, N)
         canvas = cells.new_zeros(len(clean), copies + 1, L)
@@ -423,9 +426,7 @@ def lay_out(
         ids=targets.masked_fill(spread(hidden), spec.mask_id),
         targets=targets,
         rows=spread(supervised),
-        mask=layout.block_mask(len(clean), used)
-        if wants_block_mask(len(layout.source), clean.device)
-        else layout.visibility(used),
+        mask=layout.block_mask(used) if by_blocks else layout.visibility(used),
         position_ids=layout.positions(positions),
         response_start=None,
         predictors=layout.predictors() if spec.shift else None,

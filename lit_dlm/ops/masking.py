@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, SupportsIndex
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from lit_dlm.ops.options import at_least, one_of
 
@@ -222,6 +223,17 @@ class TwoCopyLayout:
             real=None if self.real is None else self.real[:, slots],
         )
 
+    def in_whole_tiles(self) -> TwoCopyLayout:
+        """With slots behind its end that take no part, up to a multiple of :data:`TILE`."""
+        extra = (0, -len(self.copy) % TILE)
+        real = torch.ones_like(self.blocks, dtype=torch.bool) if self.real is None else self.real
+        return TwoCopyLayout(
+            source=F.pad(self.source, extra),
+            copy=F.pad(self.copy, extra, value=-1),
+            blocks=F.pad(self.blocks, extra),
+            real=F.pad(real, extra),
+        )
+
     def _used(self, num_copies: Tensor | None) -> Tensor | None:
         """Slots that take part where rows use some of the copies."""
         if num_copies is None:
@@ -246,32 +258,51 @@ class TwoCopyLayout:
         visible = torch.where(noisy_key, sees_noisy, sees_clean)
         return _hide_padding(visible, self._used(num_copies))
 
-    def block_mask(self, num_rows: int, num_copies: Tensor | None = None) -> BlockMask:
-        """The same for FlexAttention (arXiv:2412.05496), but that every slot sees itself.
+    def block_mask(self, num_copies: Tensor | None = None) -> BlockMask:
+        """The same for FlexAttention (arXiv:2412.05496), without an ``(N, N)`` matrix.
 
-        This differs on slots that take no part, which nobody else sees.
+        It differs on slots that take no part, which nobody sees: they see themselves at least.
 
         Args:
-            num_rows: ``B``.
             num_copies: as for :meth:`visibility`.
         """
-        blocks, copy, real = self.blocks, self.copy, self._used(num_copies)
+        copy, length, device = self.copy, len(self.copy), self.copy.device
+        real = self._used(num_copies)
+        real = torch.ones(1, length, dtype=torch.bool, device=device) if real is None else real
+        blocks = self.blocks.expand(len(real), -1)
+        own = copy * 2**32 + blocks  # noisy slots of one number see each other
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             del head
-            at = row if len(blocks) > 1 else torch.zeros_like(row)
+            at = row % len(real)
             later = blocks[at, query] > blocks[at, key]
-            same = blocks[at, query] == blocks[at, key]
-            seen = torch.where(copy[key] < 0, later | same & (copy[query] < 0), same)
-            seen = seen & ((copy[key] < 0) | (copy[query] == copy[key]))
-            if real is not None:
-                seen = seen & real[row if len(real) > 1 else torch.zeros_like(row), key]
-            return seen | (query == key)
+            same = own[at, query] == own[at, key]
+            return (later & (copy[key] < 0) | same) & real[at, key] | (query == key)
 
-        differ = len(blocks) > 1 or (real is not None and len(real) > 1)
-        length = len(copy)
-        return create_block_mask(
-            sees, num_rows if differ else None, None, length, length, device=str(copy.device)
+        # Tiles follow from the least and the largest number in each; some may turn out empty.
+        last = torch.arange(-(-length // TILE) * TILE, device=device).clamp_max(length - 1)
+        clean, noisy = real & (copy < 0), real & (copy >= 0)
+
+        def in_tiles(values: Tensor) -> Tensor:
+            return values[:, last.view(-1, TILE)]  # (S or B, T, TILE)
+
+        def least(values: Tensor, among: Tensor) -> Tensor:
+            return in_tiles(torch.where(among, values, _FAR)).amin(-1)
+
+        low, high = least(own, noisy), -least(-own, noisy)
+        sees_noisy = (low[..., None] <= high[:, None]) & (low[:, None] <= high[..., None])
+        sees_clean = -least(-blocks, real)[..., None] >= least(blocks, clean)[:, None]
+        later = least(blocks, real)[..., None] > -least(-blocks, clean)[:, None]
+        every = sees_clean & later & in_tiles(clean).all(-1)[:, None]
+        some = (sees_clean | sees_noisy) & ~every
+        some |= torch.eye(some.shape[-1], dtype=torch.bool, device=device)
+
+        def listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+            order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+            return tiles.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+        return BlockMask.from_kv_blocks(
+            *listed(some), *listed(every), TILE, sees, seq_lengths=(length, length)
         )
 
     def predictors(self) -> Tensor:
@@ -290,8 +321,12 @@ class TwoCopyLayout:
         return canvas_positions[:, self.source]
 
 
-FLEX_LENGTH = 4096
-"""Slots of a training row from which on GPUs take its attention by blocks, without a matrix."""
+TILE = 128
+"""Queries and keys of a tile of FlexAttention."""
+_FAR = 2**62
+FLEX_LENGTH = 512
+"""Slots of a training row from which on GPUs take its attention by blocks, without a matrix. The
+tiles of shorter rows save little, see ``benchmarks/block_attention.py --count``."""
 
 
 def wants_block_mask(length: int, device: torch.device) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
-from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.backbones import Architecture, HFBackbone, attention
 from lit_dlm.ops.masking import TwoCopyLayout, wants_block_mask
 
 
@@ -157,10 +159,10 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
     positions = packed.positions(torch.arange(7).expand(2, -1))
     masks: dict[str, Any] = {
         "matrix": packed.visibility(used),
-        "blocks": packed.block_mask(2, used),
+        "blocks": packed.block_mask(used),
     }
     if copies == 1:
-        masks |= {"two copies": layout.visibility(), "their blocks": layout.block_mask(2)}
+        masks |= {"two copies": layout.visibility(), "their blocks": layout.block_mask()}
     found = {}
     for name, mask in masks.items():
         with torch.no_grad():
@@ -171,7 +173,63 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
         torch.testing.assert_close(other, found["matrix"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("origin", ["sequence", "response"])
+@pytest.mark.parametrize("copies", [1, 4])
+def test_tiles_hold_all_that_is_visible_and_few_others(origin: Any, copies: int) -> None:
+    """Two rows of 300 + 700 cells, one of them padded, the second with half of the copies."""
+    pad_mask = torch.ones(2, 1000, dtype=torch.bool)
+    pad_mask[1, :200] = False
+    layout = TwoCopyLayout.trace(300, 1000, 4, pad_mask=pad_mask, origin=origin)
+    layout = layout.packed(copies).in_whole_tiles()
+    used = torch.tensor([copies, -(-copies // 2)])
+    mask, rows = layout.block_mask(used), len(layout.copy) // 128
+    assert len(layout.copy) % 128 == 0
+    real = layout.real & (layout.copy < used[:, None])
+    visible = layout.visibility(used)[:, 0] & real[:, :, None]
+    visible = visible.view(2, rows, 128, rows, 128).transpose(2, 3).flatten(3)
+
+    def tiles(counts: Tensor, places: Tensor) -> Tensor:
+        listed = torch.arange(rows) < counts[:, 0, :, None]
+        return torch.zeros(2, rows, rows, dtype=torch.bool).scatter(2, places[:, 0].long(), listed)
+
+    some = tiles(mask.kv_num_blocks, mask.kv_indices)
+    every = tiles(mask.full_kv_num_blocks, mask.full_kv_indices)
+    queries = real.view(2, rows, 128).all(-1)[..., None]
+    assert not (some & every).any()
+    assert not (visible.any(-1) & ~some & ~every).any()
+    assert (visible.all(-1) | ~every | ~queries).all()
+    assert (some | every).sum() <= 1.05 * (visible.any(-1) | torch.eye(rows).bool()).sum()
+    assert every.sum() >= 0.9 * visible.all(-1).sum()
+
+
+def test_ragged_batches_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without gradients, one row and several, padded or not: 8 kernels for any lengths.
+
+    A value model of other sizes takes as many again, and torch's own limit is 8 in all.
+    """
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    attend = attention._compiled_flex.__wrapped__()
+    generator = torch.Generator().manual_seed(0)
+    compiled = []
+    for batch in range(20):
+        rows, copies = 1 + batch % 3, 1 + batch % 4
+        prompt, length = torch.randint(240, 400, (2,), generator=generator).tolist()
+        pad_mask = torch.ones(rows, prompt + length, dtype=torch.bool) if batch % 5 else None
+        layout = TwoCopyLayout.trace(
+            prompt, prompt + length, 4, pad_mask=pad_mask, origin="sequence"
+        )
+        layout = layout.packed(copies).in_whole_tiles()
+        mask = layout.block_mask(torch.full((rows,), copies) if copies > 1 else None)
+        query = torch.randn(rows, 2, len(layout.copy), 16)
+        with torch.set_grad_enabled(batch % 2 == 0):
+            attend(query, query, query, block_mask=mask, scale=0.25, enable_gqa=True)
+        compiled.append(counter.frame_count)
+    assert torch._dynamo.config.recompile_limit >= 64
+    assert compiled[-1] == compiled[13] <= 8
+
+
 def test_attention_by_blocks_is_for_long_rows_on_gpus() -> None:
     long = torch.device("cuda")
-    assert [wants_block_mask(length, long) for length in (4095, 4096)] == [False, True]
+    assert [wants_block_mask(length, long) for length in (511, 512)] == [False, True]
     assert not wants_block_mask(10**6, torch.device("cpu"))
