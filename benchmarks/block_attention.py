@@ -1,11 +1,18 @@
 """Attention of training rows by blocks (FlexAttention) against SDPA under a matrix.
 
     python benchmarks/block_attention.py [--json] [--length 2048] [--heads 8] [--kv_heads 2]
+    python benchmarks/block_attention.py --count
 
 One layer's attention over ``[prompt | clean | noisy]`` rows of a block model, the mask included: on
 a GPU forward and backward, on a CPU the forward alone, since FlexAttention has no more there. Both
 are compiled or fused kernels. Ratios are ours over SDPA's in one process, medians of interleaved
 runs; memory on a GPU is the allocator's peak, on a CPU the bytes of the mask.
+
+``--count`` times nothing. It tells what the rows of one response of SDAR-8B ask for by the number
+of states in a row (:class:`~lit_dlm.rl.items.RowBuilder`'s ``copies``): tokens, attention products
+of a layer's forward under the matrix and over tiles, and bytes of the matrix with the additive one
+that SDPA makes of it, against those of the tiles' tables. A response of blocks of 4 has four
+states.
 """
 
 from __future__ import annotations
@@ -19,7 +26,38 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from lit_dlm.ops.masking import TwoCopyLayout
+from lit_dlm.ops.masking import TILE, TwoCopyLayout
+
+PROMPT, RESPONSES = 128, (64, 128, 256, 512, 1024, 2000)
+STATES, HEADS, WIDTH = 4, 32, 128
+
+
+def row_counts(copies: int, *, response: int = 512) -> dict[str, float]:
+    """What the rows of a response ask for, summed over them.
+
+    Args:
+        copies: states in a row.
+        response: cells.
+    """
+    layout = TwoCopyLayout.trace(PROMPT, PROMPT + response, 4, origin="sequence")
+    told: dict[str, float] = dict.fromkeys(ROW_COUNTS, 0.0)
+    for first in range(0, STATES, copies):
+        rows = layout.packed(min(copies, STATES - first))
+        N = len(rows.source)
+        mask = rows.in_whole_tiles().block_mask()
+        tables = [part for part in mask.as_tuple() if isinstance(part, torch.Tensor)]
+        tiles = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
+        told["row_tokens"] += N
+        told["matrix_teraflops"] += 4 * HEADS * WIDTH * N**2 / 1e12
+        told["tile_teraflops"] += 4 * HEADS * WIDTH * tiles * TILE**2 / 1e12
+        told["matrix_megabytes"] += (1 + 2) * N**2 / 1e6
+        told["tile_megabytes"] += sum(table.nbytes for table in tables) / 1e6
+    return told
+
+
+ROW_COUNTS = (
+    "row_tokens", "matrix_teraflops", "tile_teraflops", "matrix_megabytes", "tile_megabytes",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -34,7 +72,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64, help="width of a head")
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--count", action="store_true", help="no times")
     options = parser.parse_args()
+    if options.count:
+        for response in RESPONSES:
+            for copies in range(1, STATES + 1):
+                values = row_counts(copies, response=response).items()
+                print(response, copies, *(f"{name} {value:.5g}" for name, value in values))
+        return
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     layout = TwoCopyLayout.trace(

@@ -150,6 +150,7 @@ RUNS: dict[str, dict[str, tuple[str, Mapping[str, str]]]] = {
             "fit --config tracerl_sdar",
             {
                 **_RL,
+                "data.batch_size": "2",  # of four rows each
                 "model.backbone.path": RELEASES["sdar-4b"],
                 "model.tokenizer": RELEASES["sdar-4b"],
                 "model.backbone.dtype": "bfloat16",

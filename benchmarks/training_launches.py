@@ -1,12 +1,14 @@
 """What a training step asks of a GPU: forward and backward at released sizes, on meta tensors.
 
 Part of ``launches.py``. What the host reads of a batch is answered by the case: how many cells are
-supervised, and how many a row has at most.
+supervised, and how many a row has at most. Steps run as shipped, in bf16-mixed: the casts of
+autocast count, those of weights once in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +16,7 @@ from unittest.mock import patch
 import torch
 from launches import DREAM, Counts, LaunchCounter, meta_backbone
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import ConfidencePolicy, Decoder
@@ -123,20 +126,75 @@ CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
 network on stored features of 64 states; TraceRL with values from an adapter of their own."""
 
 
-def training_counts(case: str) -> Counts:
+class MixedPrecision(TorchFunctionMode):
+    """What autocast to bfloat16 does on a GPU, for meta tensors, which it does not know.
+
+    The lists are those of torch's ``ATen/autocast_mode.h``, as far as models and losses need them.
+    """
+
+    HALF = (
+        "linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum",
+        "scaled_dot_product_attention",
+    )  # fmt: skip
+    FULL = (
+        "exp", "log", "pow", "__pow__", "rsqrt", "reciprocal", "softplus", "layer_norm", "rms_norm",
+        "logsumexp", "softmax", "log_softmax", "sum", "cumsum", "prod", "nll_loss", "mse_loss",
+        "binary_cross_entropy_with_logits",
+    )  # fmt: skip
+
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        super().__init__()
+        self.is_enabled = is_enabled
+        self._weights: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if self.is_enabled and name in self.HALF + self.FULL:
+            to = torch.bfloat16 if name in self.HALF else torch.float32
+            args = [self._cast(value, to) for value in args]
+            kwargs = {key: self._cast(value, to) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16):
+            return value
+        if not (value.is_leaf and value.requires_grad and value.dtype != dtype):
+            return value.to(dtype)
+        if id(value) not in self._weights:
+            self._weights[id(value)] = value.to(dtype)
+        return self._weights[id(value)]
+
+    @contextmanager
+    def switched(self, _kind: str, *_: Any, enabled: bool = True) -> Iterator[None]:
+        """Stands for ``torch.autocast``."""
+        before, self.is_enabled = self.is_enabled, enabled
+        try:
+            yield
+        finally:
+            self.is_enabled = before
+
+
+def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
     """Counts of one step.
 
     Args:
         case: a key of :data:`CASES`.
+        is_mixed: whether the forward runs under autocast to bfloat16.
     """
     step = CASES[case]()
     counter = LaunchCounter(_answer, num_true=SUPERVISED)
+    mixed = MixedPrecision(is_enabled=is_mixed)
     # Meta stands for a GPU, which has tensor cores.
     with (
         patch.object(fused_head, "_has_tensor_cores", return_value=True),
+        patch.object(torch, "autocast", mixed.switched),
         counter,
     ):
-        step().backward()
+        with mixed:
+            loss = step()
+        loss.backward()
     return counter.counts
 
 

@@ -338,8 +338,8 @@ class HFBackbone(StoredDecoder, Backbone):
         if isinstance(mask, BlockMask):
             visible = mask
             if self.attn_implementation == "eager":
-                rows, _, *lengths = mask.shape
-                visible = create_mask(mask.mask_mod, rows, 1, *lengths, device=self.device)
+                B, _, L, K = mask.shape
+                visible = create_mask(mask.mask_mod, B, 1, L, K, device=self.device)
         elif mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(

@@ -168,9 +168,30 @@ def test_attention_by_blocks_equals_the_matrix(origin: Any, copies: int) -> None
         with torch.no_grad():
             stats = model.score_tokens(ids, targets, rows, mask=mask, position_ids=positions)
         found[name] = (stats.ce, stats.entropy)
+    eager = HFBackbone(architecture=model.architecture, attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    stats = eager.score_tokens(ids, targets, rows, mask=masks["blocks"], position_ids=positions)
+    found["eager"] = (stats.ce, stats.entropy)
     assert len(found["matrix"][0]) > 5
     for other in found.values():
         torch.testing.assert_close(other, found["matrix"], rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_rounds_what_attention_by_blocks_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms give queries and keys in float32 and values are bfloat16; SDAR's norms are as here."""
+    seen = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return query
+
+    monkeypatch.setattr(attention, "flex_attention", attend)
+    model = backbone(attention="block", block_size=2, decoder="qwen3", num_kv_heads=1)
+    layout = TwoCopyLayout.trace(3, 7, 2)
+    ids, rows = torch.ones(1, len(layout.copy), dtype=torch.long), layout.is_noisy[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.score_tokens(ids, ids, rows, mask=layout.block_mask())
+    assert seen == [{torch.bfloat16}] * 2
 
 
 @pytest.mark.parametrize("origin", ["sequence", "response"])
@@ -202,6 +223,7 @@ def test_tiles_hold_all_that_is_visible_and_few_others(origin: Any, copies: int)
     assert every.sum() >= 0.9 * visible.all(-1).sum()
 
 
+@pytest.mark.slow
 def test_ragged_batches_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without gradients, one row and several, padded or not: 8 kernels for any lengths.
 

@@ -71,6 +71,20 @@ def test_drawing_the_tokens_of_64_blocks_takes_few_launches_and_bytes() -> None:
     assert not any(counts.mixed for counts in counted.values())
 
 
+def test_autocast_rounds_products_widens_sums_and_casts_weights_once() -> None:
+    from training_launches import MixedPrecision
+
+    weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+    rows = torch.empty(2, 4, dtype=torch.bfloat16, device="meta")
+    with MixedPrecision() as mixed:
+        product = torch.nn.functional.linear(rows.float(), weight)
+        assert (product.dtype, product.sum().dtype) == (torch.bfloat16, torch.float32)
+        rows @ weight
+        assert len(mixed._weights) == 1
+        with mixed.switched("meta", enabled=False):
+            assert torch.nn.functional.linear(rows.float(), weight).dtype == torch.float32
+
+
 def test_rows_out_of_phase_fill_the_tiles_of_attention() -> None:
     """SDAR-8B: 32 heads on 8, ``4 * 128`` FLOPs a score, 36 layers; no mask, no launches for one.
 
@@ -96,15 +110,30 @@ def test_rows_out_of_phase_fill_the_tiles_of_attention() -> None:
 
 @pytest.mark.parametrize(
     ("case", "waits", "launches"),
-    [("sft", 3, 5300), ("tabom", 4, 5400), ("tracelock", 0, 360), ("tracerl", 3, 8900)],
+    [("sft", 3, 6000), ("tabom", 4, 6100), ("tracelock", 0, 480), ("tracerl", 3, 10_200)],
 )
 def test_a_training_step_keeps_to_its_launches_and_waits(
     case: str, waits: int, launches: int
 ) -> None:
-    """Cells and rows that count are asked for, and whether the loss is finite; nothing else is."""
+    """Cells and rows that count are asked for, and whether the loss is finite; nothing else is.
+
+    Casts of autocast count.
+    """
     from training_launches import training_counts
 
     counts = training_counts(case)
     assert counts.waits.total() == waits
     assert counts.mixed.total() == 0
     assert counts.launches <= launches
+
+
+def test_packing_saves_tokens_and_tiles_save_attention() -> None:
+    """A response of 512 cells: 4 x (640 + 515) tokens apart, 640 + 4 x 515 together."""
+    from block_attention import row_counts
+
+    apart, half, packed = (row_counts(copies) for copies in (1, 2, 4))
+    tokens = [told["row_tokens"] for told in (apart, half, packed)]
+    assert tokens == [4 * 1155, 2 * 1670, 2700]
+    assert packed["tile_teraflops"] <= 0.7 * apart["tile_teraflops"]
+    assert packed["tile_teraflops"] <= 0.3 * packed["matrix_teraflops"]
+    assert packed["tile_megabytes"] <= 1e-3 * packed["matrix_megabytes"]

@@ -175,7 +175,7 @@ def experiments(folder: Path) -> dict[str, list[str]]:
         "--config=configs/exp/tracerl_sdar.yaml",
         *paths,
         "--trainer.max_epochs=1",
-        "--data.rows_per_update=4",
+        "--data.rows_per_update=8",
         f"--data.tasks={problems(8)}",
         f"--data.val_tasks={problems(3)}",
         "--data.filters=null",
