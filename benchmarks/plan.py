@@ -3,9 +3,9 @@
     python benchmarks/plan.py [--json] [--width 512] [--layers 8] [--rows 8] [--length 256]
 
 Every case is a process of its own that builds a random model, takes two steps of AdamW on it (or
-runs one forward of a decode), and reads its peak resident set (``VmHWM``) over what it had after a
-step of a small model, which loads all libraries. The allocator is told to give freed memory back.
-The plan counts the same settings without memory. A ratio above 1 says that the plan was too low.
+two of a decode), and reads its peak resident set (``VmHWM``) over what it had after a step of a
+small model, which loads all libraries. The allocator is told to give freed memory back. A ratio
+above 1 says that the plan was too low.
 """
 
 from __future__ import annotations
@@ -23,6 +23,15 @@ import torch
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora_settings import LoRASettings
+from lit_dlm.decoding import (
+    BlockWindow,
+    Decoder,
+    DecodeSettings,
+    DualCache,
+    EntropyPolicy,
+    FullWindow,
+    decode_prompts,
+)
 from lit_dlm.plan import GIB, plan_of
 
 CASES: dict[str, dict[str, Any]] = {
@@ -30,8 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "all weights, every layer recomputed": {"trainable": True, "gradient_checkpointing": True},
     "all weights, selective": {"trainable": True, "gradient_checkpointing": "selective"},
     "adapter": {"lora": {"rank": 16, "targets": "all"}},
-    "forward": {},
+    "decode": {},
+    "decode, dual cache": {},
 }
+WIDTH = 32
+"""Cells of the window where a decode has a cache."""
 
 
 def architecture(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -43,9 +55,10 @@ def architecture(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def planned(arguments: argparse.Namespace, name: str) -> int:
     """Bytes by the plan: a third of each row is prompt."""
-    prompt = arguments.length // 3
+    prompt, options = arguments.length // 3, CASES[name]
+    decoder = {"window": {"block_length": WIDTH}, "cache": "DualCache"} if "cache" in name else {}
     data = {
         "class_path": "SupervisedDataModule" if options else "PromptDataModule",
         "init_args": {
@@ -60,6 +73,7 @@ def planned(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         "init_args": {
             "backbone": {"class_path": "HFBackbone", "init_args": backbone},
             "optimizer": {"class_path": "torch.optim.AdamW"},
+            "decoders": {"one": decoder},
         },
     }
     plan = plan_of({"model": model, "data": data, "trainer": {"accelerator": "cpu", "devices": 1}})
@@ -67,8 +81,9 @@ def planned(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     return plan.most()
 
 
-def measured(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def measured(arguments: argparse.Namespace, name: str) -> int:
     """Bytes that this process needs beyond its libraries."""
+    options = CASES[name]
     given = {**options, "lora": LoRASettings(**options["lora"])} if "lora" in options else options
 
     def run(arguments: argparse.Namespace) -> int:
@@ -77,15 +92,24 @@ def measured(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         ids = torch.randint(4, arguments.vocab, (arguments.rows, arguments.length))
         real = torch.ones_like(ids, dtype=torch.bool)
         real[1:, :5] = False
-        columns = torch.arange(arguments.length // 3, arguments.length)
+        prompt = arguments.length // 3
         if not options:
-            with torch.no_grad():
-                logits = backbone.denoise(
-                    ids, pad_mask=real, columns=columns.expand(arguments.rows, -1)
-                ).logits
-                logits.float().softmax(-1)
+            is_cached = "cache" in name
+            decoder = Decoder(
+                policy=EntropyPolicy(),
+                window=BlockWindow(WIDTH) if is_cached else FullWindow(),
+                cache=DualCache() if is_cached else None,
+                settings=DecodeSettings(max_steps=2),
+            )
+            decode_prompts(
+                backbone,
+                decoder,
+                [row[:prompt][seen[:prompt]].tolist() for row, seen in zip(ids, real, strict=True)],
+                response_length=arguments.length - prompt,
+                seeds=range(arguments.rows),
+            )
             return peak_memory.peak() - before
-        scored = (torch.arange(arguments.length) >= columns[0]).expand_as(ids)
+        scored = (torch.arange(arguments.length) >= prompt).expand_as(ids)
         trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained)
         for _ in range(2):
@@ -110,10 +134,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
-        print(measured(options, CASES[options.case]))
+        print(measured(options, options.case))
         return
     found = {}
-    for name, case in CASES.items():
+    for name in CASES:
         child = subprocess.run(
             [sys.executable, *sys.argv, "--case", name],
             env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
@@ -121,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
             text=True,
             check=True,
         )
-        found[name] = (int(child.stdout), planned(options, case))
+        found[name] = (int(child.stdout), planned(options, name))
         if not options.json:
             real, told = found[name]
             print(f"{name:38} {real / GIB:7.3f} GiB, planned {told / GIB:7.3f}: {real / told:.2f}")

@@ -1,48 +1,40 @@
-"""What a run takes of memory and disk, from its configuration alone; nothing is loaded.
+"""What a run takes of memory and disk, by formulas from its configuration; nothing is loaded.
 
-Parameters are those of the backbone on the meta device, its adapter included. Activations come from
-the backbone's own code: a training step and a forward run on tensors without memory, two and three
-layers deep, while the bytes that are alive are counted; every further layer adds as much as the
-third did. Logits, caches, optimiser states and records are counted by their shapes.
-
-Prompts and responses are taken as long as the configuration allows, so a plan says what a run needs
-at most. It leaves out heads beside the backbone (a few MB), what the allocator loses, and the
-context of a GPU or Python itself (about 0.5 GiB).
+Prompts and responses are as long as the configuration allows, so a plan says what a run needs at
+most. Left out are heads beside the backbone, a tokenizer of pictures, activations of a vision
+tower, what the allocator loses, and the context of a GPU or of Python itself (about 0.5 GiB). The
+lengths of stored states are not known: training on them is planned by the weights alone.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lit_dlm.backbones.architecture import Architecture
-from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.backbones.decoder import torch_dtype
 from lit_dlm.backbones.location import in_hub_cache, is_local, locate
 from lit_dlm.backbones.lora_settings import LoRASettings, read_adapter_settings
 from lit_dlm.backbones.resolution import FromAR, resolve
-from lit_dlm.backbones.visibility import attention_visibility
-from lit_dlm.heads.projection import ProjectorConfig
+from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.modules.supervised_batch import row_tokens
 from lit_dlm.ops.fused_head import CHUNK_ELEMENTS
-from lit_dlm.twins import RELEASES
+from lit_dlm.twins import RELEASES, tower_shapes
 
 GIB = 2.0**30
 LARGE = 100_000_000
 """Parameters from which on a run prints its plan and is refused where it cannot fit."""
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)
-_STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Muon": 1, "RMSprop": 1, "Adagrad": 1}
-"""Numbers that an optimiser keeps of each trained parameter; others are taken to keep two."""
+_STATES = {"SGD": 1, "Muon": 1}
+"""Numbers that an optimiser keeps of each trained parameter; others keep two."""
+_SCORED = {"cpu": 48_000_000, "cuda": 640_000_000}
+"""Bytes that the sampler takes beside the logits, of which it scores some at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,89 +42,202 @@ class Plan:
     """Bytes by what they are for; of one process unless said otherwise."""
 
     model: str
-    """Where the weights come from."""
     num_parameters: int
-    """Of the backbone and its adapter."""
     num_trained: int
-    """Those that are trained."""
     split: dict[str, int] = field(default_factory=dict)
     """What sharded training splits among processes: weights, gradients, optimiser states."""
     training: dict[str, int] = field(default_factory=dict)
-    """What an update takes besides on every process; empty where nothing is trained."""
+    """What forward and backward take besides; empty where nothing is trained."""
+    update: int = 0
+    """What the optimiser's step takes instead of that; split as well."""
     decoding: dict[str, int] = field(default_factory=dict)
-    """What decoding takes besides the weights on every process; empty where nothing is decoded."""
-    disk: dict[str, int] = field(default_factory=dict)
-    """Bytes on disk, of all processes together."""
+    """What decoding takes besides; empty where nothing is decoded."""
+    elsewhere: dict[str, int] = field(default_factory=dict)
+    """On the host and, of all processes together, on disk."""
     is_sharded: bool = False
-    """Whether the strategy splits what is trained."""
-    gathered: int = 0
-    """Whole weights while a sharded policy decodes."""
-    host: dict[str, int] = field(default_factory=dict)
-    """Memory of the host beside that of the device."""
 
-    def held(self, num_processes: int = 1) -> int:
-        """Weights, gradients and optimiser states on one of so many processes."""
-        whole = sum(self.split.values())
-        return whole // num_processes if self.is_sharded else whole
+    def parts(self, num_processes: int = 1) -> dict[str, int]:
+        """What one of so many processes holds, by name; the last entry is the most at a time."""
+        shares = num_processes if self.is_sharded else 1
+        split = {name: size // shares for name, size in self.split.items()}
+        update = {"update": self.update // shares}
+        phases = {"training": self.training, "decoding": self.decoding}
+        most = sum(split.values()) + max(
+            sum(parts.values()) for parts in (*phases.values(), update)
+        )
+        named = {f"{at}: {name}": n for at, parts in phases.items() for name, n in parts.items()}
+        return {**split, **named, **update, "at most at a time": most}
 
     def least(self, num_processes: int = 1) -> int:
-        """What one process needs in any case, whatever the lengths: see :meth:`held`."""
-        return self.held(num_processes) + (self.gathered if self.is_sharded else 0)
+        """What one of so many processes needs in any case, whatever the lengths."""
+        parts = self.parts(num_processes)
+        return sum(parts[name] for name in self.split) + self.decoding.get("whole weights", 0)
 
     def most(self, num_processes: int = 1) -> int:
-        """The larger of an update and of decoding on one of so many processes."""
-        gathered = self.gathered if self.is_sharded else 0
-        return self.held(num_processes) + max(
-            sum(self.training.values()),
-            sum(self.decoding.values()) + gathered if self.decoding else 0,
-        )
+        """The largest of forward and backward, the optimiser's step and decoding."""
+        return self.parts(num_processes)["at most at a time"]
 
-    def short(self, num_processes: int = 1) -> str:
+    def short(self, num_processes: int) -> str:
         """One line for the start of a run."""
-        shares = {
-            name: size // (num_processes if self.is_sharded else 1)
-            for name, size in self.split.items()
-        }
-        parts = {**shares, **self.training, **self.decoding}
-        told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        parts = self.parts(num_processes).items()
+        told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         return (
             f"plan: {self.num_parameters / 1e9:.2f} B parameters, {self.num_trained / 1e9:.3f} B "
-            f"trained; GiB on each of {num_processes}: {told}; at most "
-            f"{self.most(num_processes) / GIB:.2f} at a time"
+            f"trained; GiB on each of {num_processes}: {told}"
         )
 
     def table(self) -> str:
         """All of it, for 1 to 64 processes."""
+        columns = [self.parts(number) for number in PROCESSES]
         lines = [
-            f"{self.model}: {self.num_parameters:,} parameters, {self.num_trained:,} trained",
-            "",
-            _row("GiB per process, processes", [f"{number:,}" for number in PROCESSES]),
+            f"{self.model}: {self.num_parameters:,} parameters, {self.num_trained:,} trained\n",
+            "GiB per process, processes".ljust(36) + "".join(f"{n:9}" for n in PROCESSES),
         ]
-        for name, size in self.split.items():
-            if not size:
-                continue
-            parts = [size / (number if self.is_sharded else 1) for number in PROCESSES]
-            lines.append(_row(name, [f"{part / GIB:.2f}" for part in parts]))
-        rest = {f"training: {name}": size for name, size in self.training.items()}
-        rest |= {f"decoding: {name}": size for name, size in self.decoding.items()}
-        if self.is_sharded and self.decoding:
-            rest["decoding: whole weights"] = self.gathered
-        lines += [_row(name, [f"{size / GIB:.2f}"] * len(PROCESSES)) for name, size in rest.items()]
-        lines.append(
-            _row("at most at a time", [f"{self.most(number) / GIB:.2f}" for number in PROCESSES])
-        )
-        lines.append("")
         lines += [
-            f"on the host, {name}: {size / GIB:,.2f} GiB"
-            for name, size in self.host.items()
+            name.ljust(36) + "".join(f"{column[name] / GIB:9.2f}" for column in columns)
+            for name, size in columns[0].items()
             if size
         ]
-        lines += [f"on disk, {name}: {size / 1e6:,.1f} MB" for name, size in self.disk.items()]
-        return "\n".join(lines)
+        others = [f"{name}: {size / GIB:,.2f} GiB" for name, size in self.elsewhere.items()]
+        return "\n".join([*lines, "", *others])
 
 
-def _row(name: str, cells: Sequence[str]) -> str:
-    return name.ljust(34) + "".join(cell.rjust(9) for cell in cells)
+class _Model:
+    """A backbone by its sizes, from the options of an HFBackbone."""
+
+    def __init__(
+        self, options: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
+    ) -> None:
+        num_seeing = 0
+        if options.get("architecture"):
+            self.architecture = _built(Architecture, options["architecture"])
+        else:
+            path, from_ar = str(options["path"]), options.get("from_ar")
+            known = is_local(path) or in_hub_cache(path, weights=False) or not offline
+            if not known and path not in RELEASES:
+                raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
+            found = resolve(
+                path if known else RELEASES[path].config,
+                spec_overrides=options.get("spec_overrides"),
+                from_ar=None if from_ar is None else _built(FromAR, from_ar),
+                source=f"{path}: ",
+            )
+            self.architecture = found.architecture
+            if options.get("vision") and "mm_vision_tower" in found.config:
+                num_seeing = sum(map(math.prod, tower_shapes(found.config).values()))
+        self.shapes = self.architecture.parameter_shapes()
+        self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
+        self.recompute = options.get("gradient_checkpointing", False)
+        self.adapters = [_built(LoRASettings, options["lora"])] if options.get("lora") else []
+        is_trainable = bool(options.get("trainable"))
+        self.trains_adapters = is_trainable or bool(self.adapters)
+        if options.get("adapter") and not options.get("merge_adapter"):
+            self.adapters = [read_adapter_settings(locate(options["adapter"]))]
+        self.trains_all = is_trainable and not self.adapters
+        strategy = str(trainer.get("strategy"))
+        self.is_sharded = "ShardedStrategy" in strategy or "ModelParallelStrategy" in strategy
+        self.weight = torch_dtype(options.get("dtype", "float32")).itemsize
+        """Bytes of a base weight; adapters are float32."""
+        self.computed = 2 if trainer.get("precision") == "bf16-mixed" else self.weight
+        """Bytes of what products give, of gathered weights and of caches."""
+        # Sharded decoders get their inputs, too, in the dtype that they compute in.
+        self.stream = self.computed if self.is_sharded else self.weight
+        self.copies = {}
+        if self.computed < self.stream and self.trains_all:  # autocast keeps them
+            self.copies["bfloat16 weights"] = self.computed * self.num_base
+
+    def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
+        """Shapes of the matrices that an adapter adapts."""
+        return [
+            shape
+            for key, shape in self.shapes.items()
+            if len(shape) == 2 and key.split(".")[-2] in lora.modules()
+            if lora.layers is None or int(key.split(".")[2]) in lora.layers
+        ]
+
+    @property
+    def num_adapter(self) -> int:
+        """Parameters of adapters."""
+        return sum(lora.rank * sum(map(sum, self.adapted(lora))) for lora in self.adapters)
+
+    def training(self, run: Mapping[str, Any]) -> dict[str, int]:
+        """A forward and its backward, besides weights, gradients and optimiser states."""
+        a, s, D = self.architecture, self.computed, self.architecture.hidden_size
+        packed = int(run.get("packing") or 1)
+        length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
+        limit = run.get("max_tokens_per_batch")
+        rows = run.get("batch_size", 1) if limit is None else max(1, limit // length)
+        if "responses_per_prompt" not in run:  # so many states of every example
+            rows *= _options(run.get("corruption")).get("copies", 1)
+        scored = rows * packed * run["response"]
+        whole, small, passing = self._layer()
+        every = 1 if self.recompute == "selective" else int(self.recompute)
+        again = a.num_layers // every if every else 0
+        kept = (a.num_layers - again + bool(again)) * whole + again * small  # one is there again
+        found = {
+            "activations": rows * length * (kept + passing + 3 * self.stream * D),
+            # Rows and their gradients, logits and their gradient, the gradient of the weight.
+            "head": scored * D * (4 + 2 * s)
+            + 8 * min(scored * a.vocab_size, CHUNK_ELEMENTS[run["device"]])
+            + 4 * a.vocab_size * D * self.trains_all,
+        }
+        if self.is_sharded:  # embedding, head and two layers at a time
+            sizes = {key: math.prod(shape) for key, shape in self.shapes.items()}
+            layer = sum(size for key, size in sizes.items() if ".layers.0." in key)
+            ends = sum(size for key, size in sizes.items() if ".layers." not in key)
+            found["gathered weights"] = s * (2 * layer + ends)
+            # Gradients in the dtype of products until they are summed in float32, a layer behind.
+            found["whole gradients"] = (s * (layer + ends) + 8 * layer) * self.trains_all
+        return found | self.copies
+
+    def _layer(self) -> tuple[int, int, int]:
+        """Bytes a token of a layer: kept whole, kept to compute it again, passing in its backward.
+
+        Masks make attention repeat keys and values for all query heads.
+        """
+        a, s, r = self.architecture, self.computed, self.stream
+        D, E = a.hidden_size, a.intermediate_size
+        Q, K = a.num_heads * a.head_width, a.kv_heads * a.head_width
+        sides = {  # what each product takes and gives
+            "q_proj": (D, Q), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (Q, D),
+            "gate_proj": (D, E), "up_proj": (D, E), "down_proj": (E, D),
+        }  # fmt: skip
+        adapted = [sides[name] for lora in self.adapters[:1] for name in lora.modules()]
+        # An adapter takes a copy in each place, as autocast does of a wider stream.
+        fed = sum(one for one, _ in adapted) or E + (5 * D if r > s else 2 * D)
+        # Inputs of norms; query, keys, values and output; the gate, its SiLU, what it is put on.
+        whole = 2 * r * D + s * (fed + 4 * Q + 3 * E + (Q + K) * (a.decoder == "qwen3"))
+        small = r * D
+        if self.recompute == "selective":
+            small += s * (Q + sum(one for _, one in [*sides.values(), *adapted]))
+        return whole, small, r * D + (3 * s + 4 * bool(adapted)) * E
+
+    def decoding(self, run: Mapping[str, Any], decoder: Mapping[str, Any]) -> dict[str, int]:
+        """What a decode takes besides the weights."""
+        a, s, D = self.architecture, self.computed, self.architecture.hidden_size
+        window, cache = _options(decoder.get("window")), _class(decoder.get("cache"))
+        width = window.get("block_length") or window.get("width") or a.block_size or run["response"]
+        rows = run.get("rollout_batch_size") or run.get("batch_size", 1)
+        cells = rows * min(width, run["response"])
+        columns = tokens = rows * (run["prompt"] + run["response"])
+        if cache.endswith("BlockCache"):  # prompts run apart, a step two blocks at most
+            tokens = min(rows * run["prompt"], max(PROMPT_TOKENS, run["prompt"])) + 2 * cells
+        if decoder.get("guidance"):  # rows of both prompts, and what their logits make together
+            tokens, cells = 2 * tokens, 5 * cells
+        logits = cells * a.vocab_size
+        found = {
+            "activations": tokens * 3 * (self.stream * D + s * a.intermediate_size),
+            "logits": s * logits + min(48 * logits, _SCORED[run["device"]]),
+        }
+        is_cached = bool(cache) and not cache.endswith("NoCache")
+        if is_cached:  # keys, values and last hidden rows
+            keys = a.num_layers * a.kv_heads * a.head_width
+            found["caches"] = columns * (2 * s * keys + self.stream * D)
+        if run.get("level") == "features" or "TraceLock" in _class(decoder.get("policy")):
+            found["three hidden states"] = columns * 3 * s * D * (1 + is_cached)
+        if self.is_sharded:
+            found["whole weights"] = s * self.num_base
+        return found | self.copies
 
 
 def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
@@ -149,90 +254,61 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     Raises:
         ValueError: the backbone's description cannot be found or used.
     """
-    module, data, trainer = config["model"], config["data"], config["trainer"]
-    settings, given = _options(module), _options(data)
-    backbones = {
-        name: _options(settings[name])
-        for name in ("backbone", "value_backbone")
-        if str((settings.get(name) or {}).get("class_path", "")).endswith("HFBackbone")
-    }
-    if "backbone" not in backbones:
+    settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
+    if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
-    options = backbones["backbone"]
-    models = [_meta(_architecture(one, offline=offline), one) for one in backbones.values()]
-    architecture = models[0].architecture
-    if (settings.get("value") or {}).get("backbone") == "lora":
-        models[0].add_side_adapter("value", _built(LoRASettings, settings["value"]["lora"]))
-    weights = [weight for model in models for weight in model.parameters()]
-    decodes_only = str(data["class_path"]).endswith("PromptDataModule")
-    trained = [weight for weight in weights if weight.requires_grad and not decodes_only]
-    optimizer = str((settings.get("optimizer") or {}).get("class_path", "")).rpartition(".")[2]
-    states = 0 if optimizer == "SGD" else _STATES.get(optimizer, 2)
-    is_rl = "responses_per_prompt" in given and not decodes_only
-    prompt, response = given.get("max_prompt_length", 0), _longest(given.get("response_length", 0))
-    dtype = models[0].dtype
-    is_mixed = str(trainer.get("precision")) == "bf16-mixed"
-    computed = 2 if is_mixed else dtype.itemsize
-    strategy = str(trainer.get("strategy"))
-    is_sharded = "ShardedStrategy" in strategy or "ModelParallelStrategy" in strategy
+    given = [settings["backbone"], settings.get("value_backbone")]
+    models = [_Model(_options(one), trainer, offline=offline) for one in given if one]
+    policy, value = models[0], _options(settings.get("value"))
+    reader = value.get("backbone", "lora") if settings.get("value") else "head"
+    if reader == "lora":
+        policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
+    lengths = data.get("response_length", 0)
+    run = {
+        **settings,
+        **data,
+        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        "prompt": data.get("max_prompt_length", 0),
+        "response": lengths if isinstance(lengths, int) else max(lengths),
+    }
+    only_decodes = _class(config["data"]).endswith("PromptDataModule")
+    is_rl = "responses_per_prompt" in data and not only_decodes
+    num_trained = gradients = 0
+    for model in [] if only_decodes else models:
+        number = model.num_base if model.trains_all else model.num_adapter * model.trains_adapters
+        num_trained += number
+        gradients += number * (model.weight if model.trains_all else 4)
     training: dict[str, int] = {}
-    if trained and prompt + response:
-        rows, lengths, scored = _training_rows(settings, given, architecture, prompt, response)
-        training["activations"] = _activations(
-            architecture, options, rows, lengths, is_mixed=is_mixed
-        )
-        training["head"] = _head(
-            models[0], scored, CHUNK_ELEMENTS["cuda" if _on_gpus(trainer) else "cpu"]
-        )
-        if is_sharded:  # embedding, head and two layers are whole at a time
-            layers = models[0].model.model.layers
-            ends = (models[0].model.model.embed_tokens, models[0].model.lm_head)
-            shown = {id(one): one for part in (*layers[:2], *ends) for one in part.parameters()}
-            training["gathered weights"] = computed * sum(one.numel() for one in shown.values())
-        elif computed < dtype.itemsize:  # autocast keeps copies until the forward ends
-            training["bfloat16 weights"] = computed * sum(one.numel() for one in trained)
+    if gradients and run["response"]:
+        training = policy.training(run)
+        if reader != "head":  # kept as long as the policy's
+            of_values = models[-1].training(run).items()
+            training |= {f"{name} of values": n for name, n in of_values if name != "head"}
+        if str(trainer.get("strategy")).startswith("ddp"):
+            training["buckets of gradients"] = gradients
     decoding: dict[str, int] = {}
-    if decodes_only or is_rl:
-        rows = given.get("rollout_batch_size") or given.get("batch_size", 1)
-        decoding = _decoding(
-            settings, architecture, options, rows, prompt, response, is_mixed=is_mixed
-        )
-    trained_bytes = sum(weight.nbytes for weight in trained)
-    disk: dict[str, int] = {}
-    if trained:
-        disk["a checkpoint"] = trained_bytes * (1 + states)
-    if decoding:
-        record = _record(settings, prompt, response, is_rl=is_rl)
-        disk["1,000 records before compression"] = 1000 * record
-        if is_rl:
-            count = given["prompts_per_step"] * given["responses_per_prompt"]
-            disk["records of an RL step before compression"] = count * record
+    if only_decodes or is_rl:
+        run["response"] = max(run["response"], data.get("val_response_length") or 0)
+        decoders = [_options(one) for one in (settings.get("decoders") or {}).values()] or [{}]
+        found = [policy.decoding(run, one) for one in decoders]
+        decoding = max(found, key=lambda parts: sum(parts.values()))  # one method at a time
+    states = gradients * _STATES.get(_class(settings.get("optimizer")).rpartition(".")[2], 2)
+    elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
+    if is_rl and policy.adapters and not policy.is_sharded:
+        merged = policy.weight * sum(map(math.prod, policy.adapted(policy.adapters[0])))
+        elsewhere["on the host, weights under a merged adapter"] = merged
+    weights = sum(model.weight * model.num_base + 4 * model.num_adapter for model in models)
     return Plan(
-        model=str(options.get("path") or "random weights"),
-        num_parameters=sum(weight.numel() for weight in weights),
-        num_trained=sum(weight.numel() for weight in trained),
-        split={
-            "weights": sum(weight.nbytes for weight in weights),
-            "gradients": trained_bytes,
-            "optimiser states": trained_bytes * states,
-        },
+        model=str(_options(settings["backbone"]).get("path") or "random weights"),
+        num_parameters=sum(model.num_base + model.num_adapter for model in models),
+        num_trained=num_trained,
+        split={"weights": weights, "gradients": gradients, "optimiser states": states},
         training=training,
+        update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
         decoding=decoding,
-        disk=disk,
-        is_sharded=is_sharded,
-        gathered=computed * sum(one.numel() for one in models[0].parameters()) if is_rl else 0,
-        host={"weights under the adapter while it is merged": _adapted(models[0])} if is_rl else {},
+        elsewhere=elsewhere,
+        is_sharded=policy.is_sharded,
     )
-
-
-def _adapted(model: HFBackbone) -> int:
-    """Bytes of the weights that an adapter adapts, 0 without one."""
-    if model.adapter is None:
-        return 0
-    from peft.tuners.lora import LoraLayer
-
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
-    return sum(layer.get_base_layer().weight.nbytes for layer in layers)
 
 
 def check_run(config: Mapping[str, Any]) -> str | None:
@@ -243,35 +319,18 @@ def check_run(config: Mapping[str, Any]) -> str | None:
         the backbone cannot be described: building it says so, with its place.
 
     Raises:
-        ValueError: see :func:`check_fits`.
+        ValueError: weights, gradients and optimiser states alone exceed the device.
     """
-    options = _options((_options(config["model"])).get("backbone"))
-    if not (options.get("path") or options.get("architecture")):
-        return None
     try:
-        shapes = _architecture(options, offline=False).parameter_shapes()
-        if sum(map(math.prod, shapes.values())) < LARGE:
-            return None
         plan = plan_of(config)
-    except (ValueError, TypeError, OSError):
+    except (ValueError, TypeError, OSError, LookupError):
         return None
-    if plan is None:
+    if plan is None or plan.num_parameters < LARGE:
         return None
-    check_fits(plan, config["trainer"])
-    return plan.short(num_processes(config["trainer"]))
-
-
-def check_fits(plan: Plan, trainer: Mapping[str, Any]) -> None:
-    """Refuses a run whose weights, gradients and optimiser states alone exceed the device.
-
-    Raises:
-        ValueError: they do.
-    """
-    processes = num_processes(trainer)
-    capacity = device_bytes(trainer)
+    processes, capacity = num_processes(config["trainer"]), device_bytes(config["trainer"])
     needed = plan.least(processes)
     if capacity is None or needed <= capacity:
-        return
+        return plan.short(processes)
     advice = "a smaller dtype, an adapter (lora)"
     if not plan.is_sharded and plan.num_trained:
         advice += " or split weights (configs/trainer/fsdp.yaml)"
@@ -316,236 +375,18 @@ def _on_gpus(trainer: Mapping[str, Any]) -> bool:
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 
-def _options(spec: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The settings of a class, given with its path or without."""
-    if not spec:
+def _options(spec: Any) -> Mapping[str, Any]:
+    """The settings of a class, given with its path or without; none of a bare name."""
+    if not isinstance(spec, Mapping):
         return {}
     return spec.get("init_args") or ({} if "class_path" in spec else spec)
 
 
-def _longest(length: int | Sequence[int]) -> int:
-    return length if isinstance(length, int) else max(length)
-
-
-def _architecture(options: Mapping[str, Any], *, offline: bool) -> Architecture:
-    if options.get("architecture"):
-        return _built(Architecture, options["architecture"])
-    path, from_ar = str(options["path"]), options.get("from_ar")
-    description: str | Mapping[str, Any] = path
-    if offline and not is_local(path) and not in_hub_cache(path, weights=False):
-        if path not in RELEASES:
-            raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
-        description = RELEASES[path].config
-    found = resolve(
-        description,
-        spec_overrides=options.get("spec_overrides"),
-        from_ar=None if from_ar is None else _built(FromAR, from_ar),
-        source=f"{path}: ",
-    )
-    return found.architecture
+def _class(spec: Any) -> str:
+    """The path or name of a class; empty where there is none."""
+    return str(spec.get("class_path", "")) if isinstance(spec, Mapping) else str(spec or "")
 
 
 def _built(kind: Any, values: Any) -> Any:
     """A dataclass of plain settings, which the parser may have built already."""
     return values if isinstance(values, kind) else kind(**_options(values))
-
-
-def _meta(architecture: Architecture, options: Mapping[str, Any]) -> HFBackbone:
-    """The backbone without memory."""
-    lora, adapter = options.get("lora"), options.get("adapter")
-    if adapter and not options.get("merge_adapter"):
-        lora = read_adapter_settings(locate(adapter))
-    trainable = bool(options.get("trainable"))
-    with torch.device("meta"):
-        model = HFBackbone(
-            architecture=architecture,
-            dtype=options.get("dtype", "float32"),
-            trainable=trainable and not lora,
-            lora=None if lora is None else _built(LoRASettings, lora),
-            gradient_checkpointing=options.get("gradient_checkpointing", False),
-        )
-    if adapter and not trainable:
-        model.requires_grad_(False)
-    return model
-
-
-def _training_rows(
-    settings: Mapping[str, Any],
-    data: Mapping[str, Any],
-    architecture: Architecture,
-    prompt: int,
-    response: int,
-) -> tuple[int, int, int]:
-    """Rows of a batch, their tokens, and scored cells of all of them, at most."""
-    copies = int(settings.get("packing") or 1)
-    parts = row_tokens(prompt, response, architecture.spec(), copies=copies)
-    length = sum(parts)
-    limit = data.get("max_tokens_per_batch")
-    rows = data.get("batch_size", 1) if limit is None else max(1, limit // length)
-    return rows, length, rows * copies * response
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: set[int] = set()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
-            if isinstance(one, Tensor):
-                self._count(one.untyped_storage())
-        return found
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
-            return
-        self.known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-def _activations(
-    architecture: Architecture,
-    options: Mapping[str, Any],
-    rows: int,
-    length: int,
-    *,
-    is_mixed: bool = False,
-    trains: bool = True,
-) -> int:
-    """Most bytes alive in a step of all layers, besides weights and their gradients."""
-    every = options.get("gradient_checkpointing", False)
-    stride = every if isinstance(every, int) and every > 1 else 1
-    sizes = []
-    for layers in (2 * stride, 3 * stride):
-        model = _meta(replace(architecture, num_layers=layers), {**options, "adapter": None})
-        sizes.append(_step(model, rows, length, is_mixed=is_mixed, trains=trains))
-    per_layer = (sizes[1] - sizes[0]) / stride
-    return int(sizes[1] + per_layer * (architecture.num_layers - 3 * stride))
-
-
-def _step(model: HFBackbone, rows: int, length: int, *, is_mixed: bool, trains: bool) -> int:
-    """Most bytes alive in one forward, and a backward where there is one, of a small model."""
-    model.train(trains)
-    with FakeTensorMode(), torch.set_grad_enabled(trains):
-        _without_memory(model)
-        alive = _Alive()
-        for weight in model.parameters():
-            alive.known.add(weight.untyped_storage()._cdata)
-            if weight.requires_grad:  # as from the batch before it
-                weight.grad = torch.empty_like(weight)
-                alive.known.add(weight.grad.untyped_storage()._cdata)
-        with alive, torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            ids = torch.zeros(rows, length, dtype=torch.long)
-            visible: Tensor | None
-            if trains and model.spec.attention == "block":  # two copies under a matrix
-                visible = torch.ones(rows, 1, length, length, dtype=torch.bool)
-            else:
-                pad = torch.ones(rows, length, dtype=torch.bool)
-                visible = attention_visibility(model.spec, ids, pad_mask=pad, response_start=0)
-            last, _ = model._encode(ids, visible, ids)
-            if trains:
-                last.sum().backward()
-    return alive.peak
-
-
-def _without_memory(model: nn.Module) -> None:
-    """Replaces tensors on the meta device by fake ones on the CPU, which autocast knows."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for store in stores:
-            for name, tensor in store.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = fake
-                store[name] = made[id(tensor)]
-
-
-def _head(model: HFBackbone, scored: int, elements: int) -> int:
-    """What :func:`~lit_dlm.ops.fused_head.token_stats` takes for so many cells."""
-    weight = model.model.lm_head.weight
-    V, D = weight.shape
-    gradient = 4 * V * D if weight.requires_grad else 0
-    return scored * D * (4 + 2 * weight.itemsize) + 2 * 4 * min(scored * V, elements) + gradient
-
-
-def _decoding(
-    settings: Mapping[str, Any],
-    architecture: Architecture,
-    options: Mapping[str, Any],
-    rows: int,
-    prompt: int,
-    response: int,
-    *,
-    is_mixed: bool,
-) -> dict[str, int]:
-    decoders = [_options(one) for one in (settings.get("decoders") or {}).values()]
-    itemsize = 2 if is_mixed else getattr(torch, options.get("dtype", "float32")).itemsize
-    length = prompt + response
-    widths = [_window(decoder, response) for decoder in decoders] or [response]
-    found = {
-        "activations": _activations(
-            architecture,
-            {**options, "lora": None},
-            rows,
-            length,
-            is_mixed=is_mixed,
-            trains=False,
-        ),
-        # In the model's dtype, and once more in float32 for probabilities.
-        "logits": rows * max(widths) * architecture.vocab_size * (itemsize + 4),
-    }
-    if any(decoder.get("cache") for decoder in decoders):
-        width = architecture.kv_heads * architecture.head_width
-        found["cache"] = 2 * rows * length * architecture.num_layers * width * itemsize
-    return found
-
-
-def _window(decoder: Mapping[str, Any], response: int) -> int:
-    options = _options(decoder.get("window"))
-    return min(response, options.get("block_length") or options.get("width") or response)
-
-
-def _record(settings: Mapping[str, Any], prompt: int, response: int, *, is_rl: bool) -> int:
-    """Bytes of a stored decode of one token a step (docs/trajectory_format.md).
-
-    Ids take three bytes, steps one or two, names and digests some 200. A level adds numbers for
-    every cell, and for every row: a cell that is masked before a step.
-    """
-    rows = response * (response + 1) // 2
-    size = 3 * (prompt + response) + (1 if response < 256 else 2) * response + 200
-    size += 5 * settings.get("top_k", 0) * rows + 4 * settings.get("step_times", False) * response
-    level = settings.get("level")
-    if is_rl:  # log-probability, value and advantage
-        size += 8 * response
-    elif level == "signals":
-        size += 6 * response + 7 * rows
-    elif level == "features":
-        shown = _options(settings.get("settings"))
-        scores = 3 - list(_options(shown.get("features")).values()).count(False)
-        snapshots = ProjectorConfig.num_snapshots  # and the differences of neighbours
-        width = settings["hidden_rank"] * snapshots + settings["delta_rank"] * (snapshots - 1)
-        groups = 2 * snapshots - 1 + scores  # each with a scale of its own in int8
-        is_int8 = settings.get("scheme", "int8") == "int8"
-        row = 3 + (width + scores + 2 * groups if is_int8 else 2 * (width + scores))
-        cells = {"generation": response, "all": prompt + response}
-        kept = round(settings["step_ratio"] * response)
-        size += int(kept * cells.get(shown.get("layout", "masked"), (response + 1) / 2) * row)
-    return size

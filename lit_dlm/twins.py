@@ -388,7 +388,7 @@ def write_twin(
     plain = {"mask_id": 0} if config["model_type"] in PLAIN_DECODERS else None
     shapes = resolve(config, spec_overrides=plain, source=f"{release}: ").parameter_shapes()
     if "mm_vision_tower" in config:
-        shapes |= _tower_shapes(config)
+        shapes |= tower_shapes(config)
     stored = torch_dtype(dtype)
     generator = torch.Generator().manual_seed(seed)
 
@@ -402,7 +402,7 @@ def write_twin(
     return folder
 
 
-def _tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         tower = TowerVision(
             VisionSettings(),

@@ -47,7 +47,7 @@ from lit_dlm.plugs import Plug
 
 FirstPosition = Literal["commit", "carry"]
 
-_PROMPT_TOKENS = 16_384
+PROMPT_TOKENS = 16_384
 """Tokens of prompts that run in one forward, unless one prompt has more."""
 
 
@@ -387,10 +387,10 @@ class CacheSession:
             if row not in sources and begin > self._firsts[row]
         ]
         sizes = np.array([[span.end - span.begin, 0] for _, span in prompts]).reshape(-1, 2)
-        is_first = len(new) == len(spans) and not sources and sizes.sum() <= _PROMPT_TOKENS
+        is_first = len(new) == len(spans) and not sources and sizes.sum() <= PROMPT_TOKENS
         if is_first and not self._canvas.takes_sequences(spans):
             return  # the forward of the step runs them
-        for numbers in token_batches(sizes, _PROMPT_TOKENS) if prompts else ():
+        for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
             self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
         for end in set(begins.values()):

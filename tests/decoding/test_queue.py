@@ -142,7 +142,7 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
     Two of them have the same whole blocks, but not in the same columns.
     """
     monkeypatch.setattr(attention, "_MANY_KEYS", many_keys)  # of sequences one by one, or a mask
-    monkeypatch.setattr(caches, "_PROMPT_TOKENS", 24)
+    monkeypatch.setattr(caches, "PROMPT_TOKENS", 24)
     changes, plugs = CASES[f"blocks of the {origin}"]
     backbone = _backbone(**changes)
     plugs = {**plugs, "sampler": Sampler(temperature=1.0)}
