@@ -1,4 +1,4 @@
-"""``lit-dlm plan``: parameters, memory on 1 to 64 devices and disk of a configuration."""
+"""``lit-dlm plan``: parameters and memory on 1 to 64 devices of a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lit_dlm.plan import plan_of
 
 HELP = """usage: lit-dlm plan --config FILE [--config FILE ...] [options]
 
-Prints what a run takes at most: parameters, bytes on each of 1 to 64 devices, records on disk.
+Prints what a run takes at most: parameters, memory of each of 1 to 64 devices, a checkpoint.
 Nothing is loaded, and releases that are not on this machine are known by their sizes. Options are
 those of fit and predict.
 """
