@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from lit_dlm import config_files
 from lit_dlm.backbones import FromAR, HFBackbone
 from lit_dlm.backbones.families import FAMILIES
 from lit_dlm.backbones.location import load_tokenizer
 from lit_dlm.backbones.resolution import read_added_tokens, resolve
-from lit_dlm.twins import RELEASES, write_twin
+from lit_dlm.backbones.vision import VisionSettings, token_vision
+from lit_dlm.decoding.sampler import Sampler
+from lit_dlm.twins import RELEASES, write_magvit_twin, write_twin
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-DREAM, LLADA, SDAR, QWEN = (
+DREAM, LLADA, MMADA, SDAR, QWEN = (
     "Dream-org/Dream-v0-Instruct-7B",
     "GSAI-ML/LLaDA-8B-Instruct",
+    "Gen-Verse/MMaDA-8B-MixCoT",
     "JetLM/SDAR-4B-Chat",
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
@@ -52,6 +56,23 @@ def test_a_twin_is_a_model_of_its_family(release: str, tmp_path: Path):
     logits = backbone.denoise(torch.tensor([[*prompt, spec.mask_id, spec.mask_id]])).logits
     assert logits.shape[-1] == RELEASES[release].config["vocab_size"]
     assert logits[..., 0].isfinite().all()
+
+
+def test_tokens_of_pictures_begin_behind_the_tokenizer(tmp_path: Path):
+    """MMaDA's matrix has 115 rows more than its tokenizer and the codes of pictures need."""
+    folder = write_twin(tmp_path / MMADA, MMADA, hidden_size=8)
+    codes = VisionSettings(path=str(write_magvit_twin(tmp_path / "magvit")), resolution=8)
+    words = len(load_tokenizer(str(folder)))
+    assert (words, RELEASES[MMADA].config["vocab_size"]) == (126349, 126349 + 115 + 8192)
+    vision = token_vision(str(folder), codes)
+    assert vision.first_id == Sampler().id_range(resolve(folder).spec)[1] == words
+    drawn = config_files.load("decode/draw_mmada")["sampler"]["allowed_ids"]
+    assert drawn == [words, words + 8192]
+
+    files = json.loads((folder / "tokenizer.json").read_text())
+    files["added_tokens"].append({**files["added_tokens"][-1], "id": words, "content": "<new>"})
+    (folder / "tokenizer.json").write_text(json.dumps(files))
+    assert token_vision(str(folder), codes).first_id == words + 1
 
 
 def test_equal_seeds_give_equal_weights(tmp_path: Path):

@@ -55,7 +55,8 @@ class Family:
     shift: Literal[0, 1] = 0
     attention: Literal["full", "block"] = "full"
     text_vocab_size: int | None = None
-    """Ids from here on are tokens of pictures."""
+    """Ids from here on are tokens of pictures: what the tokenizer of the release has. A folder's
+    own tokenizer overrules it."""
     ignored_keys: tuple[str, ...] = ()
     """Prefixes of weights that belong to other parts of the model and are left in the files."""
     peft_task: PEFTTask = "CAUSAL_LM"
@@ -120,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         layout="llada",
         decoder="llama",
         ids=_LLADA_IDS,
-        text_vocab_size=126464,
+        text_vocab_size=126349,
     ),
     "llada_v": Family(
         model_types=("llava_llada", "llada"),

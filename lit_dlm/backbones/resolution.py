@@ -146,8 +146,11 @@ def resolve(
     else:
         facts = {"decoder": family.decoder, **_hf_sizes(config, source, decoder=family.decoder)}
     facts |= {"family": name, "shift": family.shift, "attention": family.attention}
-    if family.text_vocab_size is not None and facts["vocab_size"] > family.text_vocab_size:
-        facts["text_vocab_size"] = family.text_vocab_size
+    if family.text_vocab_size is not None:
+        length = None if folder is None else tokenizer_size(folder)
+        words = family.text_vocab_size if length is None else length
+        if facts["vocab_size"] > words:
+            facts["text_vocab_size"] = words
     if family.attention == "block":
         facts["block_size"] = config.get("block_size", 4)
     facts |= _ids_of_family(

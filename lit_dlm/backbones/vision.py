@@ -200,7 +200,7 @@ class TokenVision(Vision):
 
         Args:
             settings: how it sees.
-            first_id: that of the first picture token; 126,464 in MMaDA's release.
+            first_id: that of the first picture token; in MMaDA the first behind its tokenizer.
             tokenizer: of the pictures.
             vocab_size: of the model; words and picture tokens by default.
             marks: ids of ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, the task of answering about a
@@ -304,7 +304,9 @@ def token_vision(
 
 
 def square_pixels(picture: Picture, resolution: int) -> Tensor:
-    """A picture as the release of MMaDA sees it: white margins make it square.
+    """A picture as dLLM-RL shows it to MMaDA: white margins make it square.
+
+    MMaDA's own scripts cut a square out of its middle instead.
 
     Args:
         picture: any.
