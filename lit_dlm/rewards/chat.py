@@ -72,11 +72,12 @@ class ChatEndpoint:
         self._opener = urllib.request.build_opener(_Http, _Https)
         self._silent_since: float | None = None
 
-    def ask(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
+    def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
         """Asks once; safe to call from several threads.
 
         Args:
-            messages: the conversation, each with ``role`` and ``content``.
+            messages: the conversation, each with ``role`` and ``content``
+                (a text, or parts of texts and pictures).
             **settings: sampling settings of the protocol: ``temperature``, ``max_tokens``, ...
 
         Returns:

@@ -1,7 +1,7 @@
 r"""Judges of steps: is a response right so far?
 
-A judge sees the problem, the true answer, whether the final answer is right, the whole response and
-the part of it to judge. It says 1 or -1, several times independently.
+A judge sees the problem with its pictures, the true answer, whether the final answer is right, the
+whole response and the part of it to judge. It says 1 or -1, several times independently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lit_dlm.grading.answers import last_boxed
 from lit_dlm.plugs import Plug
@@ -40,6 +40,8 @@ class StepQuestion:
     """Number of the part within the response, from 0."""
     problem: str
     """What was asked."""
+    pictures: tuple[str, ...] = ()
+    """What it asks about, as ``data:`` addresses of PNG files."""
     truth: str
     """The true answer or a reference solution; empty if there is none."""
     is_correct: bool
@@ -137,14 +139,18 @@ class HttpStepJudge(Judge):
         return read_grade(reply)
 
 
-def write_question(question: StepQuestion) -> str:
-    """Writes the user turn of a judge."""
+def write_question(question: StepQuestion) -> str | list[dict[str, Any]]:
+    """Writes the user turn of a judge: a text, behind its pictures where there are some."""
     outcome = "right" if question.is_correct else "wrong"
-    return (
+    text = (
         f"Problem:\n{question.problem}\n\nTrue answer:\n{question.truth or 'not known'}\n\n"
         f"Whole solution (its final answer is {outcome}):\n{question.response}\n\n"
         f"Solution up to the end of the part to check:\n{question.shown}"
     )
+    if not question.pictures:
+        return text
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in question.pictures]
+    return [*shown, {"type": "text", "text": text}]
 
 
 def read_grade(reply: str) -> Grade | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lit_dlm.ops.options import at_least
+from lit_dlm.pictures import as_text
 from lit_dlm.plugs import completed
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
@@ -21,12 +22,14 @@ class ProcessReward(Reward):
     """Rewards the parts of a response by the opinions of a judge, on the step that completes each.
 
     A response is cut in chunks of tokens. A judge grades each chunk several times as 1 or -1,
-    seeing the response up to the chunk's end. If all opinions agree they are the chunk's grade,
-    else (or if one says neither) the outcome is: 1 for a right response, -1 for a wrong one. The
-    grades of the group's n-th chunks are standardised among each other (population deviation; all 0
-    if there is none). A chunk's number stands on the tokens that were written last in the block
-    which holds the chunk's last token; the last chunk's on the tokens of the response's last step.
-    Numbers that meet on a token add up, all other tokens get 0.
+    seeing the pictures of the problem and the response up to the chunk's end. If all opinions agree
+    they are the chunk's grade, else (or if one says neither) the outcome is: 1 for a right
+    response, -1 for a wrong one. The grades of the group's n-th chunks are standardised among each
+    other (population deviation; all 0 if there is none, and a grade without others stays). A
+    chunk's number stands on the tokens that were written last in the block which holds the chunk's
+    last token; the last chunk's on the tokens of the response's last step. Without blocks, as in
+    dLLM-RL's reward for pictures, every chunk's stands on those written last in the chunk. Numbers
+    that meet on a token add up, all other tokens get 0.
 
     Gives nothing to ``total``. It comes after the filters, which thus save the judge's work.
 
@@ -34,8 +37,7 @@ class ProcessReward(Reward):
         judge: gives the opinions.
         reward_chunk_length: tokens per chunk.
         k_sample: opinions per chunk.
-        block_size: cells per block of the decoder; ``None`` if it had no blocks, which takes the
-            chunk itself for its final block.
+        block_size: cells per block of the decoder; ``None`` takes chunks as they are.
         block_origin: where block 0 begins: at the ``sequence``'s first token or the ``response``'s,
             as for the decoder's window.
         num_requests: opinions that are asked for at the same time, over all groups.
@@ -80,10 +82,11 @@ class ProcessReward(Reward):
             ValueError: naming the sample, if its tokens cannot be read or the judge fails.
         """
         chunks = [self._chunks(rollout) for rollout in group]
+        pictures = tuple(as_text(picture.decoded()) for picture in group[0].example.images)
         asked = [(row, part) for row, ends in enumerate(chunks) for part in range(len(ends))]
         opinions = self._ask(
             [
-                (_question(group[row], part, chunks[row][part]), sample)
+                (_question(group[row], part, chunks[row][part], pictures), sample)
                 for row, part in asked
                 for sample in range(self.k_sample)
             ]
@@ -136,22 +139,22 @@ class ProcessReward(Reward):
         """Puts the numbers of a response's chunks on its tokens."""
         rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
         for part, (end, number) in enumerate(zip(ends, numbers, strict=True)):
-            if part == len(ends) - 1:
+            if self.block_size is None:
+                first, last = part * self.reward_chunk_length, end
+            elif part == len(ends) - 1:
                 first, last = 0, end
             else:
-                first, last = self._final_block(rollout, part, end)
+                first, last = self._final_block(rollout, end, self.block_size)
             rewards[_written_last(rollout, first, last)] += np.float32(number)
         value, agreement = np.mean(grades, axis=0).tolist() if grades else (0.0, 1.0)
         parts = {"process": value, "process_agreement": agreement}
         return RewardScore(total=0.0, token_rewards=rewards, parts=parts)
 
-    def _final_block(self, rollout: Rollout, part: int, end: int) -> tuple[int, int]:
+    def _final_block(self, rollout: Rollout, end: int, size: int) -> tuple[int, int]:
         """First cell of the block that holds a chunk's last token, and the cell behind it."""
-        if self.block_size is None:
-            return part * self.reward_chunk_length, end
         offset = rollout.trajectory.num_prompt if self.block_origin == "sequence" else 0
-        begin = (offset + end - 1) // self.block_size * self.block_size - offset
-        return max(begin, 0), min(begin + self.block_size, rollout.num_tokens)
+        begin = (offset + end - 1) // size * size - offset
+        return max(begin, 0), min(begin + size, rollout.num_tokens)
 
 
 def _settle(opinions: Sequence[Grade | None], *, is_correct: bool) -> tuple[Grade, bool]:
@@ -168,9 +171,9 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
     for part in {part for _, part in grades}:
         keys = [key for key in grades if key[1] == part]
         values = np.array([grades[key] for key in keys], dtype=np.float64)
-        spread = values.std()
-        scaled = (values - values.mean()) / spread if spread > 0 else np.zeros_like(values)
-        numbers.update(zip(keys, scaled.tolist(), strict=True))
+        if len(keys) > 1:
+            values = (values - values.mean()) / (values.std() or 1.0)
+        numbers.update(zip(keys, values.tolist(), strict=True))
     return numbers
 
 
@@ -182,7 +185,7 @@ def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
     return first + np.flatnonzero(steps == steps.max())
 
 
-def _question(rollout: Rollout, part: int, end: int) -> StepQuestion:
+def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) -> StepQuestion:
     uid = rollout.trajectory.uid
     if rollout.decode is None:
         raise ValueError(f"{uid}: a process reward needs the rollout's decode function, got none")
@@ -190,6 +193,7 @@ def _question(rollout: Rollout, part: int, end: int) -> StepQuestion:
         uid=uid,
         part=part,
         problem=rollout.example.text,
+        pictures=pictures,
         truth=true_answer(rollout.example),
         is_correct=rollout.is_correct,
         response=rollout.text,

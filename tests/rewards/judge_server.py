@@ -42,7 +42,9 @@ class JudgeServer:
                 if len(outer.requests) <= outer.num_failures:
                     self.send_error(outer.status)
                     return
-                shown = body["messages"][1]["content"].rpartition("to check:\n")[2]
+                content = body["messages"][1]["content"]
+                text = content if isinstance(content, str) else content[-1]["text"]
+                shown = text.rpartition("to check:\n")[2]
                 text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
                 reply = {"choices": [{"message": {"content": text}}]}
                 self.send_response(200)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from lit_dlm.pictures import Picture, drawn_picture
 from lit_dlm.rewards import HttpStepJudge, ProcessReward
 from lit_dlm.rewards.judge import StepQuestion, read_grade
-from tests.rewards.groups import right, wrong
+from tests.rewards.groups import SUM, right, wrong
 from tests.rewards.judge_server import JudgeServer
 
 
@@ -57,6 +61,23 @@ def test_rewards_through_the_endpoint_are_the_same_every_time(server: JudgeServe
     assert (request["model"], request["temperature"], request["top_p"], request["max_tokens"]) == (
         "judge", 0.6, 0.95, 10_000,
     )  # fmt: skip
+
+
+def test_the_judge_sees_the_pictures_as_the_model_does(server: JudgeServer) -> None:
+    """Turned as its EXIF note says and as PNG, in front of the text."""
+    file = io.BytesIO()
+    image, note = Image.new("RGB", (6, 4), "red"), Image.Exif()
+    note[0x0112] = 6  # the camera lay on its side
+    image.save(file, "JPEG", exif=note)
+    example = replace(SUM, images=(Picture(file.getvalue()),))
+    judge = HttpStepJudge(url=server.url, model="judge")
+    ProcessReward(judge, k_sample=1).score([right(example=example, decode=str)])
+    shown, asked = server.requests[0]["messages"][1]["content"]
+    assert (shown["type"], asked["type"]) == ("image_url", "text")
+    seen = drawn_picture(shown["image_url"]["url"])
+    assert seen is not None
+    assert seen.size == (4, 6)
+    assert asked["text"].startswith("Problem:\n3+4?")
 
 
 def test_an_endpoint_that_recovers_is_asked_again(server: JudgeServer) -> None:

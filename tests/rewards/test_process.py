@@ -73,11 +73,12 @@ def test_blocks_that_begin_with_the_sequence_are_shifted_by_the_prompt() -> None
     assert tokens(reward, *group) == [expected, [-x for x in expected]]
 
 
-def test_without_blocks_the_chunk_is_its_own_final_block() -> None:
+def test_without_blocks_every_chunk_is_its_own_final_block() -> None:
+    """The last chunk, too: cell 0 was written last of all in the first response."""
     group = [right(number=0, steps=[3, 0, 1, 2], decode=decode),
              wrong(number=1, steps=[0, 1, 2, 3], decode=decode)]  # fmt: skip
-    reward = ProcessReward(Table(r1p0=[-1, -1, -1]), reward_chunk_length=2)
-    assert tokens(reward, *group) == [[1, 0, 0, 0], [0, -1, 0, 0]]
+    reward = ProcessReward(Table(r1p0=[-1] * 3, r0p1=[-1] * 3), reward_chunk_length=2)
+    assert tokens(reward, *group) == [[1, 0, 0, -1], [0, -1, 0, 1]]
 
 
 @pytest.mark.parametrize("opinions", [[1, -1, 1], [1, None, 1], [None, None, None]])
@@ -91,17 +92,17 @@ def test_opinions_that_do_not_agree_fall_back_to_the_outcome(opinions: list[Grad
 
 def test_chunks_are_compared_only_with_chunks_of_the_same_number() -> None:
     """Chunk 0 of three responses: 1, 1, -1 with mean 1/3 and deviation sqrt(8)/3: numbers
-    1/sqrt(2), 1/sqrt(2) and -sqrt(2). Only the first has a chunk 1: no spread, 0."""
+    1/sqrt(2), 1/sqrt(2) and -sqrt(2). Only the first has a chunk 1, whose grade stays -1."""
     group = [
         right(number=0, steps=[0, 1, 2], decode=decode),
         right(number=1, steps=[0, 1, 2], length=2, decode=decode),
         wrong(number=2, steps=[0, 1, 2], length=2, decode=decode),
     ]
-    reward = ProcessReward(Table(r2p0=[-1, -1, -1]), reward_chunk_length=2)
+    reward = ProcessReward(Table(r2p0=[-1] * 3, r0p1=[-1] * 3), reward_chunk_length=2)
     found = np.array(tokens(reward, *group))
     root = 2**0.5
     np.testing.assert_allclose(
-        found, [[0, 1 / root, 0], [0, 1 / root, 0], [0, -root, 0]], rtol=1e-6
+        found, [[0, 1 / root, -1], [0, 1 / root, 0], [0, -root, 0]], rtol=1e-6
     )
 
 
