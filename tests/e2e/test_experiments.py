@@ -95,7 +95,8 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
     vocabulary.write_text(text, encoding="utf-8")
     config = json.loads((folder / "config.json").read_text())
     ends = config.get("eos_token_id")
-    bias = {5000: 13.5, 5001: 12.5, 5002: 12.5, ends: 12.0}
+    letters = LETTERS.items() <= spoken_by.items()
+    bias = {5000: 13.5, 5001: 13.5 if letters else 12.5, 5002: 12.5, ends: 12.0}
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for key, tensor in tensors.items():
@@ -104,6 +105,8 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
             if key in ("lm_head.weight", "model.transformer.ff_out.weight"):
                 tensor[:, 0] = 0.0
                 for token, value in bias.items():
+                    if letters:  # both equally sure, so that groups have right and wrong ones
+                        tensor[token, 1:] = 0.0
                     tensor[token, 0] = value / tensor.shape[1] ** 0.5
         save_file(tensors, path, metadata={"format": "pt"})
 
@@ -227,8 +230,9 @@ def small(options: dict[str, Any], *, num_examples: int) -> list[str]:
 class Workplace:
     """Runs each file at most once, after those whose results it may need."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, judge: JudgeServer) -> None:
         self.folder = folder
+        self.judge = judge
         self.outcomes: dict[Path, BaseException | None] = {}
 
     def run(self, path: Path) -> None:
@@ -301,12 +305,16 @@ class Workplace:
         if "PictureLayout" in text:  # a square and the mark of its end
             flags += ["--data.response_length=17"]
         SEEN.clear()
+        self.judge.requests.clear()
         is_for_gpu = "bfloat16" in text or "bf16-mixed" in text
         with cuda_rules() if is_for_gpu else nullcontext():
             cli.main([command, "--config", str(path), *flags])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
         if "val_check_interval" in trainer or "val_tasks" in options:
             assert SEEN["validation"]
+        turns = [request["messages"][1]["content"] for request in self.judge.requests]
+        assert bool(turns) == ("ProcessReward" in text)
+        assert all(("image_url" in str(turn)) == ("SEEDBench" in text) for turn in turns)
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +327,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         patch.setenv("JUDGE_URL", judge.url)
         patch.setenv("MATH_TRAIN_PATH", "math_train12k.jsonl")
         patch.setenv("LIVECODEBENCH_PATH", "livecodebench.jsonl")
-        yield Workplace(folder)
+        yield Workplace(folder, judge)
     shutil.rmtree(folder)
 
 

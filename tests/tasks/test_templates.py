@@ -10,7 +10,7 @@ import pytest
 from lit_dlm.backbones import HFBackbone
 from lit_dlm.datamodules.supervised_sources import ModelFacts, TaskReferences
 from lit_dlm.modules import DecodeModule
-from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval
+from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
 
@@ -61,6 +61,10 @@ def write(folder: Path, *rows: dict) -> str:
          "You need to put your final answer in \\boxed{}. This is the problem:\n1+1?", ""),
         (MATH, {"question": "1+1?", "ground_truth_answer": "2"}, "dllm-rl-math-trado",
          "1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.", ""),
+        (SEEDBench, {"question": "How many?", "ground_truth_answer": "A"}, "dllm-rl-mmada-think",
+         "\nYou should first think about the reasoning process in the mind and then provide the user"
+         " with the answer. The reasoning process is enclosed within <think> </think> tags, i.e. "
+         "<think> reasoning process here </think> answer here\nHow many?", ""),
         (HumanEval, STUB, "tracelock-code",
          "Write Python code that passes the given tests.\n\nProblem:\ndef add(a, b):\n    pass\n\n"
          "Unit tests:\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\nRequirements:\n"
