@@ -263,12 +263,12 @@ def extract_choice(completion: str, num_options: int) -> str | None:
     r"""The letter that a solution ends with.
 
     Looked for in this order: the last ``\boxed{}``, the last "answer is (C)" or "answer: C" (as
-    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else. Letters beyond
-    the number of options are none.
+    MMLU-Pro's evaluation reads it), a last line that is a letter and nothing else but the end of
+    thinking. Letters beyond the number of options are none.
     """
     boxed = last_boxed(completion)
     told = _CHOICE.findall(completion)
-    lines = completion.strip().splitlines()
+    lines = completion.rpartition("</think>")[2].strip().splitlines()
     for text in (boxed, told[-1] if told else None, lines[-1] if lines else None):
         if text and (found := _LETTER.fullmatch(text.strip().replace("*", ""))):
             return found[1] if ord(found[1]) - ord("A") < num_options else None

@@ -67,6 +67,7 @@ def test_the_options_of_gpqa_are_shuffled_by_the_uid_alone(tmp_path: Path):
         ("Answer: A\nNo, the answer is (B).", "B"),
         ("The answer is (A), so \\boxed{\\text{(D)}}", "D"),
         ("I think\nC", "C"),
+        ("<think>It is no D.</think> C", "C"),
         ("A nice thing", None),
         ("The answer is Adam", None),
         ("The answer is (E)", None),
