@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,8 +18,8 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 30.0
 _SECONDS_BETWEEN_VALUES = 0.5
 """Reading them waits for the device."""
-_SHOWN = {"loss", "nelbo", "reward", "correct", "accuracy"}
-"""Last parts of the names of logged values that say how training goes."""
+_SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
+"""Names of logged values that say how training goes; ``time/reward`` are seconds."""
 
 
 class TrainingLog(Callback):
@@ -87,8 +88,8 @@ class TrainingLog(Callback):
         """
         found = {}
         for name, value in trainer.callback_metrics.items():
-            stage, _, last = name.rpartition("/")
-            if last in _SHOWN:
+            if shown := _SHOWN.fullmatch(name):
+                stage, last = shown.groups()
                 last = {"correct": "accuracy", "nelbo": "loss"}.get(last, last)
                 found[f"val {last}" if stage == "val" else last] = f"{float(value):.4g}"
         if trainer.optimizers:

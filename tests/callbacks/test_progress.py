@@ -123,7 +123,9 @@ class Logging(Model):
     def training_step(self, batch: Any) -> torch.Tensor:
         self.log("train/loss", torch.tensor(0.25))
         self.log("rollout/correct", torch.tensor(0.75))
-        self.log("train/entropy", torch.tensor(9.0))
+        self.log("rollout/reward", torch.tensor(0.5))
+        for other in ("train/entropy", "time/reward", "val/static/reward"):
+            self.log(other, torch.tensor(9.0))
         return super().training_step(torch.ones(()))
 
 
@@ -144,7 +146,7 @@ def lines_of(clock: Clock, caplog: pytest.LogCaptureFixture, folder: Path, bar: 
     return [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
 
 
-VALUES = "loss 0.25, accuracy 0.75, lr 0.1, tokens/s 2"
+VALUES = "loss 0.25, accuracy 0.75, reward 0.5, lr 0.1, tokens/s 2"
 
 
 def test_training_tells_its_values_without_a_bar(
