@@ -68,6 +68,20 @@ class ProjectorConfig:
                     f"got {rank}"
                 )
 
+    def check_positions(self, count: int) -> None:
+        """Refuses to fit components on fewer positions than the larger rank.
+
+        Args:
+            count: positions of all states.
+        """
+        needed = max(self.hidden_rank, self.delta_rank)
+        if count < needed:
+            raise ValueError(
+                f"PCA of hidden states: expected at least {needed} positions for "
+                f"hidden_rank={self.hidden_rank} and delta_rank={self.delta_rank}, got {count}; "
+                "take more projector_prompts, longer responses or smaller ranks"
+            )
+
     @property
     def groups(self) -> tuple[int, ...]:
         """Sizes of the feature groups in output order: ``H`` snapshots, then ``H - 1`` deltas."""
@@ -387,13 +401,7 @@ class PCAFitter:
         Raises:
             ValueError: fewer rows than the larger of the two ranks were seen.
         """
-        needed = max(self.config.hidden_rank, self.config.delta_rank)
-        if self.num_rows < needed:
-            raise ValueError(
-                f"PCA of hidden states: expected at least {needed} positions for "
-                f"hidden_rank={self.config.hidden_rank} and delta_rank={self.config.delta_rank}, "
-                f"got {self.num_rows}"
-            )
+        self.config.check_positions(self.num_rows)
         projector = Projector(self.config)
         weight, bias = self._hidden.components(self.config.hidden_rank)
         projector.hidden_weight.copy_(weight)

@@ -15,7 +15,12 @@ from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import PCAFitter, Projector, ProjectorConfig
 from lit_dlm.heads.scorer import ScorerSettings
 from lit_dlm.modules.decode import DecodeModule, image_facts
-from lit_dlm.modules.projector import cached_projector, state_snapshots, trace_states
+from lit_dlm.modules.projector import (
+    STATES_PER_TRACE,
+    cached_projector,
+    state_snapshots,
+    trace_states,
+)
 from lit_dlm.pictures import know
 from lit_dlm.trajectories.capture import FeatureCapture, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import FeatureScheme, Trajectory
@@ -117,8 +122,20 @@ class TraceModule(DecodeModule):
         """Principal components on states of a few prompts, decoded by the first method."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
         method = next(iter(self.decoders))
+        config = ProjectorConfig(
+            hidden_size=self.backbone.hidden_size,
+            num_snapshots=len(self.settings.hidden_layers),
+            hidden_rank=self.hidden_rank,
+            delta_rank=self.delta_rank,
+        )
+        batches = list(datamodule.first_batches(self.projector_prompts, method))
+        with_prompt = self.settings.layout == "all"
+        cells = [
+            one.response_length + with_prompt * len(p) for one in batches for p in one.prompt_ids
+        ]
+        config.check_positions(STATES_PER_TRACE * sum(cells))  # too few are refused undecoded
         traces: list[Trajectory] = []
-        for batch in datamodule.first_batches(self.projector_prompts, method):
+        for batch in batches:
             capture = TrajectoryCapture(vocab_size=self.backbone.vocab_size)
             self.decode(batch, [capture])
             for example in batch.examples:
@@ -132,12 +149,6 @@ class TraceModule(DecodeModule):
                 self.projector_prompts,
                 method,
             )
-        config = ProjectorConfig(
-            hidden_size=self.backbone.hidden_size,
-            num_snapshots=len(self.settings.hidden_layers),
-            hidden_rank=self.hidden_rank,
-            delta_rank=self.delta_rank,
-        )
         fitter = PCAFitter(config)
         for states in trace_states(traces, seed=self.seed):
             fitter.update(
@@ -145,7 +156,7 @@ class TraceModule(DecodeModule):
                     self.backbone,
                     states.to(self.device),
                     hidden_layers=self.settings.hidden_layers,
-                    with_prompt=self.settings.layout == "all",
+                    with_prompt=with_prompt,
                 )
             )
         return fitter.finish()

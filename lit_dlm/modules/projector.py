@@ -23,6 +23,9 @@ from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
+STATES_PER_TRACE = 4
+"""States of a trace that the projector is fitted on."""
+
 
 @torch.no_grad()
 def state_snapshots(
@@ -63,7 +66,7 @@ def state_snapshots(
 def trace_states(
     traces: Iterable[Trajectory],
     *,
-    states_per_trace: int = 4,
+    states_per_trace: int = STATES_PER_TRACE,
     batch_size: int = 16,
     seed: int = 0,
 ) -> Iterator[StateBatch]:

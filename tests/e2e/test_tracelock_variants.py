@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, results, run
+from tests.e2e.runs import ROOT, fails, results, run
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,23 @@ def test_an_autoencoder_replaces_the_principal_components(first: Path, tmp_path:
              f"--model.init_args.projector={tmp_path / 'autoencoder'}"))  # fmt: skip
     scorer = AcceptanceScorer.load(tmp_path / "policy")
     assert scorer.projector.config.kind == "autoencoder"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (97, "ProjectorConfig.hidden_rank: expected 1 to hidden_size=96, got 97"),
+        (80, "expected at least 80 positions for hidden_rank=80 and delta_rank=4, got 64"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_anything_is_decoded(
+    tmp_path: Path, rank: int, message: str, capsys, caplog
+) -> None:
+    small = ["--model.init_args.projector_prompts=1", "--data.init_args.response_length=16"]
+    flags = [*small, f"--model.init_args.hidden_rank={rank}"]
+    with caplog.at_level(logging.INFO, logger="lit_dlm.modules.generate"):
+        assert message in fails(capsys, *generate("generate_tiny.yaml", tmp_path, *flags))
+    assert "decoded" not in caplog.text
 
 
 def test_second_round_mixes_traces_of_the_policy_itself(first: Path, tmp_path: Path) -> None:
