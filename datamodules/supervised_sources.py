@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,22 @@ class ModelFacts:
     """The data's option, for files that hold steps: whether rows without them are taken."""
     backbone: HFBackbone | None = None
     """The model, which has to see where prompts have pictures."""
+
+    @cached_property
+    def end_id(self) -> int:
+        """What ends an answer: as in the chat template, else the model's first end of text."""
+        if self.tokenizer.chat_template is None:
+            return self.spec.eos_ids[0]
+        question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        ends, before = (
+            [
+                token
+                for token in encoded_turns(self.tokenizer, turns, backbone=None, uid="")
+                if token in self.spec.eos_ids
+            ]
+            for turns in ([question, answer, question], [question])
+        )
+        return [*ends, *self.spec.eos_ids][len(before)]
 
     def prompt(
         self, uid: str, turns: list[dict[str, str]], pictures: Sequence[Picture] = ()
@@ -85,12 +102,9 @@ class TaskReferences(SupervisedSource):
 
     Args:
         tasks: tasks whose data hold solutions.
-        end_token: token behind every response; the model's first end of text by default.
     """
 
     tasks: list[Task]
-    _: KW_ONLY
-    end_token: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -98,7 +112,6 @@ class TaskReferences(SupervisedSource):
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per problem."""
-        end_id = _end_id(model, self.end_token)
         for task in self.tasks:
             for example in task.examples():
                 if example.answer_start:
@@ -110,7 +123,7 @@ class TaskReferences(SupervisedSource):
                 yield SupervisedExample(
                     uid=example.uid,
                     **model.prompt(example.uid, turns, example.images),
-                    response_ids=_response_ids(model, task.reference_completion(example), end_id),
+                    response_ids=_response_ids(model, task.reference_completion(example)),
                 )
 
 
@@ -130,8 +143,6 @@ class ResponsesFile(SupervisedSource):
         split: of a folder or a data set on the hub.
         config: configuration on the hub.
         streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
-        end_token: token behind every response that does not end in an end of text; the model's
-            first one by default.
         templated: prompts are texts behind a chat template already, such as those of dLLM-RL's
             preprocessed files; by default they are user turns.
         limit: most rows to take; all by default.
@@ -142,13 +153,11 @@ class ResponsesFile(SupervisedSource):
     split: str = "train"
     config: str | None = None
     streamed: bool = False
-    end_token: str | None = None
     templated: bool = False
     limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         """One example per row."""
-        end_id = _end_id(model, self.end_token)
         rows = read_rows(
             self.path,
             split=self.split,
@@ -161,7 +170,7 @@ class ResponsesFile(SupervisedSource):
         for number, row in enumerate(rows[: self.limit]):
             turns, response = conversation(row)
             assert response is not None
-            response_ids = _response_ids(model, response, end_id)
+            response_ids = _response_ids(model, response)
             uid = f"{Path(self.path).name.partition('.')[0]}/{number:06d}"
             yield SupervisedExample(
                 uid=uid,
@@ -365,27 +374,15 @@ def _commit_entropy(record: Trajectory) -> NDArray[np.float32] | None:
     return entropy
 
 
-def _end_id(model: ModelFacts, end_token: str | None) -> int:
-    if end_token is None:
-        return model.spec.eos_ids[0]
-    found = model.tokenizer.get_vocab().get(end_token)
-    if found not in model.spec.eos_ids:
-        raise ValueError(
-            f"end_token: expected a token that ends an answer (ids {model.spec.eos_ids}), got "
-            f"{end_token!r} (id {found})"
-        )
-    return int(found)
-
-
 def _raw_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:
     return np.array(model.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
 
-def _response_ids(model: ModelFacts, text: str, end_id: int) -> NDArray[np.int32]:
+def _response_ids(model: ModelFacts, text: str) -> NDArray[np.int32]:
     ids = _raw_ids(model, text)
     if len(ids) and ids[-1] in model.spec.eos_ids:
         return ids
-    return np.append(ids, np.int32(end_id))
+    return np.append(ids, np.int32(model.end_id))
 
 
 def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArray[np.int32] | None:

@@ -285,10 +285,26 @@ def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) 
         list(RecordedDecodes(shards).examples(model))
 
 
-def test_end_tokens_must_end_an_answer(model: ModelFacts) -> None:
-    source = TaskReferences([WordProblems("train", num_examples=1)], end_token="<|user|>")
-    with pytest.raises(ValueError, match="end_token: expected a token that ends an answer"):
-        list(source.examples(model))
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m.content }}<|user|>{% endfor %}", "<|user|>"),
+        (
+            "{% for m in messages %}{{ m.content }}"
+            "{{ '<|user|>' if m.role == 'assistant' else '<|endoftext|>' }}{% endfor %}",
+            "<|user|>",
+        ),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "<|endoftext|>"),
+        (None, "<|endoftext|>"),
+    ],
+)
+def test_answers_end_as_turns_do(model: ModelFacts, template: str | None, end: str) -> None:
+    """An end of turn is behind the end of text among those of every released family."""
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = template
+    ids = tokenizer.get_vocab()
+    spec = replace(model.spec, eos_ids=(EOS, ids["<|user|>"]))
+    assert replace(model, tokenizer=tokenizer, spec=spec).end_id == ids[end]
 
 
 class Fixed:

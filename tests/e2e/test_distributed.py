@@ -201,7 +201,6 @@ def experiments(folder: Path) -> dict[str, list[str]]:
             "--data.rows_per_update=2",
             "--data.response_length=16",
             f"--data.sources.init_args.path={folder.parent / 'sft.jsonl'}",
-            "--data.sources.init_args.end_token=null",
         ],
         "tabom": [
             "fit",
