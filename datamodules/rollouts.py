@@ -36,6 +36,7 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
     _is_used = True  # whether the batches of ``_loader`` have been asked for
     _now = _before = RLProgress()
     _accumulate = 1
+    _limit: int | float = 1.0
     validation: RolloutValidation | None = None
     """Scores held-out prompts, if there are any."""
 
@@ -58,7 +59,13 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         else:
             self._source = OnlineRollouts(module, module.method, self)
         if self.val_tasks:
-            self.validation = RolloutValidation.of(module, module.val_methods, self)
+            self._limit = limit = trainer.limit_val_batches
+            if isinstance(limit, int):
+                limit *= self.rollout_batch_size * trainer.world_size
+            methods = module.val_methods
+            self.validation = RolloutValidation.of(module, methods, self, limit=limit)
+            # A batch of Lightning's is a decoder and all that it answers.
+            trainer.limit_val_batches = float(limit > 0)
 
     @property
     def _module(self) -> TraceRLModule:
@@ -161,4 +168,6 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         for part in (self._source, self.validation):
             if part is not None:
                 part.close()
+        if self.validation is not None and self.trainer is not None:
+            self.trainer.limit_val_batches = self._limit
         self._source = None

@@ -61,7 +61,12 @@ class RolloutValidation:
 
     @classmethod
     def of(
-        cls, module: TrainableModule, methods: Sequence[str], settings: RolloutSettings
+        cls,
+        module: TrainableModule,
+        methods: Sequence[str],
+        settings: RolloutSettings,
+        *,
+        limit: int | float = 1.0,
     ) -> RolloutValidation:
         """The validation of a run.
 
@@ -69,6 +74,7 @@ class RolloutValidation:
             module: whose decoders are used.
             methods: their names, the first one in charge.
             settings: of the data module.
+            limit: share of the held-out prompts, or number of responses, that each decoder takes.
 
         Raises:
             ValueError: no prompt is short enough, or no reward scores single responses.
@@ -89,6 +95,10 @@ class RolloutValidation:
             response_length=response_length,
             option="val_response_length",
         )
+        count = int(limit * len(problems))
+        if isinstance(limit, int):
+            count = math.ceil(limit / settings.val_responses)
+        problems = problems[: max(count, 1)]
         engines = {
             method: RolloutEngine.of(module, method, response_length, settings)
             for method in methods

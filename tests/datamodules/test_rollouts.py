@@ -25,7 +25,7 @@ from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.finetuning import trained
-from tests.rollouts import DigitReward, DropAll, G, fit, learner, rollout_data
+from tests.rollouts import DigitReward, DropAll, G, decoder, fit, learner, policy, rollout_data
 
 LIMIT = 18
 """Tokens; some of the twenty prompts have more."""
@@ -224,6 +224,19 @@ def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:
     late.after_filters = True
     with pytest.raises(ValueError, match=r"val_tasks: .* digits does; add one to rewards"):
         fit(learner(), rollout_data(val_tasks=tasks, rewards=[late]), tmp_path, steps=1)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1, 2), (2, 4), (0.4, 2), (0.1, 1), (1.0, 5)])
+def test_validation_can_be_limited(tmp_path: Path, limit: int | float, count: int) -> None:
+    """A batch is six responses of every decoder, here to two of five prompts; or a share of all."""
+    methods = {name: decoder(policy()) for name in ("one", "two")}
+    rl = learner(decoders=methods, val_method=list(methods))
+    tasks = [WordProblems("test", num_examples=5)]
+    data = rollout_data(val_tasks=tasks, val_responses=3, prompts_per_step=1)
+    trainer = fit(rl, data, tmp_path, steps=1, limit_val_batches=limit)
+    scores = trainer.callback_metrics
+    assert scores["val/num_prompts"] == scores["val/two/num_prompts"] == count
+    assert trainer.limit_val_batches == limit  # for what this trainer does next
 
 
 class States(Callback):
