@@ -55,29 +55,29 @@ class PolicyLoss(Plug):
 
 MAX_LOG_RATIO = 10.0
 """Logarithms of ratios are cut here, so that one token cannot overflow a batch."""
-MAX_FALL = 2.5
-"""Nats that a log-probability may fall before ``k3`` goes on as a straight line: its gradient grows
-with the inverse probability, and a single token that the policy has given up decides an update."""
 
 
-def k3(log_prob: Tensor, reference: Tensor) -> Tensor:
+def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> Tensor:
     """Low-variance estimate of ``KL(policy || reference)`` from the policy's own samples.
 
     ``exp(-d) - 1 + d`` with ``d = log_prob - reference`` (J. Schulman, "Approximating KL
     divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree. Below
-    ``d = -MAX_FALL`` its tangent there, so that a token's gradient is at most ``exp(MAX_FALL) - 1``
+    ``d = -max_fall`` its tangent there, so that a token's gradient is at most ``exp(max_fall) - 1``
     and never 0.
 
     Args:
         log_prob: ``(N,)`` floating point.
         reference: ``(N,)`` log-probabilities of the same tokens elsewhere.
+        max_fall: nats, ``None`` for no tangent.
 
     Returns:
         ``(N,)`` nats.
     """
     difference = log_prob - reference
-    near = difference.clamp_min(-MAX_FALL)
-    return torch.expm1(-near) + near + math.expm1(MAX_FALL) * (near - difference)
+    if max_fall is None:
+        return torch.expm1(-difference) + difference
+    near = difference.clamp_min(-max_fall)
+    return torch.expm1(-near) + near + math.expm1(max_fall) * (near - difference)
 
 
 def clipped_objective(
@@ -107,6 +107,9 @@ class ClippedPolicyLoss(PolicyLoss):
         clip_high: how far it may rise; ``clip_low`` by default.
         beta: weight of the divergence.
         kl: ``k3``, or ``k1`` for the plain difference of log-probabilities.
+        max_fall: nats that a log-probability may fall before ``k3`` goes on as a straight line: its
+            gradient grows with the inverse probability, and a single token that the policy has
+            given up decides an update. ``null`` for no line, as in dLLM-RL.
 
     Raises:
         ValueError: an option is out of range.
@@ -116,10 +119,11 @@ class ClippedPolicyLoss(PolicyLoss):
     clip_high: float | None = None
     beta: float = 0.01
     kl: KLEstimator = "k3"
+    max_fall: float | None = 2.5
 
     def __post_init__(self) -> None:
         within("[0, 1]", clip_low=self.clip_low)
-        at_least(0, clip_high=self.clip_high, beta=self.beta)
+        at_least(0, clip_high=self.clip_high, beta=self.beta, max_fall=self.max_fall)
         one_of("k3", "k1", kl=self.kl)
 
     def compute(
@@ -158,7 +162,9 @@ class ClippedPolicyLoss(PolicyLoss):
         policy = -(weight * torch.where(counted, gain, 0.0)).sum()
         anchor = old_log_prob if reference is None else reference
         anchor = torch.where(counted, anchor.detach(), 0.0)
-        divergence = k3(log_prob, anchor) if self.kl == "k3" else log_prob - anchor
+        divergence = log_prob - anchor
+        if self.kl == "k3":
+            divergence = k3(log_prob, anchor, max_fall=self.max_fall)
         divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
         count = counted.sum().clamp_min(1)
         with torch.no_grad():

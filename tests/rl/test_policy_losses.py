@@ -83,6 +83,19 @@ def test_a_token_that_was_given_up_is_held_but_does_not_decide_the_update() -> N
     assert abs(terms.total.item() - 0.5 * sum(values)) < 1e-4
 
 
+def test_without_a_bound_the_divergence_is_that_of_dllm_rl() -> None:
+    """``exp(-d) - 1 + d`` and its slope ``1 - exp(-d)``, however far a token has fallen."""
+    log_prob = torch.tensor([-13.0, -0.5], dtype=torch.float64, requires_grad=True)
+    old, zero = torch.full_like(log_prob, -1.0).detach(), torch.zeros(2, dtype=torch.float64)
+    loss = ClippedPolicyLoss(beta=1.0, max_fall=None)
+    total = loss.compute(log_prob, old, zero, zero + 1.0).total
+    total.backward()
+    values = math.exp(12.0) - 13.0 + math.exp(-0.5) - 0.5
+    torch.testing.assert_close(total.item(), values)
+    slopes = [1.0 - math.exp(12.0), 1.0 - math.exp(-0.5)]
+    torch.testing.assert_close(log_prob.grad, torch.tensor(slopes, dtype=torch.float64))
+
+
 def test_a_huge_ratio_stays_finite() -> None:
     log_prob = torch.tensor([0.0], requires_grad=True)
     terms = ClippedPolicyLoss().compute(
