@@ -301,6 +301,7 @@ _SMALL_TOWER = {
 
 RELEASES: dict[str, Release] = {
     "Dream-org/Dream-v0-Instruct-7B": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
+    "apple/DiffuCoder-7B-Instruct": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
     "apple/DiffuCoder-7B-cpGRPO": Release(config=_DREAM, vocabulary=_DREAM_TOKENS),
     "GSAI-ML/LLaDA-8B-Instruct": Release(config=_LLADA, vocabulary=_LLADA_TOKENS),
     "Gen-Verse/MMaDA-8B-MixCoT": Release(

@@ -192,6 +192,12 @@ def write_data(folder: Path) -> None:
         for n in numbers
     ]
     write("PrimeIntellect.json", programs)
+    call = {"test_method": "function", "test_list": ["assert three() == 3"]}
+    write("acecode_hard.json", [{"question": row["question"], **call} for row in programs])
+    plus = {"prompt": "Give 3.", "entry_point": "three", "base_input": [[]], "plus_input": [[]]}
+    plus |= {"canonical_solution": "def three():\n    return 3\n", "atol": 0}
+    write("MbppPlus.jsonl", [{"task_id": f"Mbpp/{n}", **plus} for n in numbers])
+    write("HumanEvalPlus.jsonl", [{"task_id": "HumanEval/0", **plus}])
     write("LiveCodeBench.json", programs[:2])
     pictures = folder / "pictures"
     pictures.mkdir()
@@ -326,6 +332,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         patch.setenv("LIT_DLM_TRACEBACK", "1")
         patch.setenv("JUDGE_URL", judge.url)
         patch.setenv("MATH_TRAIN_PATH", "math_train12k.jsonl")
+        patch.setenv("MBPP_PLUS", "MbppPlus.jsonl")
+        patch.setenv("HUMANEVAL_PLUS", "HumanEvalPlus.jsonl")
         patch.setenv("LIVECODEBENCH_PATH", "livecodebench.jsonl")
         yield Workplace(folder, judge)
     shutil.rmtree(folder)
