@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 import cli
 
@@ -33,6 +34,41 @@ def test_every_backbone_and_decode_file_is_valid_on_its_own(capsys):
     for path in sorted((ROOT / "configs" / "backbone").glob("*.yaml")):
         flag = f"--model.init_args.backbone={path}"
         assert "HFBackbone" in _print_config(capsys, "predict", "--config", base, flag)
+
+
+RELEASED = {
+    "as_released": "dream dream_code llada llada_code mmada",
+    "as_released_block": "trado trado_code trado_block8 trado_thinking sdar sdar_code sdar_value "
+    "sdar_random sdar_coupled",
+    "as_released_sft": "dream llada mmada sdar trado trado_long_cot",
+    "as_released_tabom": "dream_prm12k dream_ling_coder llada_prm12k llada_ling_coder llada_v",
+}
+"""Overlays with a release's values to the experiments that they are for, without their method."""
+CASES = [(overlay, name) for overlay, names in RELEASED.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("overlay", "name"), CASES)
+def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, capsys):
+    kind = {"as_released_sft": "sft", "as_released_tabom": "tabom"}.get(overlay, "tracerl")
+    files = (f"--config=exp/{kind}_{name}", f"--config=method/{overlay}")
+    parsed = yaml.safe_load(_print_config(capsys, "fit", *files))
+    options, data = (parsed[part]["init_args"] for part in ("model", "data"))
+    if kind == "tabom":
+        assert options["ties"] == "position"
+        return
+    backbone = options["backbone"]["init_args"]
+    assert (backbone["dtype"], backbone["trainable"], backbone["lora"]) == ("float32", True, None)
+    lr = options["optimizer"]["init_args"]["lr"]
+    assert lr == {"sft": 1e-5, "tracerl": 1e-6}[kind]
+    if kind == "tracerl":
+        objective = options["objective"]["init_args"]
+        told = [objective[key] for key in ("temperature", "normalise", "max_fall", "kl_to", "beta")]
+        assert told == [1.0, "reference", None, "old", 0.01]
+        is_block = overlay == "as_released_block"
+        assert options["block_alignment"] == ("response" if is_block else None)
+        assert options["corruption"]["init_args"].get("rows_per_sample") is None
+        few = name == "sdar_value"  # on four GPUs
+        assert data["rows_per_update"] == (128 if few else 256 if is_block else 2048)
 
 
 def test_run_dir_reaches_everything_that_refers_to_it(capsys):

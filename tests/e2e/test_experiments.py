@@ -262,8 +262,8 @@ class Workplace:
         if (error := self.outcomes[path]) is not None:
             raise AssertionError(f"{path.stem} failed: {error}") from error
 
-    def _start(self, path: Path, config: dict[str, Any]) -> None:
-        text = json.dumps(config)
+    def _start(self, path: Path, config: dict[str, Any], *more: str) -> None:
+        text = json.dumps([config, more])
         for release in RELEASES:
             if release in text and not (self.folder / release).exists():
                 twin = write_twin(self.folder / release, release, hidden_size=32)
@@ -314,7 +314,7 @@ class Workplace:
         self.judge.requests.clear()
         is_for_gpu = "bfloat16" in text or "bf16-mixed" in text
         with cuda_rules() if is_for_gpu else nullcontext():
-            cli.main([command, "--config", str(path), *flags])
+            cli.main([command, "--config", str(path), *flags, *more])
         assert SEEN[{"fit": "steps", "validate": "validation", "predict": "predict"}[command]]
         if "val_check_interval" in trainer or "val_tasks" in options:
             assert SEEN["validation"]
@@ -344,6 +344,36 @@ def test_experiment_runs(path: Path, workplace: Workplace):
     if path.stem == "pretrain_pictures":
         pytest.importorskip("sklearn")
     workplace.run(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tracerl_dream", ["--config=method/as_released", "--run_dir=runs/released"]),
+        ("tracerl_trado", ["--config=method/as_released_block", "--run_dir=runs/released_block"]),
+        (
+            "tabom_dream_prm12k",
+            [
+                "--config=method/as_released_tabom",
+                "--run_dir=runs/tabom_released",
+                "--data.sources.init_args.shards=runs/tabom_dream_prm12k/traces",
+            ],
+        ),
+        (
+            "sft_dream",
+            [
+                "--config=method/as_released_sft",
+                "--model.backbone=backbone/llada.yaml",
+                "--model.tokenizer=GSAI-ML/LLaDA-8B-Instruct",
+            ],
+        ),
+    ],
+)
+def test_experiment_runs_with_other_settings(name: str, more: list[str], workplace: Workplace):
+    """A release's values, and a backbone of another family, whose answers end in another token."""
+    path = EXPERIMENTS / f"{name}.yaml"
+    workplace.run(path)
+    workplace._start(path, CONFIGS[path], *more)
 
 
 @pytest.mark.parametrize(
