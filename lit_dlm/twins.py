@@ -404,6 +404,7 @@ def write_twin(
 
 
 def tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a tower's weights under the names of LLaDA-V's files."""
     with torch.device("meta"):
         tower = TowerVision(
             VisionSettings(),
