@@ -45,9 +45,6 @@ COMMANDS = {
 """Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
 the exit status, and what it does."""
 
-CHECKED = ("fit", "validate", "test", "predict", "generate", "chat", "eval")
-"""Commands whose configuration is looked through first."""
-
 HELP = """usage: lit-dlm COMMAND [options]
 
 Post-train and decode masked diffusion language models.
@@ -103,13 +100,6 @@ def main(args: list[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        if name in CHECKED:  # before anything that takes seconds is imported
-            preflight = import_module("lit_dlm.preflight")
-            try:
-                preflight.check(name, rest[1:] if module == TRAINER else rest)
-            except ValueError as error:
-                sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}\n")
-                raise SystemExit(2) from None
         place, _, function = module.partition(":")
         status = getattr(import_module(place), function or "main")(rest)
         sys.stdout.flush()
@@ -118,10 +108,12 @@ def main(args: list[str] | None = None) -> None:
         status = 1
     except KeyboardInterrupt:  # before a run has taken the signal over, and in short commands
         status = 128 + signal.SIGINT
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
-        sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}\n")
+        hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
+        hint = hint if isinstance(error, ModuleNotFoundError) else ""
+        sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}{hint}\n")
         status = 1
     if status:
         raise SystemExit(status)

@@ -17,21 +17,24 @@ like may stand in any part, and a second file can add one decoder to those of th
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_dlm import source_index
-
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 """The configurations of this package, in a checkout as in an installation."""
 _MOST_LISTED = 20
+_SHORT_NAMES = ("lit_dlm.", "lightning.pytorch.", "torch.optim")
+"""Where classes are that configurations may give by their names alone."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -158,18 +161,25 @@ def _starts_anew(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def is_kind_of(name: str, other: str | None) -> bool:
-    """Whether one class is another or a subclass of it, both by import path or short name.
-
-    Their sources tell, so nothing is imported.
-    """
+    """Whether one class is another or a subclass of it, both by import path or short name."""
     if name == other or other is None:
         return name == other
-    one, two = source_index.named(name), source_index.named(other)
-    if one is None or two is None:
-        return False
-    return any(
-        base and (base.module, base.name) == (two.module, two.name) for base in one.lineage()
-    )
+    one, two = _class(name), _class(other)
+    return one is not None and two is not None and issubclass(one, two)
+
+
+def _class(name: str) -> type | None:
+    """The class that a configuration means; short names are those of modules that are loaded."""
+    if "." in name:
+        found = locate(name)
+        return found if isinstance(found, type) else None
+    for _ in range(2):
+        for module, content in list(sys.modules.items()):
+            found = getattr(content, name, None) if module.startswith(_SHORT_NAMES) else None
+            if isinstance(found, type):
+                return found
+        import_module("lit_dlm.commands.trainer")  # loads all of them
+    return None
 
 
 def own_modules() -> list[Any]:
@@ -209,12 +219,18 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 
 
 def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
-    """Sets what a flag says about decoders of the files, where the parser reaches no mappings.
+    """Sets in the document of all files what the parser would set otherwise than a file does.
 
-    The flag may leave ``init_args`` out, or give it where the file left it out. The document of all
-    files is changed in place; returns whether it has the place.
+    That is a class, a list or a mapping, to which jsonargparse hands settings of the class that was
+    there before, and anything about decoders, which lie in mappings. The flag may leave
+    ``init_args`` out, or give it where the file left it out. A class given by its name alone takes
+    over the settings that it has as well. Returns whether the document has the place.
     """
-    if not {"decoders", "sweep"} & set(keys):
+    if keys[0].removesuffix("+") not in document:
+        return False
+    try:
+        value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException):
         return False
     place = document
     for key in keys[:-1]:
@@ -230,8 +246,19 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         place = inner
     if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
         place = place.setdefault("init_args", {})
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    place[keys[-1]] = _included(parsed["value"], Path())
+    name = keys[-1].removesuffix("+")
+    value, old = _included(value, Path()), place.get(name)
+    if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
+        initialisers = (vars(one).get("__init__") for one in kind.__mro__)
+        known = {n for one in initialisers if one for n in inspect.signature(one).parameters}
+        settings = {k: v for k, v in (old.get("init_args") or {}).items() if k in known}
+        place[name] = {"class_path": value, "init_args": settings}
+    elif not (isinstance(value, dict | list) or {"decoders", "sweep"} & set(keys)):
+        return False
+    elif keys[-1] != name or (isinstance(value, dict) and "class_path" in value):
+        place |= merge({name: old}, {keys[-1]: value})
+    else:
+        place[name] = value
     return True
 
 

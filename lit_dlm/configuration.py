@@ -5,29 +5,27 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
-from importlib.metadata import version
 from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser, Namespace, _typehints
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 
-from lit_dlm.config_files import is_kind_of, nearest, own_modules, with_files
+from lit_dlm.config_files import nearest, own_modules, with_files
 from lit_dlm.plugs import Plug, difference
-
-logger = logging.getLogger(__name__)
 
 _UNKNOWN_OPTION = re.compile(
     r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
 )
-_UNKNOWN_KEY = re.compile(r"(?:Group '([^']+)' does not accept option|Key) '([^']+)'")
+_UNKNOWN_KEY = re.compile(
+    r"(?:Group '([^']+)' does not accept option|Subcommand '\w+' does not accept option|Key)"
+    r" '([^']+)'"
+)
 _UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 _PLUG = re.compile(
@@ -48,6 +46,12 @@ _UNION = re.compile(
     re.DOTALL,
 )
 _KEY = re.compile(r'Parser key "([^"]+)"')
+_NO_FILE = re.compile(r"\n\s*- Expected a path but [^\n]* either not accessible or invalid\n\s*- ")
+"""Of options that may name a file; whoever gave a file that is not there is told so elsewhere."""
+_WRONG_TYPE = re.compile(r"Expected an? (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])")
+_CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a callable class: ")
+_NO_CLASS = re.compile(r"Not a valid subclass of (\w+)")
+_MISSING = re.compile(r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b")
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
@@ -66,7 +70,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         if any(one.__name__ == name for one in _own_classes()):
             at = "".join(f"{key}: " for key in _KEY.findall(message)[:1])
             return f"{at}'{path}' is no longer there; write class_path: {name}"
-    message = _innermost(message)
+    message = _innermost(_NO_FILE.sub("\n  ", message))
     place = ".".join(_KEY.findall(message))
     at = f"{place}: " if place else ""
     classes = _CLASS.findall(message)
@@ -74,6 +78,8 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         return at + _without_option(found[1], [*classes, *filter(None, [found[2]])])
     if found := _UNKNOWN_CLASS.search(message):
         names = [one.__name__ for one in _own_classes()]
+        if found[1] in names:
+            return f"{at}expected a class of another kind, got {found[1]}"
         return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
     if found := _UNKNOWN_KEY.search(message):
         key = f"{found[1]}.{found[2]}" if found[1] else found[2]
@@ -83,7 +89,16 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
         if classes:
             return at + _without_option(flag.removeprefix("--"), classes)
         return f"unknown option '{flag}'{nearest(flag, (f'--{k}' for k in _keys(parser)))}"
+    if found := _NO_CLASS.search(message):
+        return f"{at}expected a {found[1]}: a class's name, or class_path and init_args alone"
+    if found := _MISSING.search(message):
+        return (
+            f"{found[1]}: expected a class, got none; give --config FILE ('lit-dlm recipes' lists "
+            "the shipped ones)"
+        )
     message = _KEY.sub("", _CLASS.sub("", message) if place else message)
+    message = _WRONG_TYPE.sub(lambda m: f"expected {m[1] or f'one of {m[2]}'}", message)
+    message = _CALLABLE.sub("", message).replace(". Got value: ", ", got ")
     told = " ".join(message.replace(":\n", " ").split())
     return f"{at}{told.removeprefix(': ')}"
 
@@ -95,8 +110,13 @@ def _innermost(message: str) -> str:
         if found is None:
             break
         items = re.split(r"\n\s*- ", "\n" + found["items"].strip("\n"))[1:]
-        faults = [item for item in items if "NoneType" not in item.split("\n")[0]]
-        message = message[:start] + (faults or items)[0] + message[found.end() :]
+        faults = [item for item in items if "NoneType" not in item.split("\n")[0]] or items
+        fault = faults[0]
+        wanted = [m[1] or f"one of {m[2]}" for m in map(_WRONG_TYPE.fullmatch, faults) if m]
+        if wanted and not any("Parser key" in one for one in faults):
+            given = (found[2] or "").partition("Given value: ")[2]
+            fault = f"expected {' or '.join(wanted)}, got {given}"
+        message = message[:start] + fault + message[found.end() :]
     return message
 
 
@@ -142,51 +162,9 @@ def _parameters(owners: Iterable[object]) -> list[str]:
 def _keys(parser: ArgumentParser | None) -> list[str]:
     if parser is None:
         return []
-    return [action.dest for action in parser._actions if action.dest]
-
-
-_HOOK = "discard_init_args_on_class_path_change"
-_discard_what_does_not_fit: Any = getattr(_typehints, _HOOK, None)
-
-
-def _start_anew(
-    parser_or_action: Any, prev_val: Namespace | None, value: Namespace | dict[str, Any]
-) -> None:
-    """Empties the settings of a class that another one with settings of its own replaces.
-
-    jsonargparse hands every old setting on that the new class happens to accept, so that a filter
-    of one source would silently be that of another. A class given by its name alone still takes
-    over what both have, and so does a subclass. ``prev_val``, class and settings that are replaced
-    by those of ``value``, is changed in place.
-    """
-    if not prev_val or "init_args" not in prev_val:
-        return
-    before, now = prev_val["class_path"], value["class_path"]
-    if is_kind_of(now, before):
-        _discard_what_does_not_fit(parser_or_action, prev_val, value)
-        return
-    settings = prev_val["init_args"]
-    kept = Namespace()
-    if "init_args" not in value:
-        kept = deepcopy(settings)  # the check that follows changes what it looks at
-        spec = Namespace(class_path=before, init_args=kept)
-        _discard_what_does_not_fit(parser_or_action, spec, value)
-    for name in set(vars(settings)) - set(vars(kept)):
-        del settings[name]
-
-
-# Called for flags, files and elements of lists alike; there is no setting for it. Files are merged
-# before (config_files.merge), so that without the hook only flags would inherit such settings.
-if _discard_what_does_not_fit is not None and inspect.signature(_start_anew).parameters.keys() == (
-    inspect.signature(_discard_what_does_not_fit).parameters.keys()
-):
-    setattr(_typehints, _HOOK, _start_anew)
-else:
-    logger.warning(
-        "jsonargparse %s calls %s otherwise than expected: an option that replaces a class by "
-        "another keeps settings of the old one; install a version that pyproject.toml allows",
-        *(version("jsonargparse"), _HOOK),
-    )
+    commands = parser._subcommands_action
+    parsers = [parser, *(commands._name_parser_map.values() if commands else ())]
+    return [action.dest for one in parsers for action in one._actions if action.dest]
 
 
 def _as_yaml(argument: str) -> str:

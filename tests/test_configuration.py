@@ -118,7 +118,7 @@ def test_unknown_flag_names_the_nearest():
             ["--optimizer=torch.optim.AdamW", "--optimizer.lrr=3"],
             "optimizer: AdamW has no option 'lrr'; did you mean 'lr'?",
         ),
-        (["--decoder.settings.max_steps=x"], "decoder.settings.max_steps: Expected"),
+        (["--decoder.settings.max_steps=x"], "decoder.settings.max_steps: expected int, got x"),
     ],
 )
 def test_an_error_inside_a_class_names_its_place_and_never_the_wrong_key(
@@ -161,68 +161,69 @@ RECORDED = (
     "[{class_path: RecordedDecodes, "
     "init_args: {shards: a, only_correct: true, tasks: [sums], limit: 3}}]"
 )
-REPLACED = "[{class_path: TABOMFile, init_args: {path: b}}]"
 
 
-def sources(*flags: str) -> list[dict[str, Any]]:
-    """The sources that come of the recorded ones and more flags; only what differs from None."""
-    parser = Parser(parser_mode="omegaconf+")
+def parsed(parser: Parser, folder: Path, document: str, *flags: str) -> Namespace:
+    """What comes of a file and more flags."""
     parser.add_argument("--config", action="config")
-    parser.add_argument("--sources", type=list[SupervisedSource])
-    found = parser.parse_args([f"--sources={RECORDED}", *flags]).sources
-    return [{k: v for k, v in one.init_args.as_dict().items() if v is not None} for one in found]
+    (folder / "first.yaml").write_text(document)
+    return parser.parse_args([f"--config={folder / 'first.yaml'}", *flags])
 
 
-def test_an_element_replaced_by_another_class_with_settings_starts_anew(tmp_path: Path) -> None:
-    """Its filter and its limit were of the class before; TABOMFile takes wrong rows by default."""
-    config = tmp_path / "more.yaml"
-    config.write_text(f"sources: {REPLACED}")
-    for flags in ([f"--sources={REPLACED}"], [f"--config={config}"]):
-        assert sources(*flags) == [{"path": "b", "only_correct": False}]
-
-
-def test_a_single_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have() -> None:
+@pytest.mark.parametrize("again", ["TABOMFile", "RecordedDecodes"])
+def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str) -> None:
+    """Filter and limit were of the former; TABOMFile takes wrong rows by default."""
     parser = Parser(parser_mode="omegaconf+")
-    parser.add_argument("--optimizer", type=OptimizerCallable)
-    first = "--optimizer={class_path: torch.optim.AdamW, init_args: {lr: 0.5, weight_decay: 0.25}}"
-    other = "--optimizer={class_path: torch.optim.SGD, init_args: {lr: 0.1}}"
-    settings = parser.parse_args([first, other]).optimizer.init_args
-    assert (settings.lr, settings.weight_decay) == (0.1, 0.0)
-    settings = parser.parse_args([first, "--optimizer=torch.optim.SGD"]).optimizer.init_args
-    assert (settings.lr, settings.weight_decay) == (0.5, 0.25)
-    assert "betas" not in settings
+    parser.add_argument("--sources", type=list[SupervisedSource])
+    key = {"TABOMFile": "path", "RecordedDecodes": "shards"}[again]
+    flag = f"--sources=[{{class_path: {again}, init_args: {{{key}: b}}}}]"
+    (source,) = parsed(parser, tmp_path, f"sources: {RECORDED}", flag).sources
+    settings = source.init_args.as_dict()
+    assert settings[key] == "b"
+    assert settings["only_correct"] is (again == "RecordedDecodes")
+    assert settings.get("limit") is None
 
 
-def test_the_same_class_given_again_is_merged() -> None:
-    again = "--sources=[{class_path: RecordedDecodes, init_args: {shards: b}}]"
-    kept = {"only_correct": True, "tasks": ["sums"], "limit": 3}
-    assert sources(again) == [{"shards": "b", **kept}]
+def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
+    tmp_path: Path,
+) -> None:
+    first = "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.5, weight_decay: 0.25}}"
+    for flag, rate, decay in (
+        ("{class_path: torch.optim.SGD, init_args: {lr: 0.1}}", 0.1, 0.0),
+        ("torch.optim.SGD", 0.5, 0.25),
+    ):
+        parser = Parser(parser_mode="omegaconf+")
+        parser.add_argument("--optimizer", type=OptimizerCallable)
+        settings = parsed(parser, tmp_path, first, f"--optimizer={flag}").optimizer.init_args
+        assert (settings.lr, settings.weight_decay) == (rate, decay)
+        assert "betas" not in settings
 
 
-def model_of(*flags: str) -> Namespace:
+def model_of(folder: Path, *flags: str) -> Namespace:
     """A model with an adapter of rank 3, and more flags."""
     parser = Parser(parser_mode="omegaconf+")
     parser.add_subclass_arguments(LightningModule, "model")
     lora = "{rank: 3, targets: all}"
     backbone = f"{{class_path: HFBackbone, init_args: {{path: tiny, lora: {lora}}}}}"
     first = f"{{class_path: TABOMModule, init_args: {{backbone: {backbone}, tokenizer: tiny}}}}"
-    return parser.parse_args([f"--model={first}", *flags]).model
+    return parsed(parser, folder, f"model: {first}", *flags).model
 
 
-def test_a_bare_name_keeps_nested_settings() -> None:
-    """The check of what fits must not change what it looks at."""
-    found = model_of("--model=SFTModule")
+def test_a_bare_name_keeps_nested_settings(tmp_path: Path) -> None:
+    found = model_of(tmp_path, "--model=SFTModule")
     assert found.class_path.endswith("SFTModule")
     assert found.init_args.backbone.init_args.lora.rank == 3
 
 
-def test_a_flag_inside_a_class_may_be_null_or_hold_it() -> None:
+def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     """jsonargparse hands values of nested classes on as the text of Python objects."""
-    backbone = model_of("--model.backbone.init_args.lora", "null").init_args.backbone.init_args
+    backbone = model_of(
+        tmp_path, "--model.backbone.init_args.lora", "null"
+    ).init_args.backbone.init_args
     assert backbone.lora is None
-    backbone = model_of("--model.backbone.adapter=null").init_args.backbone.init_args
+    backbone = model_of(tmp_path, "--model.backbone.adapter=null").init_args.backbone.init_args
     assert backbone.adapter is None
-    backbone = model_of("--model.backbone.init_args.lora={rank: 2, layers: null}")
+    backbone = model_of(tmp_path, "--model.backbone.init_args.lora={rank: 2, layers: null}")
     lora = backbone.init_args.backbone.init_args.lora
     assert (lora.rank, lora.layers) == (2, None)
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse._util import import_object
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 # Imported so that configurations may use short class names.
@@ -43,6 +45,12 @@ logger = logging.getLogger(__name__)
 BASE_CONFIG = FOLDER / "base.yaml"
 _RESTORES = checkpoint_connector.__file__
 _OPTIMISERS = str(Path(torch.optim.__file__).parent)
+_BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
+_NEEDED = {
+    "fit": {"model": "training_step", "data": "train_dataloader"},
+    "predict": {"model": "predict_step", "data": "predict_dataloader"},
+}
+"""Methods that a command calls, and that Lightning's classes leave to be written."""
 _held = ExitStack()
 """The lock of the run folder."""
 
@@ -71,6 +79,19 @@ class CLI(LightningCLI):
             ValueError: the run cannot fit its devices, or another one has the folder.
         """
         options = self.config[self.subcommand]
+        for key, needed in _NEEDED.get(self.subcommand, {}).items():
+            kind = import_object(options[key].class_path)
+            if getattr(kind, needed) is getattr(_BASES[key], needed):
+                raise ValueError(
+                    f"{key}: expected a class with {needed}, as {self.subcommand} asks for, got "
+                    f"{kind.__name__}; this configuration is for another command"
+                )
+        tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+        if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
+            raise ValueError(
+                f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; use "
+                "--gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
+            )
         planned = check_run(options.as_dict())
         if planned is not None:
             rank_zero_only(logger.info)(planned)
@@ -170,7 +191,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         )
     except (
         ValueError, OSError, OmegaConfBaseException, RuntimeError, TypeError, LookupError,
-        AttributeError,
+        AttributeError, ImportError, MisconfigurationException,
     ) as error:  # fmt: skip
         # What breaks while Lightning clears up after an error is not the cause.
         cause = error.__context__ if isinstance(error.__context__, RuntimeError) else None
@@ -191,7 +212,7 @@ def _told(error: Exception) -> str | None:
             return explain(str(error))
         key = str(error.full_key).partition(".")[2]  # behind the subcommand
         return f"{key}: expected references like ${{run_dir}}, got {str(error).splitlines()[0]}"
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError | ImportError | MisconfigurationException):
         return explain(str(error))
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, torch.OutOfMemoryError):
