@@ -30,8 +30,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-FOLDER = Path(__file__).resolve().parents[1] / "configs"
-"""The configurations of this package, in a checkout as in an installation."""
+FOLDER = (Path(__file__).parent / "configs").resolve()
+"""The configurations of this package; in a checkout a link to the folder at its top."""
 _MOST_LISTED = 20
 _SHORT_NAMES = ("lit_dlm.", "lightning.pytorch.", "torch.optim")
 """Where classes are that configurations may give by their names alone."""

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,12 +87,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("lit_dlm", "datamodules", "callbacks", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # The source distribution, and from that the wheel.
     _run(sys.executable, "-m", "build", "--no-isolation", f"--outdir={base}", source, cwd=base)
     (wheel,) = base.glob("*.whl")
     assert list(base.glob("*.tar.gz"))
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
+    assert {top.partition("-")[0] for top in tops} == {"lit_dlm"}
     environment = base / "venv"
     _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=base)
     python = environment / "bin" / "python"
@@ -139,7 +143,7 @@ def printed(folder: Path) -> str:
         for text in (IN_ONE_PROCESS, EVAL if EVAL_PACKAGES else "")
     )
     code = (
-        f"import sys, cli, lit_dlm\nprint(lit_dlm.__file__)\n"
+        f"import sys, lit_dlm\nfrom lit_dlm import cli\nprint(lit_dlm.__file__)\n"
         f"for words in {calls}: cli.main(words)\n{LOADED}\n"
         f"sys.path.append('{EVAL_PACKAGES}')\nfor words in {evaluation}: cli.main(words)"
     )

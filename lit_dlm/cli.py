@@ -1,0 +1,119 @@
+"""The command line: one table of commands, each imported when it is called."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from importlib import import_module
+
+# Read by torch: no checkpoint is unpickled, parts of sharded ones included.
+os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+TRAINER = "lit_dlm.commands.trainer"
+
+_EPOCH = "one epoch of a configuration's validation or test"
+_EXPORT = "write a model for transformers, peft and the hub"
+COMMANDS = {
+    "fit": (TRAINER, "train: distil, fine-tune, or reinforcement learning"),
+    "validate": (TRAINER, _EPOCH),
+    "test": (TRAINER, _EPOCH),
+    "predict": (TRAINER, "decode the prompts of tasks: benchmarks and trajectories"),
+    "generate": (
+        "lit_dlm.commands.generation",
+        "decode prompts of the command line or stdin",
+    ),
+    "chat": ("lit_dlm.commands.chat", "talk with a model and watch it unmask"),
+    "eval": ("lit_dlm.commands.evaluation", "tasks of lm-eval with our decoders"),
+    "evalplus": ("lit_dlm.commands.evalplus", "answers of a benchmark as samples of EvalPlus"),
+    "export": ("lit_dlm.commands.export", _EXPORT),
+    "merge": ("lit_dlm.commands.export:merge", _EXPORT),
+    "push": ("lit_dlm.commands.export:push", _EXPORT),
+    "new": ("lit_dlm.commands.scaffold", "begin a policy, task, reward or method of your own"),
+    "recipes": ("lit_dlm.commands.recipes", "list the experiments that are shipped"),
+    "plan": ("lit_dlm.commands.plan", "memory and disk that a configuration needs"),
+    "download": ("lit_dlm.commands.download", "fetch models and data that a configuration names"),
+    "report": ("lit_dlm.reports.command", "tables, plots and pages of benchmark runs"),
+    "compare": ("lit_dlm.reports.compare_command", "paired significance tests of two runs"),
+    "view": ("lit_dlm.reports.viewer_command", "decodes step by step, as a page or as pictures"),
+    "traj": ("lit_dlm.trajectories.commands", "inspect, replay, verify and convert trajectories"),
+    "doctor": ("lit_dlm.commands.doctor", "what this machine gives: sandbox, GPUs, extras, disk"),
+    "profile": ("lit_dlm.commands.profile", "speed and quality of policies, budgets and caches"),
+}
+"""Module of every command, whose ``main(arguments)`` (or the function named behind a colon) returns
+the exit status, and what it does."""
+
+HELP = """usage: lit-dlm COMMAND [options]
+
+Post-train and decode masked diffusion language models.
+
+{commands}
+
+'lit-dlm COMMAND --help' explains one of them.
+"""
+
+TRAINER_HELP = """usage: lit-dlm {command} --config FILE [--config FILE ...] [options]
+
+{purpose}.
+
+  --config FILE          an experiment or a part of one; later files and options win
+  --run_dir FOLDER       receives all results (default: that of the configuration)
+  --ckpt_path PATH       checkpoint to load; 'last' goes on from the newest, if there is one
+  --trainer.max_steps N  any setting of the trainer, likewise --trainer.devices, ...
+  --model.init_args.X V  any setting of the model
+  --data.init_args.X V   any setting of the data
+  --print_config         print the resolved configuration and stop
+  --model.help CLASS     the settings of a model class; likewise --data.help CLASS
+  --help_all             every option
+"""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+        args: the arguments; those of the process by default.
+    """
+    name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in ("--help", "-h"):
+        names: dict[str, list[str]] = {}  # a line for all commands of one purpose
+        for command, (_, purpose) in COMMANDS.items():
+            names.setdefault(purpose, []).append(command)
+        lines = [f"  {', '.join(commands):19}  {purpose}" for purpose, commands in names.items()]
+        sys.stdout.write(HELP.format(commands="\n".join(lines)))
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        sys.stderr.write(f"lit-dlm: error: unknown command '{name}'; known: {known}\n")
+        raise SystemExit(2)
+    module, purpose = COMMANDS[name]
+    if module == TRAINER:
+        if rest in (["--help"], ["-h"]):  # the parser itself takes seconds to import
+            purpose = purpose[0].upper() + purpose[1:]
+            sys.stdout.write(TRAINER_HELP.format(command=name, purpose=purpose))
+            raise SystemExit(0)
+        rest = [name, *("--help" if option == "--help_all" else option for option in rest)]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Classes of the user's own, in files of the working folder, may be named in configurations.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        place, _, function = module.partition(":")
+        status = getattr(import_module(place), function or "main")(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except KeyboardInterrupt:  # before a run has taken the signal over, and in short commands
+        status = 128 + signal.SIGINT
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if os.environ.get("LIT_DLM_TRACEBACK"):
+            raise
+        hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
+        hint = hint if isinstance(error, ModuleNotFoundError) else ""
+        sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}{hint}\n")
+        status = 1
+    if status:
+        raise SystemExit(status)
