@@ -2,8 +2,7 @@
 
 A small bidirectional transformer reads the features of all visible positions of one state and
 returns one logit per position and one learned threshold ``tau`` per state; the decision logit is
-their difference. Two simpler networks judge every position by itself: an ``mlp`` on the same input
-embedding, and a ``linear`` map of the features. The weights of the release (arXiv 2605.24697) come
+their difference. The weights of the release (arXiv 2605.24697) come
 without their network code, so this is a reconstruction from its configuration: widths, depths and
 heads are the published ones, the order of normalisation and the place of the threshold token are
 ours.
@@ -19,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_dlm.ops.options import at_least, one_of, within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.ops.scores import top_quota
 
 
@@ -38,9 +37,6 @@ class PositionState(IntEnum):
 class AcceptanceConfig:
     """Architecture of :class:`AcceptanceHead`; the sizes default to those of arXiv 2605.24697."""
 
-    kind: Literal["transformer", "mlp", "linear"] = "transformer"
-    """``transformer``: positions see each other; ``mlp`` and ``linear``: each decides alone,
-    without a dynamic threshold, and ``linear`` has neither positions nor a state embedding."""
     width: int = 384
     """Model width; a multiple of ``2 * num_heads``."""
     num_layers: int = 5
@@ -49,10 +45,6 @@ class AcceptanceConfig:
     """Attention heads."""
     ffn_width: int = 768
     """Inner width of the feed-forward layers."""
-    mlp_width: int | None = None
-    """Inner width of the ``mlp``; ``width`` by default."""
-    mlp_layers: int = 2
-    """Hidden layers of the ``mlp``."""
     dropout: float = 0.1
     """Dropout inside the encoder layers."""
     positions: Literal["frontier", "learned", "none"] = "frontier"
@@ -62,37 +54,17 @@ class AcceptanceConfig:
     """Rows of the ``learned`` table; later offsets share the last one."""
     use_state_embedding: bool = True
     """Add an embedding of prompt, locked or masked (off in the release)."""
-    dynamic_threshold: bool = True
-    """Learn a threshold per state; otherwise ``tau`` is 0."""
-    target_mask_prob: float = 0.0
-    """Training only: share of masked positions whose features are hidden behind a vector."""
 
     def __post_init__(self) -> None:
         of = "AcceptanceConfig."
-        sizes = ("width", "num_layers", "num_heads", "ffn_width", "mlp_width", "mlp_layers")
-        at_least(1, of=of, **{name: getattr(self, name) for name in (*sizes, "max_length")})
-        self._check_kind()
+        sizes = ("width", "num_layers", "num_heads", "ffn_width", "max_length")
+        at_least(1, of=of, **{name: getattr(self, name) for name in sizes})
         if self.width % (2 * self.num_heads):
             raise ValueError(
                 "AcceptanceConfig.width: expected a multiple of 2 * num_heads = "
                 f"{2 * self.num_heads}, got {self.width}"
             )
-        within("[0, 1)", of=of, dropout=self.dropout, target_mask_prob=self.target_mask_prob)
-
-    def _check_kind(self) -> None:
-        """Refuses settings that the kind has no use for."""
-        one_of("transformer", "mlp", "linear", of="AcceptanceConfig.", kind=self.kind)
-        unused: dict[str, object] = {}
-        if self.kind != "transformer":
-            unused["dynamic_threshold"] = False
-        if self.kind == "linear":
-            unused |= {"positions": "none", "use_state_embedding": False, "target_mask_prob": 0.0}
-        for name, value in unused.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"AcceptanceConfig.{name}: expected {value!r} with kind {self.kind!r}, "
-                    f"got {getattr(self, name)!r}"
-                )
+        within("[0, 1)", of=of, dropout=self.dropout)
 
 
 @dataclass(frozen=True)
@@ -102,10 +74,7 @@ class AcceptanceOutput:
     logits: Tensor
     """``(B, R)`` float32 acceptance logits."""
     tau: Tensor
-    """``(B,)`` float32 learned threshold, 0 without a dynamic one."""
-    kept: Tensor | None = None
-    """``(B, R)`` bool: masked positions whose features were *not* hidden; ``None`` when the
-    network hid nothing."""
+    """``(B,)`` float32 learned threshold."""
 
     @property
     def decision_logits(self) -> Tensor:
@@ -114,7 +83,7 @@ class AcceptanceOutput:
 
 
 class AcceptanceHead(nn.Module):
-    """Network over the features of one state, of the kind that the configuration names.
+    """Network over the features of one state.
 
     Rows (``R``) are canvas columns in order: the response, or prompt and response.
     """
@@ -130,20 +99,11 @@ class AcceptanceHead(nn.Module):
         config = config or AcceptanceConfig()
         self.num_features = num_features
         self.config = config
-        if config.kind == "linear":
-            self.logit_head = nn.Linear(num_features, 1)
-            return
         self.in_proj = nn.Linear(num_features, config.width)
         if config.positions == "learned":
             self.position_table = nn.Embedding(config.max_length + 1, config.width)
         if config.use_state_embedding:
             self.state_table = nn.Embedding(len(PositionState), config.width)
-        if config.target_mask_prob > 0.0:
-            self.hidden_vector = nn.Parameter(torch.zeros(config.width))
-        if config.kind == "mlp":
-            self.mlp = _mlp(config)
-            self.logit_head = nn.Linear(config.mlp_width or config.width, 1)
-            return
         self.threshold_token = nn.Parameter(torch.randn(config.width) * 0.02)
         sizes = (config.width, config.num_heads, config.ffn_width, config.dropout)
         self.layers = nn.ModuleList(EncoderLayer(*sizes) for _ in range(config.num_layers))
@@ -168,7 +128,7 @@ class AcceptanceHead(nn.Module):
                 to and their outputs mean nothing (0 where the features are packed).
 
         Returns:
-            Logits, threshold and the positions whose features were kept.
+            Logits and threshold.
 
         Raises:
             ValueError: the features do not fit, or are packed in training.
@@ -177,31 +137,21 @@ class AcceptanceHead(nn.Module):
             raise ValueError(
                 f"features: expected {self.num_features} per position, got {features.shape[-1]}"
             )
-        config = self.config
         if features.ndim == 2:
             return self._packed(features.float(), state, visible)
         # What is not visible may be anything, even not finite: it must not reach a product.
         features = features.float().masked_fill(~visible[..., None], 0.0)
-        tau = features.new_zeros(len(features))
-        if config.kind == "linear":
-            return AcceptanceOutput(logits=self.logit_head(features).squeeze(-1), tau=tau)
-        x, kept = self._embed(features, state, self._positions(state, visible))
-        if config.kind == "mlp":
-            logits = self.logit_head(self.mlp(x)).squeeze(-1)
-            return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+        x = self._embed(features, state, self._positions(state, visible))
         x = torch.cat([self.threshold_token.expand(len(x), 1, -1), x], dim=1)
         attend = torch.cat([torch.ones_like(visible[:, :1]), visible], dim=1)[:, None, None, :]
         for layer in self.layers:
             x = layer(x, attend)
         x = self.final_norm(x)
         logits = self.logit_head(x[:, 1:]).squeeze(-1)
-        if config.dynamic_threshold:
-            tau = self.tau_head(x[:, 0]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=tau, kept=kept)
+        return AcceptanceOutput(logits=logits, tau=self.tau_head(x[:, 0]).squeeze(-1))
 
     def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """:meth:`forward` on ``(N, F)`` features of the visible positions."""
-        config = self.config
         index = visible.flatten().nonzero().squeeze(1)
         if self.training or len(features) != len(index):
             raise ValueError(
@@ -209,29 +159,20 @@ class AcceptanceHead(nn.Module):
                 f"position, got {'training' if self.training else 'evaluation'} mode and "
                 f"{len(features)} rows"
             )
-        tau = features.new_zeros(len(visible))
         logits = features.new_zeros(visible.shape)
-        if config.kind == "linear":
-            logits.view(-1)[index] = self.logit_head(features).squeeze(-1)
-            return AcceptanceOutput(logits=logits, tau=tau)
         positions = self._positions(state, visible)
-        x, _ = self._embed(
+        x = self._embed(
             features,
             state.flatten()[index],
             None if positions is None else positions.flatten()[index],
         )
-        if config.kind == "mlp":
-            logits.view(-1)[index] = self.logit_head(self.mlp(x)).squeeze(-1)
-            return AcceptanceOutput(logits=logits, tau=tau)
         packing = Packing.of(visible)
         x = torch.cat([self.threshold_token.expand(len(visible), -1), x])
         for layer in self.layers:
             x = layer(x, packing.attend, packing)
         x = self.final_norm(x)
         logits.view(-1)[index] = self.logit_head(x[len(visible) :]).squeeze(-1)
-        if config.dynamic_threshold:
-            tau = self.tau_head(x[: len(visible)]).squeeze(-1)
-        return AcceptanceOutput(logits=logits, tau=tau)
+        return AcceptanceOutput(logits=logits, tau=self.tau_head(x[: len(visible)]).squeeze(-1))
 
     def _positions(self, state: Tensor, visible: Tensor) -> Tensor | None:
         """``(B, R)`` int64 table indices or distances, as the configuration has it."""
@@ -241,20 +182,10 @@ class AcceptanceHead(nn.Module):
             return frontier_distance((state == PositionState.GEN) & visible)
         return None
 
-    def _embed(
-        self, features: Tensor, state: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Input embedding ``(..., width)`` and the positions that target masking kept."""
+    def _embed(self, features: Tensor, state: Tensor, positions: Tensor | None) -> Tensor:
+        """Input embedding ``(..., width)``."""
         config = self.config
-        x = self.in_proj(features)
-        kept = None
-        if self.training and config.target_mask_prob > 0.0:
-            kept = (
-                torch.rand(state.shape, dtype=torch.float32, device=state.device)
-                >= config.target_mask_prob
-            )
-            hidden = (state == PositionState.GEN) & ~kept
-            x = torch.where(hidden[..., None], self.hidden_vector, x)
+        x: Tensor = self.in_proj(features)
         if config.positions == "learned":
             x = x + self.position_table(positions)
         elif config.positions == "frontier":
@@ -262,20 +193,7 @@ class AcceptanceHead(nn.Module):
             x = x + sinusoids(positions, config.width)
         if config.use_state_embedding:
             x = x + self.state_table(state)
-        return x, kept
-
-
-def _mlp(config: AcceptanceConfig) -> nn.Sequential:
-    """``mlp_layers`` times linear, GELU and dropout."""
-    inner = config.mlp_width or config.width
-    layers: list[nn.Module] = []
-    for number in range(config.mlp_layers):
-        layers += [
-            nn.Linear(inner if number else config.width, inner),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-        ]
-    return nn.Sequential(*layers)
+        return x
 
 
 def accepted(

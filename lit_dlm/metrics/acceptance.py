@@ -90,58 +90,6 @@ class RolloutProxy(Metric):
         return {name: value.float() for name, value in scores.items()}
 
 
-class ThresholdScan(Metric):
-    """Best fixed threshold of a network without a dynamic one.
-
-    The release tries 19 thresholds, 0.05 to 0.95, on a random tenth of the positions, keeps the one
-    with the best F1 and reports it on all positions.
-    """
-
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
-    sample_counts: Tensor
-    counts: Tensor
-
-    def __init__(self, *, sample_share: float = 0.1) -> None:
-        """Sets the share of positions that choose the threshold."""
-        super().__init__()
-        within("(0, 1]", sample_share=sample_share)
-        self.sample_share = sample_share
-        self.thresholds = torch.arange(1, 20, dtype=torch.float64) / 20
-        for name in ("sample_counts", "counts"):
-            zeros = torch.zeros(19, 3, dtype=torch.float64)
-            self.add_state(name, zeros, dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor, label: Tensor, generator: torch.Generator) -> None:
-        """Counts decisions at every threshold.
-
-        Args:
-            logits: ``(N,)`` floating point.
-            label: ``(N,)`` bool.
-            generator: on the CPU; draws the positions that choose.
-        """
-        limits = torch.logit(self.thresholds).to(logits)
-        accept = logits[:, None] >= limits  # (N, 19)
-        positive = label[:, None].expand_as(accept)
-        # True positives, accepted, positives: all that F1 needs.
-        facts = torch.stack([accept & positive, accept, positive], dim=-1).double()
-        draws = torch.rand(len(logits), dtype=torch.float32, generator=generator)
-        sampled = draws < self.sample_share
-        self.counts += facts.sum(0)
-        self.sample_counts += facts[sampled.to(logits.device)].sum(0)
-
-    def compute(self) -> dict[str, Tensor]:
-        """The ``threshold`` that was best on the sample, the lowest of equals, and its ``f1``."""
-        f1 = [
-            2 * counts[:, 0] / (counts[:, 1] + counts[:, 2]).clamp_min(1)
-            for counts in (self.sample_counts, self.counts)
-        ]
-        best = int(f1[0].argmax())
-        return {"threshold": self.thresholds[best].float(), "f1": f1[1][best].float()}
-
-
 def f_beta(precision: Tensor, recall: Tensor, beta: float) -> Tensor:
     """``(1 + b^2) P R / (b^2 P + R)``, elementwise in the shape of both, 0 where both are 0."""
     square = beta**2

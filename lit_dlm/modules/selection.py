@@ -1,14 +1,13 @@
 """Validation scores of an acceptance policy in training.
 
 :class:`AcceptanceScores` holds those that classify stored states. The rollout proxy of the release
-is one of them; no window, cap, gate or fallback enters it. Two more scores do what a decode does:
-the *replay* applies these to the stored states of validation traces, which costs one more forward
-of the network, and the *rollout* decodes a few validation prompts for real.
+is one of them; no window, cap, gate or fallback enters it. The *replay* applies these to the stored
+states of validation traces, which costs one more forward of the network.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +15,16 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lit_dlm.backbones.base import Backbone
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Window, decode_prompts
+from lit_dlm.decoding import DecodeSettings, Window
 from lit_dlm.decoding.engine import end_of_text_gate, initial_state
-from lit_dlm.decoding.policies.tracelock import TraceLockPolicy, left_of_window_end
+from lit_dlm.decoding.policies.tracelock import left_of_window_end
 from lit_dlm.decoding.state import Canvas
 from lit_dlm.decoding.windows import default_window
 from lit_dlm.heads.acceptance import accepted
-from lit_dlm.heads.scorer import AcceptanceScorer
-from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy, ThresholdScan
+from lit_dlm.metrics.acceptance import CalibrationCurve, ReplayScore, RolloutProxy
 from lit_dlm.modules.state_batch import StateBatch
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import top_quota
-from lit_dlm.pictures import placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +38,10 @@ class SelectionSettings:
     window: Window | None = None
     """Where a step may commit; by default the whole response, or a block model's own blocks."""
     settings: DecodeSettings = field(default_factory=DecodeSettings)
-    """Engine options: the end-of-text gate applies to both scores, the rest to the rollout."""
-    rollout_prompts: int = 0
-    """Prompts of the true rollout, over all processes; 0 for none. The backbone then runs."""
+    """Engine options, of which the end-of-text gate counts."""
 
     def __post_init__(self) -> None:
         within("[0, 1]", of="SelectionSettings.", threshold=self.threshold)
-        at_least(0, of="SelectionSettings.", rollout_prompts=self.rollout_prompts)
-
-    def decoder(self, scorer: AcceptanceScorer) -> Decoder:
-        """The decoder of the rollout around the network in training."""
-        policy = TraceLockPolicy(
-            scorer=scorer, threshold=self.threshold, max_accept_per_step=self.max_accept_per_step
-        )
-        return Decoder(policy=policy, window=self.window, quota=NoQuota(), settings=self.settings)
 
 
 def step_candidates(
@@ -108,121 +95,35 @@ def step_commits(logits: Tensor, candidates: Tensor, selection: SelectionSetting
     return torch.where(commit.any(1, keepdim=True), commit, fallback)
 
 
-@dataclass
-class ReferencePrompts:
-    """Distinct prompts of validation traces and the responses that the traces ended with."""
-
-    limit: int
-    """Most prompts."""
-    found: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[int, ...]] = field(
-        default_factory=dict
-    )
-    """Reference response of each prompt with its pictures, in the order of appearance."""
-
-    def add(self, batch: StateBatch) -> None:
-        """Takes the prompts of a batch that are new, as long as there is room."""
-        if len(self.found) >= self.limit:
-            return
-        for row in range(len(batch.ids)):
-            if not bool(batch.is_real[row]) or len(self.found) >= self.limit:
-                continue
-            real = batch.pad_mask[row]
-            target = batch.target[row]
-            ids = tuple(target[: batch.start][real[: batch.start]].tolist())
-            prompt = ids, batch.pictures[row] if batch.pictures else ()
-            if prompt not in self.found:
-                self.found[prompt] = tuple(target[batch.start :][real[batch.start :]].tolist())
-
-
-@dataclass(frozen=True)
-class RolloutOutcome:
-    """Sums over the decoded prompts of one process."""
-
-    agreeing: float = 0.0
-    """Share of answer tokens equal to the reference trace's, summed over prompts."""
-    steps: float = 0.0
-    """Steps, summed over prompts."""
-    cells: float = 0.0
-    """Response cells, summed over prompts."""
-    prompts: int = 0
-    """How many prompts."""
-
-
-def roll_out(prompts: ReferencePrompts, backbone: Backbone, decoder: Decoder) -> RolloutOutcome:
-    """Decodes the prompts and compares with the reference responses, up to their first end of text.
-
-    Args:
-        prompts: what to decode, each response as long as its reference.
-        backbone: the frozen denoiser.
-        decoder: the method.
-
-    Returns:
-        The sums.
-    """
-    outcome = RolloutOutcome()
-    by_length: dict[int, list[tuple[list[int], tuple[int, ...]]]] = {}
-    for (ids, digests), response in prompts.found.items():
-        prompt = placed(backbone, ids, digests)
-        by_length.setdefault(len(response), []).append((prompt, response))
-    for length, group in sorted(by_length.items()):
-        result = decode_prompts(
-            backbone,
-            decoder,
-            [prompt for prompt, _ in group],
-            response_length=length,
-            seeds=range(len(group)),
-        )
-        got = result.ids[:, result.start :].cpu()
-        wanted = torch.tensor([response for _, response in group])
-        is_end = torch.isin(wanted, torch.tensor(backbone.spec.eos_ids))
-        # The answer and its first end of text; the fill behind it would drown the rest.
-        answer = is_end.cumsum(1) - is_end.long() == 0
-        agreeing = ((got == wanted) & answer).sum(1).float() / answer.sum(1)
-        outcome = replace(
-            outcome,
-            agreeing=outcome.agreeing + float(agreeing.sum()),
-            steps=outcome.steps + float(result.num_steps.sum()),
-            cells=outcome.cells + float(length * len(group)),
-            prompts=outcome.prompts + len(group),
-        )
-    return outcome
-
-
 class AcceptanceScores(nn.Module):
     """Metrics of one validation; their sums cover all processes.
 
     The module updates ``proxy`` and ``replay`` itself, on the positions that these are about.
     """
 
-    def __init__(self, *, proxy_threshold: float, with_scan: bool, with_replay: bool) -> None:
+    def __init__(self, *, with_replay: bool) -> None:
         """Sets up the metrics.
 
         Args:
-            proxy_threshold: acceptance probability of the rollout proxy.
-            with_scan: search a fixed threshold (for networks without a dynamic one).
             with_replay: score what a decode would commit.
         """
         super().__init__()
-        self.proxy = RolloutProxy(threshold=proxy_threshold)
+        self.proxy = RolloutProxy(threshold=0.99)
         self.even = RolloutProxy(threshold=0.5)
         self.auroc = BinaryAUROC()
         self.average_precision = BinaryAveragePrecision()
         self.calibration = CalibrationCurve()
         self.tau_mean, self.tau_square = MeanMetric(), MeanMetric()
         self.tau_prob = MeanMetric()
-        self.scan = ThresholdScan() if with_scan else None
         self.replay = ReplayScore() if with_replay else None
 
-    def update(
-        self, logits: Tensor, label: Tensor, tau: Tensor, generator: torch.Generator
-    ) -> None:
+    def update(self, logits: Tensor, label: Tensor, tau: Tensor) -> None:
         """Adds the uncropped states of a batch.
 
         Args:
             logits: ``(N,)`` decision logits of the evaluated positions.
             label: ``(N,)`` bool.
             tau: ``(B,)`` thresholds of the real states.
-            generator: on the CPU; draws the positions that choose a fixed threshold.
         """
         prob = logits.sigmoid()
         self.auroc.update(prob, label.long())
@@ -232,8 +133,6 @@ class AcceptanceScores(nn.Module):
         self.tau_mean.update(tau)
         self.tau_square.update(tau.square())
         self.tau_prob.update(tau.sigmoid())
-        if self.scan is not None:
-            self.scan.update(logits, label, generator)
 
     def compute(self) -> dict[str, Tensor]:
         """Scalars by the names under which they are logged."""
@@ -253,8 +152,6 @@ class AcceptanceScores(nn.Module):
             "val/tau_std": tau_variance.sqrt(),
             "val/tau_prob": self.tau_prob.compute(),
         }
-        if self.scan is not None:
-            scores |= {f"val/scan_{name}": value for name, value in self.scan.compute().items()}
         if self.replay is not None:
             scores |= {f"val/replay_{name}": v for name, v in self.replay.compute().items()}
         return scores

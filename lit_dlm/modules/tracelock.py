@@ -18,30 +18,24 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import SumMetric
 
 from lit_dlm.backbones.base import Backbone, backbone_facts
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.acceptance import AcceptanceConfig, PositionState
-from lit_dlm.heads.augmentation import FeatureNoise, noisy_features
 from lit_dlm.heads.projection import Projector
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import (
     AcceptanceLossSettings,
     acceptance_loss,
     acceptance_weights,
-    hard_positions,
     prefix_crop,
 )
-from lit_dlm.metrics.acceptance import f_beta
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.modules.elastic import mixed_seed
 from lit_dlm.modules.selection import (
     AcceptanceScores,
-    ReferencePrompts,
     SelectionSettings,
-    roll_out,
     step_candidates,
     step_commits,
 )
@@ -58,10 +52,9 @@ MONITORS = (
     "val/rollout_proxy_f1",
     "val/average_precision",
     "val/replay_score",
-    "val/rollout_score",
 )
 """Scores that a checkpoint may be selected by, all to be maximised. The first three are the
-release's; the last two need ``selection``."""
+release's; the last needs ``selection``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,10 +97,7 @@ class TraceLockModule(DecodeModule):
         head: AcceptanceConfig | None = None,
         settings: ScorerSettings | None = None,
         loss: AcceptanceLossSettings | None = None,
-        tail_ids: Sequence[int] | None = None,
         min_crop_ratio: float = 0.25,
-        noise: FeatureNoise | None = None,
-        proxy_threshold: float = 0.99,
         selection: SelectionSettings | None = None,
         export_monitor: str = MONITOR,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(
@@ -127,14 +117,9 @@ class TraceLockModule(DecodeModule):
             head: architecture of the network.
             settings: what the network is shown; must match stored features.
             loss: weights of the loss.
-            tail_ids: tokens that fill the canvas behind an answer; by default the backbone's
-                padding and first end-of-text ids.
             min_crop_ratio: training shows a prefix of each response, whose share of the length is
                 uniform from here to 1.
-            noise: noise on the features in training; none by default.
-            proxy_threshold: acceptance probability of the rollout proxy.
-            selection: how validation decodes for the replay and rollout scores; without it they
-                are not computed.
+            selection: how validation decodes for the replay score; without it there is none.
             export_monitor: the score whose best checkpoint is exported as the policy; best
                 checkpoints by other scores are exported beside it.
             optimizer: constructor of the optimiser.
@@ -150,8 +135,6 @@ class TraceLockModule(DecodeModule):
             raise ValueError(f"min_crop_ratio: expected a number in (0, 1], got {min_crop_ratio}")
         if export_monitor not in MONITORS:
             raise ValueError(f"export_monitor: expected one of {MONITORS}, got {export_monitor!r}")
-        if tail_ids is None:
-            tail_ids = (backbone.spec.pad_id, backbone.spec.eos_ids[0])
         if not isinstance(projector, Projector):
             projector = Projector.load(projector)
         self.scorer = AcceptanceScorer(
@@ -161,22 +144,16 @@ class TraceLockModule(DecodeModule):
             backbone=backbone_facts(backbone.spec, backbone),
         )
         self.loss_settings = loss or AcceptanceLossSettings()
-        self.register_buffer(
-            "tail_ids", torch.tensor(sorted(set(tail_ids)), dtype=torch.long), persistent=False
-        )
+        # What fills the canvas behind an answer.
+        tail = {backbone.spec.pad_id, backbone.spec.eos_ids[0]}
+        self.register_buffer("tail_ids", torch.tensor(sorted(tail)), persistent=False)
         self.min_crop_ratio = min_crop_ratio
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.export_dir = None if export_dir is None else Path(export_dir)
         self.export_monitor = export_monitor
-        self.noise = noise or FeatureNoise()
         self.selection = selection
-        self.scores = AcceptanceScores(
-            proxy_threshold=proxy_threshold,
-            with_scan=not self.scorer.head.config.dynamic_threshold,
-            with_replay=selection is not None,
-        )
-        self._rollout_prompts: ReferencePrompts | None = None
+        self.scores = AcceptanceScores(with_replay=selection is not None)
         self.calibration_curve: dict[str, Tensor] | None = None
 
     def configure_model(self) -> None:
@@ -263,30 +240,17 @@ class TraceLockModule(DecodeModule):
         """One weighted cross-entropy step on cropped states."""
         seen = self.observe(batch)
         visible = self._cropped(seen, self._crop_shares(batch, batch_idx))
-        features = noisy_features(seen.features, seen.in_response, seen.present, self.noise)
-        hard = None
-        if self.loss_settings.hard_weight != 1.0:
-            with torch.no_grad():
-                first = self.scorer(features, seen.state, visible)
-            hard = hard_positions(first.logits, seen.label, seen.decidable)
-        output = self.scorer(features, seen.state, visible)
+        output = self.scorer(seen.features, seen.state, visible)
         weight = acceptance_weights(
             seen.label,
             seen.decidable,
             seen.is_tail,
             visible,
-            kept=output.kept,
-            hard=hard,
             is_correct=batch.is_correct,
             settings=self.loss_settings,
         )
         terms = acceptance_loss(
-            output.logits,
-            output.tau,
-            seen.label,
-            weight,
-            norm=self._mean_weight(weight),
-            settings=self.loss_settings,
+            output.logits, output.tau, seen.label, weight, norm=self._mean_weight(weight)
         )
         self.log("train/loss", terms.total.detach(), prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in terms.parts.items()})
@@ -354,7 +318,7 @@ class TraceLockModule(DecodeModule):
         )
         share = torch.rand(len(batch.ids), dtype=torch.float32, generator=generator)
         share = share.to(batch.ids.device)
-        self.scores.update(logits, label, output.tau[batch.is_real], generator)
+        self.scores.update(logits, label, output.tau[batch.is_real])
         visible = self._cropped(seen, share)
         cropped = self.scorer(seen.features, seen.state, visible).decision_logits
         chosen = chosen & visible
@@ -363,7 +327,7 @@ class TraceLockModule(DecodeModule):
             self._update_replay(batch, seen)
 
     def _update_replay(self, batch: StateBatch, seen: ObservedStates) -> None:
-        """Applies window, gate, cap and fallback to stored states and keeps prompts to decode."""
+        """Applies window, gate, cap and fallback to stored states."""
         assert self.selection is not None
         assert self.scores.replay is not None
         first = batch.ids.shape[1] - seen.features.shape[1]
@@ -380,41 +344,14 @@ class TraceLockModule(DecodeModule):
             seen.state == PositionState.GEN,
             seen.in_response.sum(1),
         )
-        if self.selection.rollout_prompts:
-            if self._rollout_prompts is None:
-                share = -(-self.selection.rollout_prompts // self.trainer.world_size)
-                self._rollout_prompts = ReferencePrompts(share)
-            self._rollout_prompts.add(batch)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the scores of the whole validation set."""
         scores = self.scores.compute()
         self.calibration_curve = self.scores.calibration.compute()
-        if self.selection is not None and self.selection.rollout_prompts:
-            scores |= self._rollout_scores(self.selection)
         # Already equal on all ranks; Lightning warns about epoch values that are not reduced.
         self.log_dict(scores, sync_dist=True)
         self.scores.reset()
-
-    def _rollout_scores(self, selection: SelectionSettings) -> dict[str, Tensor]:
-        """Decodes the prompts that this validation met; the sums of all processes are divided."""
-        prompts = self._rollout_prompts or ReferencePrompts(0)
-        decoder = selection.decoder(self.scorer)
-        outcome = roll_out(prompts, self.backbone, decoder)
-        sums = []
-        for value in (outcome.agreeing, outcome.steps, outcome.cells, float(outcome.prompts)):
-            metric = SumMetric().to(self.device)
-            metric.update(value)
-            sums.append(metric.compute())
-        agreeing, steps, cells, count = sums
-        agreement = agreeing / count.clamp_min(1)
-        saved = (1.0 - steps / cells.clamp_min(1)) * (count > 0)
-        return {
-            "val/rollout_score": f_beta(agreement, saved, 0.5),
-            "val/rollout_agreement": agreement,
-            "val/rollout_steps": steps / count.clamp_min(1),
-            "val/rollout_prompts": count,
-        }
 
     # -- files -----------------------------------------------------------------------------------
 

@@ -51,12 +51,6 @@ def test_decision_is_logit_minus_the_threshold_of_its_row() -> None:
         )
 
 
-def test_fixed_threshold_stays_zero() -> None:
-    head = small_head(dynamic_threshold=False)
-    torch.nn.init.normal_(head.tau_head.weight)
-    assert torch.equal(head(*inputs()).tau, torch.zeros(2))
-
-
 @pytest.mark.parametrize("positions", ["frontier", "learned", "none"])
 def test_invisible_positions_change_nothing(positions: str) -> None:
     head = small_head(positions=positions)
@@ -106,24 +100,11 @@ def test_response_offsets_start_behind_the_prompt_and_stop_at_the_table_end() ->
     assert response_offsets(state, 3).tolist() == [[0, 0, 1, 2, 3, 3]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "positions"),
-    [
-        ("transformer", "frontier"),
-        ("transformer", "learned"),
-        ("transformer", "none"),
-        ("mlp", "frontier"),
-        ("linear", "none"),
-    ],
-)
-def test_packed_features_score_alike(kind: str, positions: str) -> None:
+@pytest.mark.parametrize("positions", ["frontier", "learned", "none"])
+def test_packed_features_score_alike(positions: str) -> None:
     """States with two, none and all of six positions visible; the first has a gap."""
-    alone = {} if kind == "transformer" else {"dynamic_threshold": False}
-    head = small_head(
-        kind=kind, positions=positions, use_state_embedding=kind != "linear", max_length=3, **alone
-    )
-    if kind == "transformer":
-        torch.nn.init.normal_(head.tau_head.weight)
+    head = small_head(positions=positions, max_length=3)
+    torch.nn.init.normal_(head.tau_head.weight)
     features, state, _ = inputs(B=3)
     visible = torch.tensor([[0, 1, 0, 1, 0, 0], [0] * 6, [1] * 6]).bool()
     whole = head(features, state, visible)
@@ -150,21 +131,6 @@ def test_sinusoids_at_zero_and_quarter_period() -> None:
     torch.testing.assert_close(table[1, 3], torch.cos(torch.tensor(-1e-4)))
 
 
-def test_target_masking_hides_masked_positions_in_training_only() -> None:
-    head = small_head(target_mask_prob=0.9)
-    assert head(*inputs()).kept is None
-    head.train()
-    features, state, visible = inputs()
-    torch.manual_seed(1)
-    first = head(features, state, visible)
-    assert first.kept is not None
-    hidden = ~first.kept & (state == 2)
-    assert hidden.any()
-    changed = torch.where(hidden[..., None], features + 5.0, features)
-    torch.manual_seed(1)
-    assert torch.equal(head(changed, state, visible).logits, first.logits)
-
-
 def test_half_precision_features_are_computed_in_float32() -> None:
     features, state, visible = inputs()
     assert small_head()(features.half(), state, visible).logits.dtype == torch.float32
@@ -180,51 +146,6 @@ def test_wrong_feature_count_is_named() -> None:
 def test_bad_sizes_are_named(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         small_head(**{option: value})
-
-
-SIMPLE = {"dynamic_threshold": False}
-BARE = {**SIMPLE, "positions": "none", "use_state_embedding": False}
-
-
-def test_linear_kind_is_one_product_per_position() -> None:
-    head = small_head(kind="linear", **BARE)
-    features, state, visible = inputs()
-    expected = features @ head.logit_head.weight[0] + head.logit_head.bias
-    output = head(features, state, visible)
-    torch.testing.assert_close(output.logits, expected)
-    assert torch.equal(output.tau, torch.zeros(2))
-    assert sum(p.numel() for p in head.parameters()) == 5 + 1
-
-
-def test_mlp_has_its_own_width_and_depth() -> None:
-    """in 5*16+16 = 96, states 48, 16*8+8 = 136, 8*8+8 = 72, head 9."""
-    head = small_head(kind="mlp", mlp_width=8, mlp_layers=2, **SIMPLE)
-    assert sum(p.numel() for p in head.parameters()) == 96 + 48 + 136 + 72 + 9
-
-
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_simple_kinds_judge_each_position_by_itself(kind: str) -> None:
-    head = small_head(kind=kind, **BARE)
-    features, state, visible = inputs(B=1)
-    features.requires_grad_()
-    head(features, state, visible).logits[0, 3].backward()
-    assert features.grad is not None
-    assert (features.grad[0].abs().sum(-1) > 0).tolist() == [False] * 3 + [True] + [False] * 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [
-        ("mlp", {}),
-        ("linear", SIMPLE),
-        ("linear", {**BARE, "positions": "learned"}),
-        ("linear", {**BARE, "target_mask_prob": 0.1}),
-        ("forest", SIMPLE),
-    ],
-)
-def test_settings_without_effect_are_refused(kind: str, option: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"AcceptanceConfig\.\w+: expected"):
-        small_head(kind=kind, **option)
 
 
 def test_accepted_are_at_or_above_the_threshold_and_the_cap_keeps_the_best() -> None:

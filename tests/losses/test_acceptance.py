@@ -7,7 +7,6 @@ from lit_dlm.losses.acceptance import (
     AcceptanceLossSettings,
     acceptance_loss,
     acceptance_weights,
-    hard_positions,
     prefix_crop,
 )
 
@@ -52,41 +51,6 @@ def test_single_masked_position_keeps_full_weight() -> None:
     torch.testing.assert_close(weight, torch.tensor([[0.0, 1.0]]))
 
 
-def test_steep_front_slope_stops_at_zero() -> None:
-    """Slope 2 over three positives: 1, 1 - 2/2 = 0, max(1 - 4/2, 0) = 0."""
-    weight = acceptance_weights(
-        label=rows("111"),
-        is_gen=rows("111"),
-        is_tail=rows("000"),
-        visible=rows("111"),
-        settings=AcceptanceLossSettings(front_slope=2.0),
-    )
-    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.0, 0.0]]))
-
-
-def test_kept_positions_get_the_keep_weight_and_the_tail_does_not() -> None:
-    weight = acceptance_weights(
-        label=rows("101"),
-        is_gen=rows("111"),
-        is_tail=rows("001"),
-        visible=rows("111"),
-        kept=rows("101"),
-        settings=AcceptanceLossSettings(keep_weight=3.0),
-    )
-    torch.testing.assert_close(weight, torch.tensor([[3.0, 2.0, 1.0]]))
-
-
-def test_tail_counts_like_other_positions_when_not_shared() -> None:
-    weight = acceptance_weights(
-        label=rows("110"),
-        is_gen=rows("111"),
-        is_tail=rows("011"),
-        visible=rows("111"),
-        settings=AcceptanceLossSettings(share_tail_weight=False),
-    )
-    torch.testing.assert_close(weight, torch.tensor([[1.0, 0.75, 2.0]]))
-
-
 def test_loss_matches_hand_value() -> None:
     """Logits 1 and 0, tau 1: decisions 0 (label 1) and -1 (label 0), weights 1 and 2.
 
@@ -102,20 +66,6 @@ def test_loss_matches_hand_value() -> None:
     assert terms.total.item() == pytest.approx(bce + 0.001, rel=1e-6)
     assert terms.parts["bce"].item() == pytest.approx(bce, rel=1e-6)
     assert terms.parts["tau_penalty"].item() == pytest.approx(0.001, rel=1e-6)
-
-
-def test_raw_logits_add_their_own_cross_entropy() -> None:
-    """The same numbers: raw BCE is (log(1 + e^-1) + 2 log 2) / 3 on top."""
-    terms = acceptance_loss(
-        torch.tensor([[1.0, 0.0]]),
-        torch.tensor([1.0]),
-        rows("10"),
-        torch.tensor([[1.0, 2.0]]),
-        settings=AcceptanceLossSettings(decision_only=False),
-    )
-    decided = (math.log(2) + 2 * math.log(1 + math.exp(-1))) / 3
-    raw = (math.log(1 + math.exp(-1)) + 2 * math.log(2)) / 3
-    assert terms.total.item() == pytest.approx(decided + raw + 0.001, rel=1e-6)
 
 
 def test_loss_is_normalised_over_the_batch_not_per_row() -> None:
@@ -188,39 +138,6 @@ def test_weighing_wrong_traces_needs_grades() -> None:
             rows("10"), rows("11"), rows("00"), rows("11"),
             settings=AcceptanceLossSettings(wrong_trace_weight=0.0),
         )  # fmt: skip
-
-
-def test_position_decay_multiplies_by_rank() -> None:
-    """Ranks 0, 1, 2 at decay 0.5: 1, 2 * 0.5 for the negative, 0.5 * 0.25 at the far end."""
-    weight = acceptance_weights(
-        rows("101"), rows("111"), rows("000"), rows("111"),
-        settings=AcceptanceLossSettings(position_decay=0.5),
-    )  # fmt: skip
-    torch.testing.assert_close(weight, torch.tensor([[1.0, 1.0, 0.125]]))
-
-
-def test_hard_positions_are_misjudged_at_raw_logit_zero() -> None:
-    hard = hard_positions(torch.tensor([[1.0, -1.0, 0.0, -1.0, 5.0]]), rows("10010"), rows("11110"))
-    assert hard.tolist() == rows("00110").tolist()
-
-
-def test_hard_positions_weigh_more() -> None:
-    settings = AcceptanceLossSettings(decision_only=False, hard_weight=1.5)
-    weight = acceptance_weights(
-        rows("10"), rows("11"), rows("00"), rows("11"), hard=rows("01"), settings=settings
-    )
-    torch.testing.assert_close(weight, torch.tensor([[1.0, 3.0]]))
-    with pytest.raises(ValueError, match="hard_weight"):
-        AcceptanceLossSettings(hard_weight=1.5)
-
-
-def test_focal_factor_matches_hand_value() -> None:
-    """Logit log 3, label 1: p = 3/4, BCE log(4/3), factor (1/4)^4."""
-    terms = acceptance_loss(
-        torch.tensor([[math.log(3.0)]]), torch.zeros(1), rows("1"), torch.ones(1, 1),
-        settings=AcceptanceLossSettings(focal_gamma=4.0),
-    )  # fmt: skip
-    assert terms.parts["bce"].item() == pytest.approx(math.log(4 / 3) / 4**4, rel=1e-5)
 
 
 def test_mean_of_parts_with_a_common_norm_is_the_loss_of_the_whole() -> None:

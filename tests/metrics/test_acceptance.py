@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lit_dlm.metrics.acceptance import RolloutProxy, ThresholdScan
+from lit_dlm.metrics.acceptance import RolloutProxy
 
 
 def test_counts_and_f_half_match_hand_values() -> None:
@@ -59,32 +59,6 @@ def test_all_scores_match_hand_values() -> None:
         "f_beta": 1.25 / 3 / 4 / (0.25 / 3 + 0.25),
     }  # fmt: skip
     assert {name: scores[name] for name in expected} == pytest.approx(expected)
-
-
-def test_scan_finds_the_threshold_with_the_best_f1() -> None:
-    """Positives at 0.62 and above, negatives below 0.58: 0.6 separates them."""
-    scan = ThresholdScan(sample_share=1.0)
-    prob = torch.tensor([0.1, 0.3, 0.57, 0.62, 0.7, 0.9])
-    scan.update(prob.logit(), prob > 0.6, torch.Generator().manual_seed(0))
-    assert scan.compute()["threshold"].item() == pytest.approx(0.6)
-    assert scan.compute()["f1"].item() == 1.0
-
-
-def test_scan_reports_the_samples_choice_on_all_positions() -> None:
-    """The slow way: the same draws, one threshold at a time."""
-    torch.manual_seed(0)
-    logits, label = torch.randn(400), torch.rand(400) > 0.3
-    scan = ThresholdScan(sample_share=0.1)
-    scan.update(logits, label, torch.Generator().manual_seed(7))
-    sampled = torch.rand(400, generator=torch.Generator().manual_seed(7)) < 0.1
-
-    def f1(logits: torch.Tensor, label: torch.Tensor, threshold: float) -> float:
-        accept = logits.sigmoid() >= threshold
-        return 2 * int((accept & label).sum()) / max(int(accept.sum() + label.sum()), 1)
-
-    best = max(range(1, 20), key=lambda k: (f1(logits[sampled], label[sampled], k / 20), -k)) / 20
-    assert scan.compute()["threshold"].item() == pytest.approx(best)
-    assert scan.compute()["f1"].item() == pytest.approx(f1(logits, label, best))
 
 
 def test_logit_equal_to_the_threshold_is_accepted() -> None:

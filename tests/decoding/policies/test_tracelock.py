@@ -33,16 +33,12 @@ G = 12
 
 
 def scorer(
-    *, bias: float = 0.0, spread: float = 1.0, layout: str = "generation", linear: bool = False
+    *, bias: float = 0.0, spread: float = 1.0, layout: str = "generation"
 ) -> AcceptanceScorer:
     """Random weights; logits are ``spread`` times the network's plus ``bias``."""
     torch.manual_seed(0)
     config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
     head = AcceptanceConfig(width=16, num_layers=2, num_heads=2, ffn_width=16)
-    if linear:
-        head = AcceptanceConfig(
-            kind="linear", dynamic_threshold=False, positions="none", use_state_embedding=False
-        )
     built = AcceptanceScorer(
         Projector.random_orthogonal(config),
         head=head,
@@ -101,7 +97,7 @@ def test_release_extremes_for_256_tokens() -> None:
     """The release's bounds with its cap of 4: 256 / 4 = 64 steps and 256 steps."""
     for bias, steps in ((50.0, 64), (-50.0, 256)):
         long = prompt_canvas([[3]], response_length=256, spec=fake_spec(), seeds=[0])
-        policy = TraceLockPolicy(scorer=scorer(bias=bias, linear=True))
+        policy = TraceLockPolicy(scorer=scorer(bias=bias))
         assert decoder(policy)(hashing_backbone(), long).num_steps.tolist() == [steps]
 
 
@@ -361,7 +357,7 @@ def long_canvas(length: int = 256):
 def test_release_extremes_with_its_schedule(bias: float, steps: int) -> None:
     """256 / 4 = 64 steps where all is accepted; 256 where nothing is: the quota stays below one
     until the last step, when a single mask is left."""
-    policy = TraceLockPolicy(scorer=scorer(bias=bias, linear=True), release_compat=True)
+    policy = TraceLockPolicy(scorer=scorer(bias=bias), release_compat=True)
     assert released(policy)(one_token_backbone(5), long_canvas()).num_steps.tolist() == [steps]
 
 
@@ -374,7 +370,7 @@ def one_token_backbone(token: int) -> TableBackbone:
 
 def test_release_gate_lets_the_fallback_open_it() -> None:
     """All proposals end the text and all are accepted: one by fallback, then 255 / 4 = 64."""
-    policy = TraceLockPolicy(scorer=scorer(bias=50.0, linear=True), release_compat=True)
+    policy = TraceLockPolicy(scorer=scorer(bias=50.0), release_compat=True)
     assert released(policy)(one_token_backbone(EOS), long_canvas()).num_steps.tolist() == [65]
 
 
