@@ -343,15 +343,15 @@ def check_run(config: Mapping[str, Any]) -> str | None:
 
 def num_processes(trainer: Mapping[str, Any]) -> int:
     """Processes that a trainer's settings ask for, as far as they say."""
-    devices = trainer.get("devices", 1)
-    if isinstance(devices, str) and not devices.isdigit():
-        listed = [part for part in devices.split(",") if part.strip()]
-        on_gpus = _on_gpus(trainer)
-        count = len(listed) if "," in devices else torch.cuda.device_count() if on_gpus else 1
-    else:
-        count = len(devices) if isinstance(devices, list) else int(devices)
-        if count < 0:
-            count = torch.cuda.device_count()
+    devices: Any = trainer.get("devices", 1)
+    if isinstance(devices, str) and "," in devices:
+        devices = devices.strip(",").split(",")
+    if isinstance(devices, list):
+        count = len(devices)
+    elif str(devices).isdigit():
+        count = int(devices)
+    else:  # "auto" or -1
+        count = torch.cuda.device_count() if _on_gpus(trainer) else 1
     return max(1, count) * int(trainer.get("num_nodes") or 1)
 
 

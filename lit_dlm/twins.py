@@ -404,7 +404,7 @@ def write_twin(
 
 
 def tower_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a tower's weights under the names of LLaDA-V's files."""
+    """Keys and shapes of what makes rows of pictures in LLaDA-V, by its ``config.json``."""
     with torch.device("meta"):
         tower = TowerVision(
             VisionSettings(),
