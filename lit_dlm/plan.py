@@ -142,7 +142,7 @@ class _Model:
         """Bytes of what products give, of gathered weights and of caches."""
         # Sharded decoders get their inputs, too, in the dtype that they compute in.
         self.stream = self.computed if self.is_sharded else self.weight
-        self.copies = {}
+        self.copies: dict[str, int] = {}
         if self.computed < self.stream and self.trains_all:  # autocast keeps them
             self.copies["bfloat16 weights"] = self.computed * self.num_base
 
@@ -263,12 +263,12 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     reader = value.get("backbone", "lora") if settings.get("value") else "head"
     if reader == "lora":
         policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
-    lengths = data.get("response_length", 0)
+    lengths = data.get("response_length") or 0
     run = {
         **settings,
         **data,
         "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
-        "prompt": data.get("max_prompt_length", 0),
+        "prompt": data.get("max_prompt_length") or 0,
         "response": lengths if isinstance(lengths, int) else max(lengths),
     }
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
