@@ -184,7 +184,7 @@ class Sampler:
         if self.temperature == 0.0:
             return values
         if self._draws_by_runs(values):
-            return perturbed_by_runs(values, self._run_noise(values, steps, seeds, positions))
+            return perturbed_by_runs(values, _run_noise(values, steps, seeds, positions))
         tokens = torch.arange(values.shape[1], device=values.device)
         if names is not None:
             tokens = names[:, None]
@@ -194,10 +194,6 @@ class Sampler:
         # Under a filter a draw would depend on how many ids ``survivors`` looked at.
         is_filtered = self.top_k is not None or (self.top_p is not None and self.top_p < 1.0)
         return values.shape[1] > RUN and not is_filtered
-
-    @staticmethod
-    def _run_noise(values: Tensor, steps: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        return cell_gumbel_noise(seeds, steps, positions[:, 0], RUN - (-values.shape[1] // RUN))
 
     def _scores(
         self,
@@ -214,7 +210,7 @@ class Sampler:
         if self.temperature == 0.0:
             place = arg_max(values)
         elif self._draws_by_runs(values):
-            place = draw_by_runs(values, self._run_noise(values, steps, seeds, positions))
+            place = draw_by_runs(values, _run_noise(values, steps, seeds, positions))
         else:
             place = self._perturbed(values, names, steps, seeds, positions).argmax(-1)
         ids = place if names is None else names.gather(1, place[:, None])[:, 0]
@@ -229,3 +225,7 @@ class Sampler:
             is_known = values is scored[0]
             found["drawn"] = found["prob"] if is_known else confidence(values, place)
         return found
+
+
+def _run_noise(values: Tensor, steps: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    return cell_gumbel_noise(seeds, steps, positions[:, 0], RUN - (-values.shape[1] // RUN))

@@ -227,12 +227,8 @@ class TwoCopyLayout:
         """With slots behind its end that take no part, up to a multiple of :data:`TILE`."""
         extra = (0, -len(self.copy) % TILE)
         real = torch.ones_like(self.blocks, dtype=torch.bool) if self.real is None else self.real
-        return TwoCopyLayout(
-            source=F.pad(self.source, extra),
-            copy=F.pad(self.copy, extra, value=-1),
-            blocks=F.pad(self.blocks, extra),
-            real=F.pad(real, extra),
-        )
+        source, blocks, real = (F.pad(part, extra) for part in (self.source, self.blocks, real))
+        return TwoCopyLayout(source, F.pad(self.copy, extra, value=-1), blocks, real)
 
     def _used(self, num_copies: Tensor | None) -> Tensor | None:
         """Slots that take part where rows use some of the copies."""

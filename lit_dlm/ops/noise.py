@@ -93,14 +93,13 @@ def gumbel_noise(seeds: Tensor, step: int | Tensor, positions: Tensor, tokens: T
 def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int) -> Tensor:
     """Standard Gumbel draws of cells, by one round of mixing instead of four.
 
-    A GPU waits for the launches of the small rounds. The sum that is mixed differs between any two
-    draws of a sample: with these factors no two keys of steps and positions below 2**20 and draws
-    below 2**11 meet.
+    A GPU waits for the launches of small rounds. No two sums that a sample mixes are equal, for
+    steps and positions below 2**20 and draws below 2**11.
 
     Args:
         seeds: ``(n,)`` int64 sample seed of each cell.
-        steps: ``(n,)`` int64 decode step.
-        positions: ``(n,)`` int64 position within the sample.
+        steps: ``(n,)`` int64.
+        positions: ``(n,)`` int64 within the sample.
         size: draws of each cell.
 
     Returns:

@@ -91,9 +91,8 @@ def survivors(
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
     """Draws ids from softmaxes with noise for a part of the vocabulary.
 
-    The arg-max of logits plus Gumbel noise is a draw; here the first one is among the runs of
-    :data:`RUN` ids, by their probabilities, the second among the ids of that run. A vocabulary of
-    152,000 takes noise for 1,173 numbers a cell.
+    The arg-max of logits plus Gumbel noise is a draw; here first among the runs of :data:`RUN` ids,
+    by their probabilities, then among the ids of one: 1,173 numbers for a vocabulary of 152,000.
 
     Args:
         logits: ``(n, V)`` floating point.
@@ -110,10 +109,7 @@ def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def perturbed_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
-    """Values whose arg-max is what :func:`draw_by_runs` draws, ``(n, V)`` float64.
-
-    Their best of each run is the run's own perturbed log-probability. Arguments are the same.
-    """
+    """``(n, V)`` float64 values whose arg-max :func:`draw_by_runs` draws, of the same arguments."""
     V = logits.shape[1]
     values = F.pad(logits, (0, -V % RUN), value=-torch.inf).unflatten(1, (-1, RUN))
     values = values + noise[:, None, :RUN]
