@@ -62,9 +62,9 @@ def write(folder: Path, *rows: dict) -> str:
         (MATH, {"question": "1+1?", "ground_truth_answer": "2"}, "dllm-rl-math-trado",
          "1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.", ""),
         (SEEDBench, {"question": "How many?", "ground_truth_answer": "A"}, "dllm-rl-mmada-think",
-         "\nYou should first think about the reasoning process in the mind and then provide the user"
-         " with the answer. The reasoning process is enclosed within <think> </think> tags, i.e. "
-         "<think> reasoning process here </think> answer here\nHow many?", ""),
+         "\nYou should first think about the reasoning process in the mind and then provide the "
+         "user with the answer. The reasoning process is enclosed within <think> </think> tags, "
+         "i.e. <think> reasoning process here </think> answer here\nHow many?", ""),
         (HumanEval, STUB, "tracelock-code",
          "Write Python code that passes the given tests.\n\nProblem:\ndef add(a, b):\n    pass\n\n"
          "Unit tests:\ndef check(candidate):\n    assert candidate(1, 2) == 3\n\nRequirements:\n"
