@@ -229,7 +229,7 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     if keys[0].removesuffix("+") not in document:
         return False
     try:
-        value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException):
         return False
     place = document
@@ -247,7 +247,7 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
         place = place.setdefault("init_args", {})
     name = keys[-1].removesuffix("+")
-    value, old = _included(value, Path()), place.get(name)
+    value, old = _included(parsed["value"], Path()), place.get(name)
     if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
         initialisers = (vars(one).get("__init__") for one in kind.__mro__)
         known = {n for one in initialisers if one for n in inspect.signature(one).parameters}

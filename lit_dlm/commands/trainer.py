@@ -79,7 +79,7 @@ class CLI(LightningCLI):
             ValueError: the run cannot fit its devices, or another one has the folder.
         """
         options = self.config[self.subcommand]
-        for key, needed in _NEEDED.get(self.subcommand, {}).items():
+        for key, needed in _NEEDED.get(str(self.subcommand), {}).items():
             kind = import_object(options[key].class_path)
             if getattr(kind, needed) is getattr(_BASES[key], needed):
                 raise ValueError(
@@ -89,8 +89,8 @@ class CLI(LightningCLI):
         tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
         if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
             raise ValueError(
-                f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; use "
-                "--gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
+                f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; "
+                "use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
             )
         planned = check_run(options.as_dict())
         if planned is not None:
