@@ -15,6 +15,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.losses.acceptance import AcceptanceLossSettings
+from lit_dlm.metrics.acceptance import RolloutProxy
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.selection import SelectionSettings
 from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
@@ -247,7 +248,9 @@ def test_checkpoint_holds_no_backbone_and_loads_without_pickle(
 def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "saved", monitor=MONITOR, mode="max", filename="{step}")
     fitted = trainer(tmp_path, callbacks=[saver], enable_checkpointing=True, val_check_interval=3)
-    fitted.fit(module(proxy_threshold=0.7), datamodule=data(shards))
+    model = module()
+    model.scores.proxy = RolloutProxy(threshold=0.7)
+    fitted.fit(model, datamodule=data(shards))
     policy = AcceptanceScorer.load(tmp_path / "policy")
     stored = torch.load(saver.best_model_path, weights_only=True)
     for name, value in policy.head.state_dict().items():
@@ -264,7 +267,8 @@ def test_exported_policy_is_the_best_checkpoint(shards: Path, tmp_path: Path) ->
 
 def test_validation_scores_match_a_slow_reference(shards: Path, tmp_path: Path) -> None:
     """Loss and precision over the whole validation set, state by state, without a crop."""
-    model = module(min_crop_ratio=1.0, proxy_threshold=0.5)
+    model = module(min_crop_ratio=1.0)
+    model.scores.proxy = RolloutProxy(threshold=0.5)
     torch.nn.init.normal_(model.scorer.head.logit_head.weight)
     run = trainer(tmp_path)
     source = data(shards, batch_size=7)
