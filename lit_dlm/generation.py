@@ -78,10 +78,6 @@ def generate(
 
     Returns:
         The responses.
-
-    Raises:
-        ValueError: no prompts, an empty one, text without a tokenizer, or a window that a block
-            model cannot have.
     """
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts: expected a list with at least one prompt")

@@ -53,10 +53,6 @@ def log_likelihood_bound(
 
     Returns:
         The estimate in nats, at most 0.
-
-    Raises:
-        ValueError: nothing is given or to be scored, or ``num_draws`` is no positive number (an
-            even one with ``antithetic``).
     """
     if not prompt_ids or not target_ids:
         raise ValueError(

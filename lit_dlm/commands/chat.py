@@ -136,11 +136,7 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0.
-
-    Raises:
-        ValueError: the model, tokenizer or decoder does not fit.
-    """
+    """Runs the command on what follows its name; returns the exit status, 0."""
     parser = Parser(
         prog="lit-dlm chat",
         description="Talks with a model. Answers are shown while they are unmasked, then their "

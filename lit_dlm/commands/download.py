@@ -53,11 +53,7 @@ class Source:
         return True
 
     def fetch(self) -> None:
-        """Brings it into the cache, through the code that will read it.
-
-        Raises:
-            ValueError: it could not be had.
-        """
+        """Brings it into the cache, through the code that will read it."""
         if self.kind != "data":
             locate(self.name, weights=self.kind == "model")
             return
@@ -118,9 +114,6 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; other options are those of configurations.
 
     The exit status is 1 if something is missing that was not fetched.
-
-    Raises:
-        ValueError: the hub or the disk refuses.
     """
     options, rest = _parser().parse_known_args(list(arguments))
     # Here: Lightning takes seconds to import.

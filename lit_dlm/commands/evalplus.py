@@ -17,11 +17,7 @@ DATASETS = {"humaneval": "HumanEval", "humaneval+": "HumanEval", "mbpp": "Mbpp",
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0.
-
-    Raises:
-        ValueError: the run has no results of HumanEval or MBPP.
-    """
+    """Runs the command on what follows its name; returns the exit status, 0."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm evalplus",
         description="Writes the answers of a benchmark to HumanEval(+) and MBPP(+) as samples that "

@@ -18,11 +18,7 @@ from lit_dlm.reports.results import write_atomically
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0.
-
-    Raises:
-        ValueError: a task is unknown or runs code, or the model or decoder does not fit.
-    """
+    """Runs the command on what follows its name; returns the exit status, 0."""
     parser = _parser()
     config = parser.parse_args(list(arguments))
     # Read when ``datasets`` is imported: model-written code runs in our sandbox only.

@@ -42,11 +42,7 @@ lit-dlm generate "..." {options}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm export`` on what follows the command; returns the exit status, 0.
-
-    Raises:
-        ValueError: the model, the adapter or the results do not fit.
-    """
+    """Runs ``lit-dlm export`` on what follows the command; returns the exit status, 0."""
     parser = _parser(
         "export", "Writes a model as a folder: configuration, weights, tokenizer, card."
     )
@@ -61,22 +57,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def merge(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm merge``: an export with the adapter added to the weights.
-
-    Raises:
-        ValueError: the model, the adapter or the results do not fit.
-    """
+    """Runs ``lit-dlm merge``: an export with the adapter added to the weights."""
     parser = _parser("merge", "Adds a low-rank adapter to the weights and writes the model.")
     parser.add_argument("--adapter", required=True, help="PEFT folder or hub id")
     return _export(argparse.Namespace(**vars(parser.parse_args(arguments)), only_adapter=False))
 
 
 def push(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm push``: uploads an exported folder. The only command that writes to the hub.
-
-    Raises:
-        ValueError: the folder is no export, or the hub refuses.
-    """
+    """Runs ``lit-dlm push``: uploads an export; no other command writes to the hub."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm push",
         description="Uploads an exported folder to the Hugging Face hub, with the token of "
@@ -149,11 +137,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
-    """Summaries of a run.
-
-    Raises:
-        ValueError: it has none, or they are of other weights.
-    """
+    """Summaries of a run."""
     results = ResultFolder(run / "results")
     ours = backbone.describe()
     for task, method in results.pairs():

@@ -81,11 +81,7 @@ def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0.
-
-    Raises:
-        ValueError: there is no prompt, or the model, tokenizer or decoder does not fit.
-    """
+    """Runs the command on what follows its name; returns the exit status, 0."""
     parser = _parser()
     config = parser.parse_args(list(arguments))
     prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
@@ -121,9 +117,6 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
     """The backbone on its device, its tokenizer and the decoder that were parsed.
 
     The parser has the options of :func:`add_decoding_arguments`.
-
-    Raises:
-        ValueError: one of them does not exist or does not fit.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")

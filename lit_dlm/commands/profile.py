@@ -73,9 +73,6 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
     Args:
         given: paths or packaged files such as ``decode/entropy``, or ``name=path``; a path's name
             is that of the file without its suffix.
-
-    Raises:
-        ValueError: a file does not exist, or two have one name.
     """
     found: dict[str, Path] = {}
     for text in given:
@@ -89,11 +86,7 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
 
 
 def decode_arguments(path: Path) -> dict[str, Any]:
-    """What a decode file sets, with the contents of files that it names.
-
-    Raises:
-        ValueError: the file does not describe a decoder.
-    """
+    """What a decode file sets, with the contents of files that it names."""
     content = load(str(path))
     if "class_path" in content:
         content = content.get("init_args") or {}
@@ -116,9 +109,6 @@ def main(
     Args:
         arguments: what follows its name; what this command does not know goes to ``predict``.
         predict: runs ``["predict", ...]`` and returns its exit status; the trainer's by default.
-
-    Raises:
-        ValueError: a file, cache or number of steps is wrong, or nothing was decoded.
     """
     options, rest = _parser().parse_known_args(list(arguments))
     # Here, behind --help: matplotlib and Lightning take seconds to import.

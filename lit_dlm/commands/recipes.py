@@ -17,11 +17,7 @@ _FIELDS = ("Needs", "Expected")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Lists the experiments, or prints one with all that it takes from other files.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """Lists the experiments, or prints one with all that it takes from other files."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm recipes", description="Lists experiments, or shows one as a whole."
     )

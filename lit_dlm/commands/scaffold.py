@@ -17,11 +17,7 @@ KINDS = ("policy", "task", "reward", "method")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes ``NAME.py``, ``NAME.yaml`` and ``test_NAME.py``; replaces nothing.
-
-    Raises:
-        ValueError: the name is no module name or that of one of Python's, or a file is there.
-    """
+    """Writes ``NAME.py``, ``NAME.yaml`` and ``test_NAME.py``; replaces nothing."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm new",
         description="Writes a class to fill in, a configuration that names it, and a test that "

@@ -74,9 +74,6 @@ class CLI(LightningCLI):
         """Plans the run, takes its folder and sets the precision of products.
 
         The precision is that of a release's ``enable_tf32``.
-
-        Raises:
-            ValueError: the run cannot fit its devices, or another one has the folder.
         """
         options = self.config[self.subcommand]
         for key, needed in _NEEDED.get(str(self.subcommand), {}).items():

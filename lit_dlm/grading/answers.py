@@ -147,9 +147,6 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
 
     Returns:
         ``right``, ``wrong`` or ``no_answer``.
-
-    Raises:
-        ValueError: If ``gold`` holds no number.
     """
     truth = parse_number(gold)
     if truth is None:
@@ -307,9 +304,6 @@ def grade_math(completion: str, gold: str) -> Verdict:
     Returns:
         ``right``, ``wrong``, ``no_answer``, or ``timeout`` if the comparison did not end within
         :data:`MATH_SECONDS`.
-
-    Raises:
-        SandboxError: If the comparing process cannot be started.
     """
     answer = extract_math(completion)
     if answer is None:

@@ -99,9 +99,6 @@ class BoundedProcesses:
         Args:
             question: arguments of the answering function of :mod:`.child.bounded`.
             seconds: wall limit.
-
-        Raises:
-            SandboxError: No process can be started.
         """
         process = self._take()
         answer = None

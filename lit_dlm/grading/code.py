@@ -106,10 +106,6 @@ def grade_by_outputs(
     Returns:
         The verdict; its ``score`` is the share of tests that passed, its ``status`` and ``detail``
         tell of the first that did not.
-
-    Raises:
-        ValueError: If code execution was not allowed, there is no test, or the numbers differ.
-        SandboxError: If the sandbox cannot be set up on this machine.
     """
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(

@@ -90,9 +90,6 @@ def isolation_method() -> IsolationMethod:
     Returns:
         ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
         ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
-
-    Raises:
-        SandboxError: If none of them works; says why.
     """
     reasons = []
     methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
@@ -114,20 +111,12 @@ def isolation_method() -> IsolationMethod:
 
 
 def isolation_level() -> IsolationLevel:
-    """What :func:`isolation_method` guarantees, by whatever means.
-
-    Raises:
-        SandboxError: If there is no sandbox here.
-    """
+    """What :func:`isolation_method` guarantees, by whatever means."""
     return "landlock" if isolation_method() == "landlock" else "namespaces"
 
 
 def probe(method: IsolationMethod) -> None:
-    """Runs a small test behind the walls of one method.
-
-    Raises:
-        SandboxError: If that does not work here; says why.
-    """
+    """Runs a small test behind the walls of one method."""
     job = {
         "mode": "check",
         # A module that is not loaded yet: the interpreter's files must be readable in there.
@@ -154,9 +143,6 @@ def run_job(
 
     Returns:
         The head of the result (``status`` and ``detail`` at least) and the values of ``record``.
-
-    Raises:
-        SandboxError: If the sandbox cannot be set up.
     """
     method, begin = isolation_method(), time.monotonic()
     try:

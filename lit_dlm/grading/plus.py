@@ -95,9 +95,6 @@ class PlusGrader:
         Returns:
             ``right`` if every output matches; ``score`` is the share of matching outputs among
             all inputs that count, those not run for an earlier failure counted as failed.
-
-        Raises:
-            ValueError: If code execution was not allowed, or the reference solution itself fails.
         """
         require_permission(self._allow)
         parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))

@@ -56,10 +56,6 @@ def run_python_check(
     Returns:
         The verdict, with ``code`` as answer. For top-level assertions ``score`` is the share that
         passed.
-
-    Raises:
-        ValueError: If code execution was not allowed, or the tests are empty or do not parse.
-        SandboxError: If the sandbox cannot be set up on this machine.
     """
     require_permission(allow_code_execution)
     for name, source in (("check", check), ("preamble", preamble)):
@@ -100,10 +96,6 @@ def run_python_program(
 
     Returns:
         How it ended and what it printed; the caller compares.
-
-    Raises:
-        ValueError: If code execution was not allowed.
-        SandboxError: If the sandbox cannot be set up on this machine.
     """
     require_permission(allow_code_execution)
     job = {"mode": "program", "code": code, "stdin": stdin}
@@ -114,11 +106,7 @@ def run_python_program(
 
 
 def require_permission(allow_code_execution: bool) -> None:
-    """Refuses to go on unless running code was explicitly allowed.
-
-    Raises:
-        ValueError: If ``allow_code_execution`` is not ``True``.
-    """
+    """Refuses to go on unless running code was explicitly allowed."""
     if allow_code_execution is not True:
         raise ValueError(
             "grading this task runs model-written code: set allow_code_execution: true to allow "

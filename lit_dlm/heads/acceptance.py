@@ -129,9 +129,6 @@ class AcceptanceHead(nn.Module):
 
         Returns:
             Logits and threshold.
-
-        Raises:
-            ValueError: the features do not fit, or are packed in training.
         """
         if features.shape[-1] != self.num_features:
             raise ValueError(

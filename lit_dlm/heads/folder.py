@@ -37,10 +37,6 @@ def write_folder(
         tensors: weights by key.
         config: name of the file of settings.
         weights: name of the file of weights.
-
-    Raises:
-        ValueError: a weight is not finite; what was there stays.
-        OSError: a file cannot be written.
     """
     _require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,10 +60,6 @@ def read_folder(
 
     Returns:
         The settings, and the weights by key.
-
-    Raises:
-        ValueError: a file is missing, damaged, of another export, or has weights that are not
-            finite.
     """
     for name in (config, weights):
         if not (folder / name).is_file():
@@ -100,9 +92,6 @@ def fitting(place: Path) -> Iterator[None]:
 
     Args:
         place: of the settings.
-
-    Raises:
-        ValueError: the block met settings or weights of other names, types or sizes.
     """
     try:
         yield

@@ -194,9 +194,6 @@ class Projector(nn.Module):
         Args:
             folder: its folder; or the file ``best_val_loss.pt`` of the TraceLock release's
                 autoencoder (hub id ``BOB12311/tracelock-dream-ae``), see :func:`read_released`.
-
-        Raises:
-            ValueError: a file is missing or damaged, or its weights are not finite.
         """
         folder = Path(folder)
         if folder.is_file():
@@ -229,9 +226,6 @@ def read_released(path: Path) -> Projector:
 
     Returns:
         A projector of kind ``autoencoder`` for three snapshots, in float32.
-
-    Raises:
-        ValueError: the file is no such checkpoint or has other layers.
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
@@ -396,11 +390,7 @@ class PCAFitter:
         self._delta.add(deltas.reshape(-1, self.config.hidden_size))
 
     def finish(self) -> Projector:
-        """Solves for the components and returns the projector.
-
-        Raises:
-            ValueError: fewer rows than the larger of the two ranks were seen.
-        """
+        """Solves for the components and returns the projector."""
         self.config.check_positions(self.num_rows)
         projector = Projector(self.config)
         weight, bias = self._hidden.components(self.config.hidden_rank)

@@ -152,12 +152,7 @@ class AcceptanceScorer(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> AcceptanceScorer:
-        """Reads a folder written by :meth:`save`; the result is in evaluation mode.
-
-        Raises:
-            ValueError: a file is missing or damaged, is of another format or version, or has
-                weights that are not finite.
-        """
+        """Reads a folder written by :meth:`save`; the result is in evaluation mode."""
         folder = Path(folder)
         what = "acceptance policy"
         record, tensors = read_folder(folder, config=_CONFIG_FILE, weights=_WEIGHTS_FILE, what=what)

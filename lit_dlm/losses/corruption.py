@@ -316,9 +316,6 @@ class TimeDelay(Corruption):
 
         Args:
             responses: with the steps of a decode in every row.
-
-        Raises:
-            ValueError: a row has no steps.
         """
         if responses.steps is None or responses.has_steps is not None:
             raise ValueError(

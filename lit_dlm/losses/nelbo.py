@@ -23,9 +23,6 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     Returns:
         ``total``, and in ``parts`` the unweighted ``cross_entropy`` and the ``accuracy`` of the
         hidden cells.
-
-    Raises:
-        ValueError: there is not one score for each hidden cell.
     """
     B, G = hidden.shape
     weight = (G / hidden.sum(1, keepdim=True).clamp(min=1).float()).expand(B, G)[hidden]

@@ -73,9 +73,6 @@ def entropy_ranking(
     Returns:
         ``total``; in ``parts`` and ``sums`` the ``pair_accuracy`` (share of pairs whose earlier
         entropy is lower; 0 without pairs); and the terms of each row.
-
-    Raises:
-        ValueError: shapes do not fit, or a setting is unknown, missing or out of range.
     """
     if ties not in ("strict", "position", "rank"):
         raise ValueError(f"ties: expected 'strict', 'position' or 'rank', got {ties!r}")

@@ -118,9 +118,6 @@ def target_weights(
 
     Returns:
         ``(R, G)`` float32, 0 outside the targets.
-
-    Raises:
-        ValueError: the rule needs noise levels that the states do not have.
     """
     value = supervised.float()
     if weight == "none":

@@ -26,9 +26,6 @@ def value_loss(
     Returns:
         ``total``, and in ``parts`` ``clip_fraction``, over the tokens with weight the share of
         values that moved beyond the clip.
-
-    Raises:
-        ValueError: shapes differ.
     """
     shapes = {tuple(value.shape) for value in (values, old_values, returns, weight)}
     if len(shapes) > 1 or values.ndim != 1:

@@ -51,9 +51,6 @@ def write_gif(
     Special tokens are not drawn; their places go empty. A response of picture tokens is shown as
     the picture, grey where it is not drawn yet. Several decodes run at the same pace, so
     the one with fewer steps stands still sooner.
-
-    Raises:
-        ValueError: there is no sample or theme, or ``fps`` is not 0.1 to 50 steps a second.
     """
     if not 0.1 <= fps <= 50:
         raise ValueError(f"fps: expected 0.1 to 50 steps a second, got {fps}")

@@ -221,11 +221,7 @@ def method_order(run: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status.
-
-    Raises:
-        ValueError: a folder holds no results.
-    """
+    """Runs the command on what follows its name; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm report",
         description="Tables, a speed-quality plot, and a page with failures first that links to "

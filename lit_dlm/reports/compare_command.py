@@ -49,11 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status.
-
-    Raises:
-        ValueError: the runs have no task, method or sample in common.
-    """
+    """Runs the command on what follows its name; returns the exit status."""
     options = parser().parse_args(list(arguments))
     if (options.a is None) != (options.b is None):
         raise ValueError("--a and --b: give both, or neither to pair methods of equal name")
@@ -88,9 +84,6 @@ def method_pairs(
         second: results of B.
         a: a method of A; ``None`` pairs methods of equal name, or the only ones of a task.
         b: a method of B, with ``a``.
-
-    Raises:
-        ValueError: there is nothing that both have.
     """
     of_a, of_b = _methods(first), _methods(second)
     for results, found in ((first, of_a), (second, of_b)):
@@ -126,11 +119,7 @@ def compare_methods(
     *,
     seed: int = 0,
 ) -> list[PairedComparison]:
-    """Compares (task, method of A, method of B), with p-values adjusted for all of them together.
-
-    Raises:
-        ValueError: a pair has no sample in common, or samples were not graded.
-    """
+    """Compares (task, method of A, method of B); p-values are adjusted for all of them."""
     found = [
         compare_rows(first.rows(task, a), second.rows(task, b), seed=seed) for task, a, b in pairs
     ]

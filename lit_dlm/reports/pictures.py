@@ -38,10 +38,6 @@ def write_pictures(
         statistics: pace, fill and confidences.
         theme: ``light`` or ``dark``.
         fps: steps a second of the animation.
-
-    Raises:
-        ValueError: a file's suffix is not one that the picture can have, a setting is wrong, or a
-            decode has an empty response.
     """
     _check_suffix("gif", gif, {".gif"})
     for name, path in (("heatmap", heatmap), ("order", order), ("statistics", statistics)):

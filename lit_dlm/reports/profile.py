@@ -187,11 +187,7 @@ def plot_profile(points: Sequence[ProfilePoint], path: Path) -> None:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Refuses loggers whose package is missing, before anything is decoded.
-
-    Raises:
-        ValueError: names the package.
-    """
+    """Refuses loggers whose package is missing, before anything is decoded."""
     for name in names:
         packages = _NEEDS[name]
         if packages and not any(find_spec(package) for package in packages):

@@ -33,10 +33,6 @@ def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> l
     Returns:
         Regions of the record, else of the decoder's layout, else the blocks of its window, else
         nothing.
-
-    Raises:
-        ValueError: the record's regions are not such a list or leave the response, or the layout
-            does not fit the response.
     """
     if REGIONS_KEY in record.meta:
         return _named(record)

@@ -99,11 +99,7 @@ class ResultFolder:
         self._written: set[Path] = set()
 
     def method_folder(self, task: str, method: str) -> Path:
-        """Folder of one method on one task.
-
-        Raises:
-            ValueError: a name that cannot be a folder name.
-        """
+        """Folder of one method on one task."""
         for kind, name in (("task", task), ("method", method)):
             if not _SAFE_NAME.fullmatch(name):
                 raise ValueError(
@@ -112,11 +108,7 @@ class ResultFolder:
         return self.folder / task / method
 
     def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
-        """Records all settings that decide a method's results, or checks the recorded ones.
-
-        Raises:
-            ValueError: the folder holds results of other settings; names what differs.
-        """
+        """Records all settings that decide a method's results, or checks the recorded ones."""
         path = self.method_folder(task, method) / "settings.json"
         wanted = json.loads(json.dumps(settings))
         if path.exists():
@@ -132,11 +124,7 @@ class ResultFolder:
         write_atomically(path, _with_digest(text, "\n") + "\n")
 
     def settings(self, task: str, method: str) -> dict[str, Any]:
-        """The recorded settings of a method.
-
-        Raises:
-            ValueError: they are damaged.
-        """
+        """The recorded settings of a method."""
         path = self.method_folder(task, method) / "settings.json"
         with _located(str(path)):
             return _parsed(path.read_bytes().rstrip(b"\n"))
@@ -214,11 +202,7 @@ class ResultFolder:
                 os.fsync(file.fileno())
 
     def rows(self, task: str, method: str) -> list[ResultRow]:
-        """All results of a method on a task, sorted by uid.
-
-        Raises:
-            ValueError: a damaged line, or a uid that was decoded twice.
-        """
+        """All results of a method on a task, sorted by uid."""
         folder = self.method_folder(task, method)
         rows = sorted((_row(line, folder) for line in self._lines(folder)), key=lambda row: row.uid)
         for one, two in pairwise(rows):
@@ -266,11 +250,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object without its digest.
-
-    Raises:
-        ValueError: it is no JSON object, or differs from what was written.
-    """
+    """A JSON object without its digest."""
     found = _DIGEST.search(text)
     if found is not None:
         text = text[: found.start()]
@@ -319,11 +299,7 @@ def _located(place: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a file, a text in UTF-8, so that readers see all of it or nothing; makes its folder.
-
-    Raises:
-        OSError: naming ``path``.
-    """
+    """Writes a file so that readers see all of it or nothing; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, content.encode() if isinstance(content, str) else content)
 

@@ -71,10 +71,6 @@ def load_samples(
 
     Returns:
         The samples, prompts in order.
-
-    Raises:
-        ValueError: the path holds no trajectories, or a name or method is unknown.
-        NoSampleError: nothing is left.
     """
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)

@@ -126,9 +126,6 @@ def compare_rows(
 
     Returns:
         The comparison, not adjusted for others.
-
-    Raises:
-        ValueError: no uid is in both, or samples were not graded.
     """
     first, second = (
         {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)

@@ -29,9 +29,6 @@ def read_curves(run: Path) -> dict[str, Curve]:
     Returns:
         Curves of at least two finite values by name; train and validation losses and rewards come
         first.
-
-    Raises:
-        ValueError: a file has no ``step`` column or holds something else than numbers.
     """
     values: dict[str, dict[int, float]] = {}
     for path in sorted(run.glob("**/metrics.csv"), key=_version):

@@ -42,9 +42,6 @@ def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
     """The page: HTML in UTF-8, the same for the same input.
 
     Decodes of one prompt can be compared across sets.
-
-    Raises:
-        ValueError: a record's meta is malformed.
     """
     data = Markup(json_for_script(page_data(sets, title=title)))
     return render("viewer", scripts=SCRIPTS, title=title, data=data)

@@ -96,9 +96,6 @@ def sample_columns(
 
     Returns:
         One JSON object; keys whose value says nothing are left out.
-
-    Raises:
-        ValueError: a per-position entry of the record's meta is longer than the response.
     """
     record = sample.record
     content: dict[str, Any] = {
@@ -161,9 +158,6 @@ def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
         best candidate that was passed over, in the policy's own score), ``policy_score`` (that
         score), ``log_prob``, ``value`` and ``advantage`` (of training), and what the record's
         ``meta`` has of :data:`META_SIGNALS`. Only what was recorded.
-
-    Raises:
-        ValueError: an entry of ``meta`` is no list of one number or null per position.
     """
     found: dict[str, NDArray[np.float32]] = {}
     for name, source in (

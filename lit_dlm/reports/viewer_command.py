@@ -81,11 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status.
-
-    Raises:
-        ValueError: the source holds no trajectories, or no sample fits.
-    """
+    """Runs the command on what follows its name; returns the exit status."""
     options = parser().parse_args(list(arguments))
     at_least(0, of="--", limit=options.limit)
     shown = load_samples(
@@ -146,9 +142,6 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     Args:
         shards: shards of the set.
         tokenizer: name of a tokenizer, ``none`` for token ids, or ``None`` for the run's own.
-
-    Raises:
-        ValueError: there is no such tokenizer, or the run names none that is here.
     """
     if tokenizer == "none":
         return TokenPieces(None)

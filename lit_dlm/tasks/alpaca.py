@@ -53,9 +53,5 @@ class Alpaca(DatasetTask):
         return completion.strip() or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Refuses to judge; ask ``is_graded`` first.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses to judge; ask ``is_graded`` first."""
         raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")

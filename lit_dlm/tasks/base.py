@@ -214,11 +214,7 @@ class CodeTask(DatasetTask):
         super().__init__(path, **options)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The data set's solution in a fenced block.
-
-        Raises:
-            ValueError: the row has none.
-        """
+        """The data set's solution in a fenced block."""
         if not example.reference["solution"]:
             raise ValueError(f"{example.uid}: the row has no field 'solution'")
         return python_block(example.reference["solution"])
@@ -251,11 +247,7 @@ class CodeTask(DatasetTask):
 
 
 def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, Task]:
-    """The tasks of a run by their names; ``option`` is what errors call them.
-
-    Raises:
-        ValueError: two have one name, or one lacks a member.
-    """
+    """The tasks of a run by their names; ``option`` is what errors call them."""
     found: dict[str, Task] = {}
     for task in tasks:
         completed(task, Task, option=option)
@@ -281,10 +273,6 @@ def require_code_execution(
 
     Returns:
         What it will run in; ``None`` if no task runs code.
-
-    Raises:
-        ValueError: a task runs code without permission, or this machine isolates it less.
-        SandboxError: there is no sandbox here.
     """
     running = [task for task in tasks if task.runs_code]
     for task in running:
@@ -306,11 +294,7 @@ def require_code_execution(
 
 
 def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
-    """Refuses two prompts of one uid: the results of one would count as those of the other.
-
-    Raises:
-        ValueError: names the uid, both tasks (the keys of ``examples``) and both rows.
-    """
+    """Refuses two prompts of one uid: the results of one would count as those of the other."""
     seen: dict[str, str] = {}
     for name, group in examples.items():
         for row, example in enumerate(group):

@@ -35,9 +35,6 @@ def conversation(
 
     Returns:
         The turns up to the last of the user, and the answer to it.
-
-    Raises:
-        ValueError: the row has another form; names file, line and field.
     """
     fields = row.fields
     chat = next((name for name in CHATS if name in fields), None)

@@ -137,10 +137,6 @@ def checks(test_code: str, entry_point: str) -> str:
         test_code: functions named ``test_...``; tests that define ``check(candidate)`` stay as
             they are.
         entry_point: the function under test.
-
-    Raises:
-        ValueError: they do not parse, hold no test, bring the answer along, or need a fixture or
-            a package.
     """
     if not entry_point:
         raise ValueError("nothing tells the name of the function under test")

@@ -93,9 +93,6 @@ def _tests(row: Row, name: str) -> list[dict[str, str]]:
 
     That is base64 over zlib over a pickled text. Nothing is unpickled: the text is read off the
     opcodes.
-
-    Raises:
-        ValueError: it is neither.
     """
     text = row.text(name)
     try:

@@ -99,11 +99,7 @@ def problem_number(row: Row) -> str:
 
 
 def plus_fields(row: Row) -> dict[str, Any]:
-    """``base_input``, ``plus_input`` and ``atol`` of a row of the EvalPlus release.
-
-    Raises:
-        ValueError: one is malformed; names file, line and field.
-    """
+    """``base_input``, ``plus_input`` and ``atol`` of a row of the EvalPlus release."""
     fields: dict[str, Any] = {}
     for name in ("base_input", "plus_input"):
         value = row.fields.get(name)

@@ -88,11 +88,7 @@ class PromptsFile(DatasetTask):
         return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The answer in the form that grades as right.
-
-        Raises:
-            ValueError: If the file is not graded.
-        """
+        """The answer in the form that grades as right."""
         answer = self._answer(example)
         return f"\\boxed{{{answer}}}" if self.grading == "math" else answer
 
@@ -105,11 +101,7 @@ class PromptsFile(DatasetTask):
         return completion.strip() or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Judges by the chosen rule.
-
-        Raises:
-            ValueError: the file is not graded; ask ``is_graded`` first.
-        """
+        """Judges by the chosen rule."""
         if self.grading == "vqa":
             return grade_vqa(completion, example.reference["answers"])
         answer = self._answer(example)

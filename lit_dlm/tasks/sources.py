@@ -32,11 +32,7 @@ class Row:
     """The record."""
 
     def text(self, name: str) -> str:
-        """A field that must be a text.
-
-        Raises:
-            ValueError: Naming file, line and field, if it is missing or no text.
-        """
+        """A field that must be a text."""
         value = self.fields.get(name)
         if not isinstance(value, str):
             found = "is missing" if name not in self.fields else f"is {type(value).__name__}"
@@ -50,10 +46,6 @@ class Row:
 
         Args:
             folder: what paths are relative to.
-
-        Raises:
-            ValueError: naming file and line, if there is no such file or the field is of another
-                kind.
         """
         given = self.fields.get("images") or self.fields.get("image") or []
         found = []
@@ -96,10 +88,6 @@ def read_rows(
 
     Returns:
         The rows in the order of the source; never an empty list.
-
-    Raises:
-        ValueError: For a missing, empty, truncated or malformed source and for a missing field,
-            naming the file and, where there is one, the line.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -126,9 +114,6 @@ def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> li
     """Shuffles by a seed (``None`` keeps the order), then takes the first ``limit``.
 
     What a row holds, and so its uid, does not depend on the choice.
-
-    Raises:
-        ValueError: If ``limit`` is below 1.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit: expected at least 1 or null, got {limit}")

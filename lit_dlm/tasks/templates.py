@@ -32,9 +32,6 @@ def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = 
         given: a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``).
         kind: which of the shipped ones.
         option: name of the setting, for errors.
-
-    Raises:
-        ValueError: it is none of the three.
     """
     shipped = shipped_templates(kind)
     if given in shipped:
@@ -80,9 +77,6 @@ class PromptTemplate:
 
         Returns:
             ``text`` and ``answer_start``, as :class:`~lit_dlm.tasks.base.PromptExample` takes them.
-
-        Raises:
-            ValueError: the template needs a field that there is not.
         """
         try:
             filled = self._template.make_module(dict(fields))

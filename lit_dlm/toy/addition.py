@@ -46,9 +46,6 @@ class Addition(GeneratedTask):
     Args:
         num_digits: width of both numbers; the sum has one digit more.
         nine_share: chance of a column to add up to nine, which makes long carries.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     name = "addition"

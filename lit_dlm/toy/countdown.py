@@ -119,9 +119,6 @@ def read_problems(path: str | Path) -> list[tuple[list[int], int, str | None]]:
 
     Returns:
         Numbers, target and the solution where the file has one.
-
-    Raises:
-        ValueError: if a row does not parse or its solution is wrong; names file and row.
     """
     problems: list[tuple[list[int], int, str | None]] = []
     with Path(path).open(encoding="utf-8") as lines:
@@ -164,9 +161,6 @@ class Countdown(PuzzleTask):
             model, which need not compute the values in between; ``worked`` puts the four sums that
             decide it before the expression (:func:`write_worked`).
         **options: see :class:`PuzzleTask`.
-
-    Raises:
-        ValueError: a count is outside 2..5.
     """
 
     name = "countdown"
@@ -226,11 +220,7 @@ class Countdown(PuzzleTask):
         return write_steps(steps)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """Writes the listed solution, or searches for one.
-
-        Raises:
-            ValueError: if the problem has none.
-        """
+        """Writes the listed solution, or searches for one."""
         reference = example.reference
         if reference.get("solution"):
             return str(reference["solution"])

@@ -69,9 +69,6 @@ class GeneratedTask(Task):
         seed: seed of that list.
         template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
-
-    Raises:
-        ValueError: the split is unknown, or the number is negative.
     """
 
     splits: tuple[str, ...] = ("train", "test")
@@ -120,9 +117,6 @@ class GeneratedTask(Task):
         """Lists the problems, no two with the same key, in a stable order.
 
         Problem ``i`` depends on the seed and ``i`` only, never on how many are asked for.
-
-        Raises:
-            ValueError: the generator has too few problems.
         """
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
         seen: dict[str, Problem] = {}

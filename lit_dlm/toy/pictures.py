@@ -65,11 +65,7 @@ def split_of(data: bytes) -> str:
 
 @cache
 def digits(split: str) -> list[tuple[Pixels, int]]:
-    """The handwritten digits of a split: ``(8, 8)`` uint8, white on black, and what they are.
-
-    Raises:
-        ValueError: those of ``train`` are asked for, and scikit-learn is absent.
-    """
+    """The handwritten digits of a split: ``(8, 8)`` uint8, white on black, and what they are."""
     if split != "train":
         return stored_digits(FOLDER / f"digits-{split}.png")
     try:

@@ -44,9 +44,6 @@ class PuzzleTask(GeneratedTask):
         seed: seed of the generated list.
         exclude_paths: further files whose problems training must never see.
         template: how a problem becomes a prompt, see :class:`GeneratedTask`.
-
-    Raises:
-        ValueError: the split is unknown, or training is asked for on a file.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class PuzzleTask(GeneratedTask):
 
     @abstractmethod
     def read(self, path: str | Path) -> Iterable[Problem]:
-        """Reads the problems of a file.
-
-        Raises:
-            ValueError: a row is not a problem; names file and row.
-        """
+        """Reads the problems of a file."""
 
     def is_excluded(self, problem: Problem) -> bool:
         """Whether a problem is one of the public test problems or of ``exclude_paths``."""

@@ -255,11 +255,7 @@ class PythonFunctions(GeneratedTask):
         return completion if f"def {example.reference['entry_point']}(" in completion else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the ``check`` on the function, in the sandbox.
-
-        Raises:
-            ValueError: if running code was not allowed.
-        """
+        """Runs the ``check`` on the function, in the sandbox."""
         code = self.extract(example, completion)
         if code is None:
             return Verdict(status="no_answer", detail="the function is not defined")

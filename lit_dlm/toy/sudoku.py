@@ -94,9 +94,6 @@ def read_puzzles(path: str | Path) -> list[tuple[str, str]]:
 
     Returns:
         Pairs of 16 digits: the puzzle with 0 for a blank, and a solution.
-
-    Raises:
-        ValueError: if a row is not a puzzle with a solution that fits; names file and row.
     """
     path = Path(path)
     with path.open(encoding="utf-8", newline="") as lines:

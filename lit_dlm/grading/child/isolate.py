@@ -116,9 +116,6 @@ def put_up_walls(level: str, *, folders: Sequence[str], user: int | None, parent
         folders: Folders to show besides the system's own, as real paths.
         user: User and group id to become, or ``None`` to keep the present one.
         parent: Process id of the run, whose end is ours.
-
-    Raises:
-        OSError: If the kernel or a container's policy forbids it; the message names the call.
     """
     if level == "namespaces":
         _die_with(parent)
@@ -200,11 +197,7 @@ def _build_root(folders: Sequence[str]) -> None:
 
 
 def restrict_files(folders: Sequence[str]) -> None:
-    """Lets the calling process open the system's and the given folders to read, and nothing else.
-
-    Raises:
-        OSError: If the kernel lacks Landlock or has it switched off.
-    """
+    """Lets the calling process open, to read, the system's and the given folders alone."""
     version = _system_call("Landlock", _SYS_LANDLOCK_CREATE_RULESET, None, 0, 1)
     # Later versions also keep from the network, abstract sockets and signals to others.
     rights = (1 << _LANDLOCK_RIGHTS.get(version, 16)) - 1

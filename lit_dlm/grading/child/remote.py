@@ -95,11 +95,7 @@ class Remote:
         """Status and detail of the first candidate error, even if a test caught it."""
 
     def wait_until_ready(self) -> None:
-        """Waits for the worker's first message, sent before it sees any candidate code.
-
-        Raises:
-            ChannelClosedError: If its walls could not be put up.
-        """
+        """Waits for the worker's first message, sent before it sees any candidate code."""
         self._channel.receive()
         self._deadline = time.monotonic() + self._wall_seconds
 
@@ -118,12 +114,7 @@ class Remote:
         return text
 
     def call(self, target: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function of the candidate and rebuilds what it returned.
-
-        Raises:
-            WorkerLostError: If no well-formed reply came in time.
-            Exception: The candidate's exception, as its builtin class or ``CandidateError``.
-        """
+        """Calls a function of the candidate and rebuilds what it returned."""
         arguments = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
         return self._decoded({"op": "call", "target": target, **arguments})
 

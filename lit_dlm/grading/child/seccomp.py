@@ -133,11 +133,7 @@ _FIRST_UNKNOWN = 470
 
 
 def build_program(machine: str) -> bytes:
-    """Assembles the filter, instructions of 8 bytes; calls it does not list are allowed.
-
-    Raises:
-        OSError: For a machine other than ``x86_64`` and ``aarch64``, whose numbers are not known.
-    """
+    """Assembles the filter, instructions of 8 bytes; calls it does not list are allowed."""
     if machine not in _COLUMNS:
         raise OSError(f"no table of system calls for {machine}")
     column = _COLUMNS[machine]
@@ -189,11 +185,7 @@ def build_program(machine: str) -> bytes:
 
 
 def install() -> None:
-    """Loads the filter into the calling process, which must have set ``no_new_privs``.
-
-    Raises:
-        OSError: If the kernel refuses the filter or the machine has no table here.
-    """
+    """Loads the filter into the calling process, which must have set ``no_new_privs``."""
     code = build_program(os.uname().machine)
 
     class Program(ctypes.Structure):

@@ -161,9 +161,6 @@ def encode(
         max_bytes: Rough bound on the size of the result; larger values are refused.
         to_handle: Registers an object that cannot be sent and returns its number; without it such
             an object is an error.
-
-    Raises:
-        WireError: For unsupported types, cycles and values beyond ``max_bytes``.
     """
     try:
         return _Encoder(max_bytes // 2, to_handle).encode(value)
@@ -180,9 +177,6 @@ def decode(wire: Any, *, from_handle: Callable[[int], Any] | None = None) -> Any
 
     Returns:
         The value, made of exact builtin types only (besides what ``from_handle`` returns).
-
-    Raises:
-        WireError: If the structure is not one that ``encode`` makes.
     """
     try:
         return _decode(wire, from_handle)
@@ -236,11 +230,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def parse(message: bytes) -> Any:
-    """Parses one message's text.
-
-    Raises:
-        WireError: If it is no JSON.
-    """
+    """Parses one message's text."""
     try:
         return json.loads(message)
     except (ValueError, RecursionError):
@@ -253,11 +243,7 @@ def pack(messages: Iterable[bytes]) -> bytes:
 
 
 def unpack(stream: bytes) -> list[bytes]:
-    """Splits what :func:`pack` joined.
-
-    Raises:
-        WireError: If the last message is cut off.
-    """
+    """Splits what :func:`pack` joined."""
     messages = []
     position = 0
     while position < len(stream):
@@ -287,11 +273,6 @@ class Channel:
             message: JSON types.
             deadline: ``time.monotonic()`` value by which the other end must have taken it; the
                 descriptor must then be non-blocking.
-
-        Raises:
-            WireError: If the message is larger than ``max_bytes``.
-            ChannelClosedError: If nobody reads any more.
-            ChannelTimeoutError: If the other end does not read in time.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > self._max_bytes:
@@ -306,20 +287,11 @@ class Channel:
                 raise ChannelClosedError from None
 
     def receive(self) -> Any:
-        """Reads one message, as ``json.loads`` makes it; waits for ever.
-
-        Raises:
-            WireError: If it is too large or no JSON.
-            ChannelClosedError: At end of file.
-        """
+        """Reads one message, as ``json.loads`` makes it; waits for ever."""
         return parse(self.receive_bytes())
 
     def receive_bytes(self, *, deadline: float | None = None) -> bytes:
-        """Like :meth:`receive`, but leaves the message as text.
-
-        Raises:
-            ChannelTimeoutError: If it is not complete by ``deadline``, of ``time.monotonic()``.
-        """
+        """Like :meth:`receive`, but leaves the message as text."""
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
         if length > self._max_bytes:
             raise WireError(f"a message of {length} bytes is over {self._max_bytes}")
