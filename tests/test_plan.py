@@ -223,19 +223,21 @@ def test_released_sizes_are_as_counted_by_hand() -> None:
 
 NUMBERS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 HEADERS = [
-    (path.stem, *found.groups(), "trainer/fsdp" in text)
+    (path.stem, *found.groups()[:2], "trainer/fsdp" in found[3])
     for path in sorted((config_files.FOLDER / "exp").glob("*.yaml"))
-    for text in ["".join(re.findall(r"^#.*\n", path.read_text(), flags=re.MULTILINE))]
-    if (found := re.search(r"(\w+) GPUs? with (\d+) GB", text))
+    if (found := re.search(r"(\w+) GPUs? with (\d+) GB(.*)", path.read_text()))
 ]
 
 
 def test_headers_name_gpus_that_hold_what_is_planned() -> None:
     assert len(HEADERS) >= 48
+    too_large = {}
     for name, number, size, is_sharded in HEADERS:
         plan = shipped(name, *["trainer/fsdp"] * is_sharded)
         count = NUMBERS.get(number) or int(number)
-        assert plan.most(count) <= int(size) * 10**9, name
+        if plan.most(count) > int(size) * 10**9:
+            too_large[name] = plan.most(count) / 1e9
+    assert not too_large
 
 
 def test_what_cannot_fit_is_refused_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
