@@ -27,7 +27,7 @@ from lit_dlm.modules.state_batch import StateBatch
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.modules.tracelock import TraceLockModule
-from lit_dlm.ops import fused_head
+from lit_dlm.ops import fused_head, precision
 from lit_dlm.rl.items import RolloutBatch
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
@@ -190,6 +190,7 @@ def training_counts(case: str, *, is_mixed: bool = True) -> Counts:
     with (
         patch.object(fused_head, "_has_tensor_cores", return_value=True),
         patch.object(torch, "autocast", mixed.switched),
+        patch.object(precision, "is_autocast", lambda _: mixed.is_enabled),
         counter,
     ):
         with mixed:
