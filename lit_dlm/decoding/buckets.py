@@ -8,16 +8,9 @@ from collections.abc import Sequence
 def length_buckets(lengths: Sequence[int], *, batch_size: int) -> list[list[int]]:
     """Groups samples of similar length.
 
-    Args:
-        lengths: tokens of every prompt.
-        batch_size: most samples of a bucket.
-
     Returns:
         Indices into ``lengths``, each exactly once; buckets from short to long, equal lengths in
         their order. Results of a decode do not depend on the buckets, only its speed does.
-
-    Raises:
-        ValueError: the batch size is below 1.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size: expected at least 1, got {batch_size}")

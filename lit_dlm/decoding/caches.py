@@ -66,16 +66,10 @@ class CacheScheme(Plug):
         """Begins a decode.
 
         Args:
-            backbone: the denoiser.
             state: the state before step 0.
-            window: of the decode.
-            hidden_layers: snapshots that the decode reads.
 
         Returns:
             The cache of this decode; ``None`` for forwards over the whole canvas.
-
-        Raises:
-            ValueError: the scheme does not fit the backbone or the window.
         """
 
 
@@ -100,7 +94,6 @@ class _PartCache(CacheScheme):
         """What a step computes inside the block ``[begin, end)`` of a canvas."""
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
-        """What the step that enters the block computes; columns before ``final`` are."""
         del begin, end, final
         return Span(0, length, length)
 
@@ -112,7 +105,6 @@ class _PartCache(CacheScheme):
         window: Window,
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
-        """Begins a decode; the first step refreshes every row, and runs its prompt."""
         self.check(backbone.spec, window)
         return CacheSession(backbone, state, self, window=window, hidden_layers=hidden_layers)
 
@@ -135,7 +127,6 @@ class _FullAttentionCache(_PartCache):
         self.first_position = first_position
 
     def check(self, spec: BackboneSpec, window: Window) -> None:
-        """Refuses models with block attention."""
         if spec.attention != "full":
             raise ValueError(
                 f"cache: {type(self).__name__} is for models with full attention, but "
@@ -164,7 +155,6 @@ class PrefixCache(_FullAttentionCache):
         self.horizon = horizon
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
-        """From the block to the horizon."""
         last = length if self.horizon is None else min(end + self.horizon, length)
         return Span(begin, last, last)
 
@@ -173,7 +163,6 @@ class DualCache(_FullAttentionCache):
     """Keeps what lies left and right of the block; only the block is computed."""
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
-        """The block, which sees all."""
         return Span(begin, end, length)
 
 
@@ -181,7 +170,6 @@ class BlockCache(_PartCache):
     """Keeps finished blocks of a block-causal model: exact, since they never see later ones."""
 
     def check(self, spec: BackboneSpec, window: Window) -> None:
-        """Refuses models with full attention, and other blocks than the model's."""
         if spec.attention != "block":
             raise ValueError(
                 f"cache: BlockCache is for models with block attention, but {spec.family} has "
@@ -199,11 +187,9 @@ class BlockCache(_PartCache):
             )
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
-        """The block before this one, which becomes final, and this one."""
         return Span(final, end, end)
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
-        """The block, which sees all before it."""
         return Span(begin, end, end)
 
 
@@ -227,9 +213,6 @@ class CacheSession:
             scheme: says what a step computes.
             window: says where a row's block begins and ends.
             hidden_layers: snapshots to keep.
-
-        Raises:
-            ValueError: the backbone cannot run a part of the canvas, or the window has no blocks.
         """
         # Here and not above: transformers takes seconds to import.
         from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
@@ -271,7 +254,6 @@ class CacheSession:
         """Rows leave the batch, and the cache with them.
 
         Args:
-            kept: rows that stay, by their place in the batch.
             index: the same, ``(n,)`` int64 on the device.
         """
         self._canvas.take(index)
@@ -283,8 +265,6 @@ class CacheSession:
         """Other rows enter in the places of some.
 
         Args:
-            replaced: their places in the batch.
-            state: of the whole batch, with the new rows.
             by: columns by which the canvas has grown on the left; shrunk where negative.
         """
         index = _index(replaced, state.ids.device)
@@ -332,7 +312,6 @@ class CacheSession:
         """The forwards of one step.
 
         Args:
-            state: the state before the step, with its ``frontier``.
             columns: ``(b, K)`` int64 columns to predict.
 
         Returns:
@@ -399,12 +378,7 @@ class CacheSession:
             spans[row] = Span(begin, spans[row].end, spans[row].kv_end)
 
     def _sources(self, state: DecodeState, begins: Mapping[int, int]) -> dict[int, int]:
-        """Rows whose prompt another row has too, with the first of these.
-
-        Args:
-            state: before the step.
-            begins: of rows that are new, where their first block begins.
-        """
+        """Rows whose prompt another row has too, with the first of these."""
         ids = state.ids[_index(list(begins), state.ids.device)].tolist()
         for (row, begin), tokens in zip(begins.items(), ids, strict=True):
             first = self._firsts[row]

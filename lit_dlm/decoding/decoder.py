@@ -52,10 +52,6 @@ class Decoder:
             layout: named regions of the response and the template that it starts from; lockstep
                 policies need one, any other policy may have one.
             guidance: away from what the model would write without the prompt; not with a cache.
-
-        Raises:
-            ValueError: a plug lacks a method, the policy needs a layout, the end-of-text rule would
-                fill the regions behind a marker, or there are both guidance and a cache.
         """
         self.policy = completed(policy, CommitPolicy, option="policy")
         self.window = window and completed(window, Window, option="window")
@@ -85,12 +81,7 @@ class Decoder:
     def __call__(
         self, backbone: Backbone, canvas: Canvas, observers: Sequence[Observer] = ()
     ) -> DecodeResult:
-        """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`.
-
-        Raises:
-            ValueError: the policy was trained for another backbone, the layout does not fit the
-                canvas, or the model cannot have the window.
-        """
+        """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`."""
         self.check(backbone)
         return decode(
             self.guided(backbone),
@@ -110,16 +101,7 @@ class Decoder:
         """Decodes rows as places become free; see :func:`~lit_dlm.decoding.engine.decode_queue`.
 
         Args:
-            backbone: the denoiser.
             source: gives the next rows, ``None`` where there are none.
-            num_places: rows decoded together.
-            observers: read-only callbacks.
-
-        Returns:
-            Results of rows as they end.
-
-        Raises:
-            ValueError: as when called.
         """
         self.check(backbone)
 
@@ -150,12 +132,7 @@ class Decoder:
         }
 
     def check(self, backbone: Backbone) -> None:
-        """Reads what a learned policy needs from disk, and refuses what does not fit the backbone.
-
-        Raises:
-            ValueError: the policy's folder is not one, it was trained for another backbone, or the
-                model cannot have the window.
-        """
+        """Reads a learned policy from disk, and refuses what does not fit the backbone."""
         if self.window is not None:
             check_window(self.window, backbone.spec)
         check = getattr(self.policy, "check_backbone", None)
@@ -164,9 +141,6 @@ class Decoder:
 
     def on(self, spec: BackboneSpec) -> Decoder:
         """This decoder with the window that it has on a model: what is to be described.
-
-        Args:
-            spec: of the model.
 
         Returns:
             The decoder itself where it names a window, else a copy that does.
@@ -178,11 +152,7 @@ class Decoder:
         return named
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
-        """This decoder with the token ids of markers that its layout has as text.
-
-        Args:
-            encode: text to token ids.
-        """
+        """This decoder with the token ids of markers that its layout has as text."""
         if self.layout is None or not any(
             isinstance(region.marker, str) for region in self.layout.regions
         ):
@@ -205,9 +175,6 @@ class Decoder:
         Cache, layout and guidance are listed only where there is one, so that older records stay
         valid. A decoder without a window describes itself as on a model with full attention; see
         :meth:`on`.
-
-        Raises:
-            ValueError: an attribute of a plug is of no JSON type.
         """
         names = ["policy", "window", "quota", "sampler"]
         if not isinstance(self.cache, NoCache):
@@ -240,19 +207,7 @@ def decode_prompts(
     """Decodes token ids of prompts on the backbone's device: canvas, then the loop.
 
     Args:
-        backbone: the denoiser.
-        decoder: the method.
-        prompts: token ids of each prompt, chat template included; one batch.
-        response_length: cells to fill behind each.
         seeds: one per prompt, usually :func:`~lit_dlm.ops.noise.sample_seed` of the sample's uid.
-        observers: read-only callbacks.
-
-    Returns:
-        The final canvas and the counts of every row.
-
-    Raises:
-        ValueError: a prompt reaches, with its response, beyond the positions that the backbone was
-            made for; see also :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
     """
     longest = max(map(len, prompts), default=0)
     limit = getattr(backbone, "max_positions", None)

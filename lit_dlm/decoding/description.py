@@ -67,10 +67,6 @@ def decoder_from_description(
 
     Returns:
         A decoder whose ``describe`` returns the same description.
-
-    Raises:
-        ValueError: a part is missing, a name is unknown or its module was not named, a setting is
-            not one of the class, or no policy folder has the recorded weights.
     """
     parts = {*PLUGS, "guidance", "settings"}
     if not parts - _OPTIONAL <= set(description) <= parts:
@@ -101,17 +97,7 @@ def decoder_from_description(
 
 
 def layout_from_description(description: Mapping[str, Any]) -> layout.Layout | None:
-    """The layout of a decoder alone, which needs no policy's weights.
-
-    Args:
-        description: what ``Decoder.describe`` returned.
-
-    Returns:
-        The layout, ``None`` where the decoder has none.
-
-    Raises:
-        ValueError: the layout is unknown, or a setting is not one of it.
-    """
+    """The layout of a decoder alone, which needs no policy's weights."""
     if "layout" not in description:
         return None
     found: layout.Layout = _plug("layout", description["layout"], (), ())

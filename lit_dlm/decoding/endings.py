@@ -16,7 +16,6 @@ def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = 
 
     Args:
         response: ``(B, G)`` int64.
-        eos_ids: ids that end a text.
         given: ``(B, G)`` bool: cells that stood there before the first step.
 
     Returns:

@@ -76,27 +76,7 @@ def decode(
     settings: DecodeSettings | None = None,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
-    """Fills the masks of a canvas: :func:`decode_queue` of one batch.
-
-    Args:
-        backbone: the denoiser.
-        canvas: the start; its masks must be editable cells.
-        window: where a step may commit.
-        quota: how many it commits.
-        sampler: which tokens are proposed.
-        policy: which of them become final.
-        cache: what steps take from earlier forwards; nothing by default.
-        settings: rules of the loop.
-        observers: read-only callbacks.
-
-    Returns:
-        The final canvas and the counts of every row.
-
-    Raises:
-        ValueError: the canvas holds a mask that may not be written, or the model cannot have the
-            window or the cache.
-        NotANumberError: the model's probabilities are not numbers, in some rows.
-    """
+    """Fills the masks of a canvas: :func:`decode_queue` of one batch."""
     waiting = [canvas]
     (result,) = decode_queue(
         backbone,
@@ -135,25 +115,12 @@ def decode_queue(
     every row. What a row gets depends neither on its place nor on the rows beside it.
 
     Args:
-        backbone: the denoiser.
         source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
             more; it is not asked again then. Its rows succeed to ended ones in the order of places.
             All canvases have equally long responses.
-        num_places: rows decoded together.
-        window: where a step may commit.
-        quota: how many it commits.
-        sampler: which tokens are proposed.
-        policy: which of them become final.
-        cache: what steps take from earlier forwards; nothing by default.
-        settings: rules of the loop.
-        observers: read-only callbacks.
 
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
-
-    Raises:
-        ValueError: a canvas holds a mask that may not be written, or the model cannot have the
-            window or the cache.
     """
     settings = settings or DecodeSettings()
     check_window(window, backbone.spec)
@@ -254,15 +221,7 @@ def decode_queue(
 def _refilled(
     state: DecodeState, replaced: list[int], entering: DecodeState, by: int, pad_id: int
 ) -> tuple[DecodeState, DecodeState]:
-    """The state with some rows replaced, and the state of the new rows alone.
-
-    Args:
-        state: before.
-        replaced: rows that make room, as many as enter.
-        entering: the new rows.
-        by: columns by which the prompts' part of the canvas grows.
-        pad_id: token of left padding.
-    """
+    """The state with some rows replaced, and the state of the new rows alone."""
     index = torch.tensor(replaced).to(state.ids.device, non_blocking=True)
     state = state.shifted(by, pad_id=pad_id)
     entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
@@ -309,19 +268,7 @@ def decide(
     repeats the first and not a copy of it.
 
     Args:
-        backbone: the denoiser.
-        state: the state before the step; all its rows have a mask.
-        window: where the step may commit.
-        quota: how many it commits.
-        sampler: which tokens are proposed.
-        policy: which of them become final.
-        settings: rules of the loop.
-        requires: what policy and observers read, see :func:`needs`.
-        hidden_layers: hidden snapshots that they read.
         session: the cache of the decode, which this step reads and writes; ``None`` without one.
-
-    Returns:
-        The decision. The canvas itself is not changed.
     """
     view = window.view(state)
     state = enter_block(state, view, counts=quota.counts_blocks)
@@ -412,20 +359,13 @@ def needs(
 
     Returns:
         Names (see :class:`CommitPolicy`) and the hidden layers that all agree on.
-
-    Raises:
-        ValueError: they ask for different hidden layers.
     """
     requires = policy.requires.union(*(observer.requires for observer in observers))
     return requires, _hidden_layers([policy, *observers]) if "hidden" in requires else ()
 
 
 def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
-    """The state before step 0.
-
-    Raises:
-        ValueError: the canvas holds a mask that may not be written.
-    """
+    """The state before step 0."""
     spec = backbone.spec
     ids, device = canvas.ids, canvas.ids.device
     stray = (ids == spec.mask_id) & ~canvas.editable
@@ -489,7 +429,6 @@ def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) 
     """Drops end-of-text proposals from rows that hold no end of text yet.
 
     Args:
-        state: the state before the step.
         candidates: ``(b, L)`` bool.
         proposals: ``(b, L)`` int64 proposed tokens.
 
@@ -591,10 +530,6 @@ class _Tally:
     def replace(self, replaced: Sequence[int], entering: DecodeState) -> int:
         """Rows enter.
 
-        Args:
-            replaced: rows of the batch whose places they take.
-            entering: the new rows, still with the columns of their own canvas.
-
         Returns:
             By how many columns the batch should grow on the left to hold their prompts, or shrink
             where an eighth of it at least would be padding in every row.
@@ -685,7 +620,6 @@ class Span:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Sets the device that does the work."""
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
             self._events = (

@@ -24,9 +24,6 @@ class Guidance:
         Args:
             scale: 0 changes nothing.
             prompt_ids: the prompt without what is asked for.
-
-        Raises:
-            ValueError: the scale is negative, or there is no prompt.
         """
         if scale < 0.0 or not prompt_ids:
             raise ValueError(
@@ -47,9 +44,6 @@ class GuidedBackbone(Backbone):
     Args:
         backbone: with full attention.
         guidance: how.
-
-    Raises:
-        ValueError: the model has block attention.
     """
 
     def __init__(self, backbone: Backbone, guidance: Guidance) -> None:
@@ -74,7 +68,7 @@ class GuidedBackbone(Backbone):
         hidden_layers: Sequence[int] = (),
         response_start: int | None = None,
     ) -> Denoised:
-        """One forward over the rows and, behind them, the same with the other prompt."""
+        # One forward over the rows and, behind them, the same rows with the other prompt.
         assert response_start is not None, "guidance asks where the response begins"
         prompt = ids.new_tensor(self.guidance.prompt_ids)
         by = max(len(prompt) - response_start, 0)  # columns that the other prompt needs more

@@ -51,22 +51,11 @@ class Layout(Plug):
 
         Args:
             response: ``(G,)`` int64 cells before the first step.
-
-        Raises:
-            ValueError: the layout does not fit the response.
         """
 
     @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """The canvas with its template written and its regions numbered.
-
-        Args:
-            canvas: stays as it is.
-            mask_id: what cells to fill hold.
-
-        Raises:
-            ValueError: the layout does not fit the canvas; names the row where rows differ.
-        """
+        """The canvas with its template written and its regions numbered."""
 
 
 class _RegionLayout(Layout):
@@ -79,18 +68,12 @@ class _RegionLayout(Layout):
         self.rest = rests[0]
 
     def describe(self) -> dict[str, Any]:
-        """The settings as JSON types."""
         return {
             "regions": [region.describe() for region in self.regions],
             "rest": self.rest.describe(),
         }
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Self:
-        """The layout with the token ids of markers that were given as text.
-
-        Args:
-            encode: text to token ids.
-        """
         made = copy.copy(self)
         made.regions = [
             replace(region, marker=encode(region.marker))
@@ -124,11 +107,9 @@ class _PlacedLayout(_RegionLayout):
         """The blocks of a response of ``length`` cells."""
 
     def blocks(self, response: Tensor) -> BlockLayout:
-        """The blocks; what stands in the response does not matter."""
         return self.place(len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Numbers the regions."""
         del mask_id
         return self._canvas(canvas, self.place(canvas.ids.shape[1] - canvas.start).region_ids())
 
@@ -159,7 +140,6 @@ class FixedLayout(_PlacedLayout):
         self._need_lengths()
 
     def place(self, length: int) -> BlockLayout:
-        """The blocks of a response of ``length`` cells."""
         spans = []
         at = 0
         for region in self.regions:
@@ -189,7 +169,6 @@ class FractionLayout(_PlacedLayout):
             raise ValueError(f"layout: fractions: expected a sum of at most 1, got {total:g}")
 
     def place(self, length: int) -> BlockLayout:
-        """The blocks of a response of ``length`` cells; borders are rounded to whole cells."""
         borders = [0]
         total = 0.0
         for region in self.regions:
@@ -221,7 +200,6 @@ class TemplateLayout(_PlacedLayout):
         self._need_lengths()
 
     def place(self, length: int) -> BlockLayout:
-        """The blocks of a response of ``length`` cells."""
         return _layout(self.regions, [(a, b) for _, a, b in self._places(length)], length)
 
     def _places(self, length: int) -> list[tuple[int, int, int]]:
@@ -236,12 +214,6 @@ class TemplateLayout(_PlacedLayout):
         return places
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Writes the markers and numbers the regions.
-
-        Raises:
-            ValueError: the layout does not fit the response, or other tokens stand where a marker
-                belongs.
-        """
         canvas = super().on(canvas, mask_id=mask_id)
         length = canvas.ids.shape[1] - canvas.start
         ids, editable = canvas.ids.clone(), canvas.editable.clone()
@@ -275,15 +247,12 @@ class PictureLayout(_PlacedLayout):
         self.end_id = end_id
 
     def describe(self) -> dict[str, Any]:
-        """The setting."""
         return {"end_id": self.end_id}
 
     def place(self, length: int) -> BlockLayout:
-        """All cells but the last one."""
         return _layout(self.regions, [(0, length - 1)], length)
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Writes the mark."""
         canvas = super().on(canvas, mask_id=mask_id)
         ids, editable = canvas.ids.clone(), canvas.editable.clone()
         ids[:, -1], editable[:, -1] = self.end_id, False
@@ -315,7 +284,6 @@ class MarkerLayout(_RegionLayout):
             raise ValueError(f"layout: expected different markers, got {[*map(list, markers)]}")
 
     def blocks(self, response: Tensor) -> BlockLayout:
-        """The blocks of one response, by its markers."""
         found = []
         for region in self.regions:
             marker = torch.tensor(region.marker_ids(), device=response.device)
@@ -333,12 +301,6 @@ class MarkerLayout(_RegionLayout):
         return _layout(self.regions, spans, len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        """Numbers the regions of every row.
-
-        Raises:
-            ValueError: a row lacks a marker or has it twice, its markers are out of order, or a
-                region is empty.
-        """
         del mask_id
         response = canvas.ids[:, canvas.start :].cpu()
         rows = []

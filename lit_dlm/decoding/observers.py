@@ -37,7 +37,6 @@ class QueueObserver(Observer, Protocol):
         """Called where rows that have ended are replaced by others, before the next step.
 
         Args:
-            result: of the rows that have ended.
             state: the rows that take over the places ``state.rows``, before their first step. The
                 places of ``result`` that are not among them stay empty.
         """

@@ -54,11 +54,7 @@ class WorkQueue:
             self._name = f"lit_dlm/queue/{next(_names)}"
 
     def take(self, number: int) -> list[int]:
-        """The next numbers: as many as asked for, fewer or none at the end.
-
-        Args:
-            number: how many.
-        """
+        """The next numbers: as many as asked for, fewer or none at the end."""
         if self._reserved:
             found, self._reserved = self._reserved, []
             return found
@@ -70,23 +66,12 @@ class WorkQueue:
         return list(range(min(end - number, self.size), min(end, self.size)))
 
     def reserve(self, number: int) -> bool:
-        """Takes what the next call of :meth:`take` will give.
-
-        Args:
-            number: how many; that call must ask for as many.
-
-        Returns:
-            Whether there is anything left for this process.
-        """
+        """Takes what the next call of :meth:`take` will give."""
         self._reserved = self.take(number)
         return bool(self._reserved)
 
     def places(self, most: int) -> int:
-        """Rows that a process should decode together, so that each has its share of the first.
-
-        Args:
-            most: rows for which it has room.
-        """
+        """Rows that a process should decode together, so that each has its share of the first."""
         return max(min(most, -(-self.size // self.num_processes)), 1)
 
 
@@ -105,20 +90,10 @@ def decode_queued_prompts(
     Prompts should come in descending order of length: the canvas then shrinks with them.
 
     Args:
-        backbone: the denoiser.
-        decoder: the method.
-        queue: numbers of prompts.
-        prompt: token ids and seed of a number.
-        response_length: cells to fill behind each.
         num_places: rows decoded together; fewer where the queue has fewer for each process.
-        observers: read-only callbacks.
 
     Yields:
         Numbers of prompts, and their results in the same order.
-
-    Raises:
-        ValueError: see :func:`~lit_dlm.decoding.state.prompt_canvas` and :class:`Decoder`.
-        NotANumberError: the model's probabilities are not numbers; ``rows`` says of which numbers.
     """
     number_at: dict[int, int] = {}
     waiting: list[int] = []
@@ -162,12 +137,7 @@ def decode_queued_prompts(
 
 
 def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
-    """Results one behind the other, left-padded to the longest prompts among them.
-
-    Args:
-        results: of one decode.
-        pad_id: token of the padding.
-    """
+    """Results one behind the other, left-padded to the longest prompts among them."""
     start = max(result.start for result in results)
 
     def rows(name: str, fill: int = 0) -> Tensor:
@@ -216,11 +186,9 @@ class Occupancy(QueueObserver):
         self._num_places = 0
 
     def on_start(self, state: DecodeState) -> None:
-        """Counts the places."""
         self._num_places = len(state.rows)
 
     def on_step(self, record: StepRecord) -> None:
-        """Counts a step."""
         self.place_steps += self._num_places
         self.row_steps += len(record.state.rows)
 

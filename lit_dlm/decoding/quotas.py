@@ -31,7 +31,6 @@ class NoQuota(Quota):
     counts_blocks = False
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """Always ``None``."""
         return None
 
 
@@ -41,12 +40,10 @@ class FixedQuota(Quota):
     counts_blocks = False
 
     def __init__(self, tokens_per_step: int = 1) -> None:
-        """Sets the number of cells per step."""
         at_least(1, tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """``tokens_per_step``, or what is left."""
         return candidates.sum(1).clamp_max(self.tokens_per_step)
 
 
@@ -70,7 +67,6 @@ class EvenQuota(Quota):
         self.steps_per_block = steps_per_block
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """Even share of the masks that the block held when the row entered it."""
         steps = self.steps_per_block
         if steps is None:
             assert self.steps is not None
@@ -83,7 +79,6 @@ class EvenQuota(Quota):
         return state.block_masks // steps + extra.long()
 
     def describe(self) -> dict[str, Any]:
-        """The setting that was given."""
         if self.steps is None:
             return {"steps_per_block": self.steps_per_block}
         return {"steps": self.steps}
@@ -118,7 +113,6 @@ class ScheduleQuota(Quota):
         self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """The scheduled share of the candidates; all of them at the last step."""
         masks = candidates.sum(1)
         # The last share takes the rest.
         step = state.block_step if self.steps is None else state.step
@@ -127,7 +121,6 @@ class ScheduleQuota(Quota):
         return (masks * shares[step.clamp_max(len(shares) - 1)]).long()
 
     def describe(self) -> dict[str, Any]:
-        """The settings that were given."""
         if self.steps is None:
             return {"steps_per_block": self.steps_per_block, "eps": self.eps}
         return {"steps": self.steps, "eps": self.eps}
@@ -144,16 +137,10 @@ class BudgetQuota(Quota):
     counts_blocks = False
 
     def __init__(self, steps: int) -> None:
-        """Sets the number of steps."""
         at_least(1, steps=steps)
         self.steps = steps
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """The share of the row's masks; all candidates when only a step per block is left.
-
-        Raises:
-            ValueError: there are fewer steps than blocks.
-        """
         if self.steps < state.num_blocks:
             raise ValueError(
                 f"steps: expected at least one for each of the {state.num_blocks} blocks, "
@@ -162,6 +149,7 @@ class BudgetQuota(Quota):
         left = (self.steps - state.step).clamp_min(1)
         masks = state.masked.sum(1)
         share = (masks + left - 1) // left
+        # When only a step per block is left, the block must be done in this one.
         must_end = left <= state.num_blocks - state.block
         return torch.where(must_end, masks, share)
 
@@ -174,7 +162,6 @@ class CosineQuota(Quota):
     """
 
     def __init__(self, steps: int) -> None:
-        """Sets the number of steps."""
         at_least(1, steps=steps)
         self.steps = steps
         # float32, as in the release: rounding down makes the counts depend on it.
@@ -182,7 +169,6 @@ class CosineQuota(Quota):
         self._kept = torch.stack([torch.cos(ratio * math.pi * 0.5) for ratio in ratios])
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
-        """What the schedule leaves no longer masked; all of them at the last step."""
         masks = candidates.sum(1)
         step = state.block_step.clamp_max(self.steps - 1)
         kept = self._kept.to(masks.device, non_blocking=True)[step]
@@ -190,16 +176,11 @@ class CosineQuota(Quota):
         return torch.where(step == self.steps - 1, masks, masks - kept)
 
     def describe(self) -> dict[str, Any]:
-        """The setting."""
         return {"steps": self.steps}
 
 
 def _one_of(owner: str, **options: int | None) -> int:
-    """The value of the only option that is given.
-
-    Raises:
-        ValueError: none or several are given, or the value is below 1.
-    """
+    """The value of the only option that is given."""
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise ValueError(

@@ -57,10 +57,6 @@ def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> Fill
     Args:
         masked: ``(T + 1, G)`` bool: cells to fill before step 0, 1, ... and at the end.
         regions: ``(G,)`` int64 region of each cell, as ``BlockLayout.region_ids`` numbers them.
-        names: of all regions, the rest's last.
-
-    Returns:
-        The curves of the regions that had cells to fill.
     """
     zeros = torch.zeros(len(masked), len(names), dtype=torch.long)
     left = zeros.scatter_add_(1, regions.expand(len(masked), -1), masked.long())
@@ -83,7 +79,6 @@ class RegionFill:
     requires: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        """Starts empty."""
         self._names: tuple[str, ...] = ()
         self._last = torch.empty(0)
         self._left: list[Tensor] = []
@@ -92,11 +87,7 @@ class RegionFill:
         self._curves: list[FillCurves] = []
 
     def on_start(self, state: DecodeState) -> None:
-        """Counts the masks of every region.
-
-        Raises:
-            ValueError: the decode has no layout.
-        """
+        """Counts the masks of every region."""
         if state.regions is None:
             raise ValueError("layout: RegionFill needs a decode with one, got none")
         self._names = tuple(rule.name for rule in state.regions.rules)
@@ -129,11 +120,7 @@ class RegionFill:
             self._ended.append((first, place, begin, num_steps))
 
     def curves(self) -> list[FillCurves]:
-        """The curves of the rows that have ended since the last call that found some.
-
-        Raises:
-            ValueError: no row has ended.
-        """
+        """The curves of the rows that have ended since the last call that found some."""
         if not self._curves:
             if not self._ended:
                 raise ValueError("RegionFill: no decode has ended yet")

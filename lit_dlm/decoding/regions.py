@@ -49,11 +49,7 @@ class Region:
             raise ValueError(f"{where}marker: expected at least one token id, got none")
 
     def marker_ids(self) -> list[int]:
-        """The token ids of the marker; none where there is no marker.
-
-        Raises:
-            ValueError: the marker is text still.
-        """
+        """The token ids of the marker; none where there is no marker."""
         if isinstance(self.marker, str):
             raise ValueError(
                 f"layout: region {self.name!r}: marker: expected token ids, got the text "
@@ -79,9 +75,6 @@ def as_regions(
 
     Args:
         regions: by name, or a list with names; dataclasses or their settings.
-
-    Raises:
-        ValueError: there is none, a setting is unknown, or two have one name.
     """
     if not regions:
         raise ValueError("layout: expected at least one region, got none")

@@ -79,20 +79,11 @@ class Sampler:
         }
 
     def id_range(self, spec: BackboneSpec) -> tuple[int, int | None]:
-        """First id that may be proposed, and the first one behind them; ``None``: all of the rest.
-
-        Args:
-            spec: of the model.
-        """
+        """First id that may be proposed, and the first one behind them; ``None``: no end."""
         return self.allowed_ids or (0, spec.text_vocab_size)
 
     def restrict(self, denoised: Denoised, spec: BackboneSpec) -> None:
-        """Takes all probability from ids that may not be proposed, in place.
-
-        Args:
-            denoised: of a step.
-            spec: of the model.
-        """
+        """Takes all probability from ids that may not be proposed, in place."""
         first, end = self.id_range(spec)
         if first > 0:
             denoised.logits[..., :first] = -torch.inf
@@ -101,10 +92,6 @@ class Sampler:
 
     def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
         """The values whose largest entry is the proposal: filtered logits, plus noise if drawn.
-
-        Args:
-            state: the state before the step.
-            denoised: aligned logits at some columns.
 
         Returns:
             ``(b, K, V)`` floating point.
@@ -126,8 +113,6 @@ class Sampler:
         The cells are scored some at a time, so that this takes little memory beside the logits.
 
         Args:
-            state: the state before the step.
-            denoised: aligned logits at some columns.
             requires: which scores to compute: ``entropy``, ``margin``, ``drawn``, ``raw_prob``,
                 ``raw_entropy`` and ``raw_margin``.
 

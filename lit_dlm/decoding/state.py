@@ -46,19 +46,7 @@ def prompt_canvas(
     """Left-pads prompts and appends ``response_length`` masks.
 
     Args:
-        prompts: token ids of each prompt.
         response_length: cells to fill, at least 1.
-        spec: gives the mask and pad ids.
-        seeds: one seed per prompt.
-        prompt_length: common prompt columns; the longest prompt by default.
-        device: where the tensors go.
-
-    Returns:
-        A canvas of ``len(prompts)`` rows.
-
-    Raises:
-        ValueError: no prompts, an empty prompt, a prompt longer than ``prompt_length``, or as
-            many seeds as there are prompts are not given.
     """
     if not prompts or len(prompts) != len(seeds):
         raise ValueError(
@@ -137,9 +125,6 @@ class DecodeState:
 
         Args:
             index: ``(n,)`` int64 rows of this state.
-
-        Returns:
-            A state of ``n`` rows.
         """
         parts: dict[str, Any] = {name: value[index] for name, value in self._by_row().items()}
         return replace(self, **parts)
@@ -180,7 +165,6 @@ class DecodeState:
         Args:
             by: columns to add; as many as that to take away where negative, which must be padding
                 in all rows.
-            pad_id: token of new columns.
         """
         if by == 0:
             return self

@@ -56,11 +56,7 @@ def method_name(name: str, value: int | float | str | None) -> str:
 
 
 def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dict[str, Decoder]:
-    """All decoders by name, the points of the sweeps behind the given ones.
-
-    Raises:
-        ValueError: two of them have one name.
-    """
+    """All decoders by name, the points of the sweeps behind the given ones."""
     found = dict(decoders)
     for name, one in sweep.items():
         points = one.decoders(name)
@@ -75,15 +71,10 @@ def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
     """The same decoder with another value of one option.
 
     Args:
-        decoder: stays as it is.
         option: ``{plug}.{option}``.
-        value: the new value; checked as in a configuration.
 
     Returns:
         A new decoder; plugs that do not change are shared.
-
-    Raises:
-        ValueError: there is no such plug or option.
     """
     plug_name, _, name = option.partition(".")
     changed = copy.copy(decoder)

@@ -37,21 +37,7 @@ class Window(Plug):
         """The window of every row for this step."""
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """The block of a row whose leftmost mask is at ``column``, as a cache needs it.
-
-        Args:
-            column: canvas column.
-            start: first column of the response.
-            length: columns of the canvas.
-            first: column of the row's first real token.
-
-        Returns:
-            Its first column and the one after its last.
-
-        Raises:
-            ValueError: the window has no blocks at whose start a cache could be refreshed; so every
-                window that does not define this.
-        """
+        """The block of a row whose leftmost mask is at ``column``, as a cache needs it."""
         raise ValueError(
             f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
             "refreshed; expected BlockWindow or FullWindow"
@@ -76,7 +62,6 @@ def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
     The number is known on the host, so this is for the CPU: a GPU would have to be waited for.
 
     Args:
-        state: the state before a step.
         columns: ``(b, K)`` int64.
 
     Returns:
@@ -92,13 +77,11 @@ class FullWindow(Window):
     """The whole response at once."""
 
     def view(self, state: DecodeState) -> WindowView:
-        """All masked cells; the columns are the response region."""
         b, L = state.ids.shape
         columns = torch.arange(state.start, L, device=state.ids.device).expand(b, -1)
         return WindowView(state.masked, columns, torch.zeros_like(state.rows), 1)
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """The response is one block."""
         del column, first
         return start, length
 
@@ -124,7 +107,6 @@ class BlockWindow(Window):
         self.origin: BlockOrigin = origin
 
     def view(self, state: DecodeState) -> WindowView:
-        """The masked cells of each row's current block."""
         L = state.ids.shape[1]
         columns = torch.arange(L, device=state.ids.device)
         origin: int | Tensor = state.start
@@ -143,7 +125,6 @@ class BlockWindow(Window):
         )
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """The block around a column."""
         begin = self._begin(column, start if self.origin == "response" else first)
         return begin, min(begin + self.block_length, length)
 
@@ -152,16 +133,12 @@ class BlockWindow(Window):
         return column - (column - origin) % self.block_length
 
     def describe(self) -> dict[str, Any]:
-        """Settings; the origin only where it is not the response, as in older records."""
         origin = {} if self.origin == "response" else {"origin": self.origin}
         return {"block_length": self.block_length, **origin}
 
 
 def default_window(spec: BackboneSpec) -> Window:
     """The window of a decode that names none.
-
-    Args:
-        spec: of the model.
 
     Returns:
         The model's own blocks with block attention (SDAR, arXiv 2510.06303), else the whole
@@ -178,13 +155,6 @@ def check_window(window: Window, spec: BackboneSpec) -> None:
 
     No block sees a later one, so what is written ahead would be decided without what stands, or is
     to stand, before it.
-
-    Args:
-        window: of a decode.
-        spec: of the model.
-
-    Raises:
-        ValueError: the model has block attention, and the window does not stay in its blocks.
     """
     if spec.attention == "full":
         return
@@ -207,12 +177,10 @@ class SlidingWindow(Window):
     """A window of fixed width that starts at the leftmost mask (TraceLock's soft crop)."""
 
     def __init__(self, width: int = 128) -> None:
-        """Sets the width in tokens."""
         at_least(1, width=width)
         self.width = width
 
     def view(self, state: DecodeState) -> WindowView:
-        """The masked cells in ``[a, a + width)``, with ``a`` the row's first masked column."""
         L = state.ids.shape[1]
         columns = torch.arange(L, device=state.ids.device)
         begin = first_column(state.masked)[:, None]
@@ -246,11 +214,6 @@ class SteppedBlockWindow(Window):
         self.steps = steps
 
     def view(self, state: DecodeState) -> WindowView:
-        """The masked cells left of the end of this step's block.
-
-        Raises:
-            ValueError: the response or the steps cannot be shared evenly by the blocks.
-        """
         b, L = state.ids.shape
         num_blocks, rest = divmod(L - state.start, self.block_length)
         if rest or self.steps % num_blocks:
@@ -271,7 +234,7 @@ class SteppedBlockWindow(Window):
         )
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """Always refused: a cache asks for the block of a mask, and here the step decides."""
+        # A cache asks for the block of a mask, and here the step decides.
         raise ValueError(
             "cache: SteppedBlockWindow follows the step number; expected BlockWindow or FullWindow"
         )

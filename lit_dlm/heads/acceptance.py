@@ -126,9 +126,6 @@ class AcceptanceHead(nn.Module):
             state: ``(B, R)`` int64 :class:`PositionState` of each position.
             visible: ``(B, R)`` bool; the others (padding, right of the window) are not attended
                 to and their outputs mean nothing (0 where the features are packed).
-
-        Returns:
-            Logits and threshold.
         """
         if features.shape[-1] != self.num_features:
             raise ValueError(
@@ -201,7 +198,6 @@ def accepted(
     Args:
         logits: ``(B, R)`` floating point decision logits.
         candidates: ``(B, R)`` bool.
-        threshold: probability from which a candidate is accepted.
         max_accept: most acceptances of a row, the best ones; ``None`` for all.
 
     Returns:
@@ -218,7 +214,6 @@ def response_offsets(state: Tensor, max_length: int) -> Tensor:
 
     Args:
         state: ``(B, R)`` int64 states.
-        max_length: offsets from here on share the last index.
 
     Returns:
         ``(B, R)`` int64: 0 in the prompt, ``1 + offset`` at response offset ``offset``.
@@ -246,7 +241,6 @@ def sinusoids(distance: Tensor, width: int) -> Tensor:
 
     Args:
         distance: ``(...)`` integers.
-        width: even embedding width.
 
     Returns:
         ``(..., width)`` float32: sines, then cosines, of wavelengths ``2 pi`` to
@@ -321,10 +315,6 @@ class EncoderLayer(nn.Module):
         Args:
             x: ``(B, K, width)`` float32; with a packing ``(B + N, width)``.
             attend: ``(B, 1, 1, K)`` bool keys that may be attended to.
-            packing: where packed rows stand.
-
-        Returns:
-            As ``x``.
         """
         qkv = self.qkv(self.norm_attention(x))
         if packing is not None:

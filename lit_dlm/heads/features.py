@@ -55,9 +55,6 @@ def log_odds(prob: Tensor) -> Tensor:
 
     Args:
         prob: any shape, in ``[0, 1]``.
-
-    Returns:
-        Same shape, float32, within ``+-LOG_ODDS_LIMIT``.
     """
     return torch.logit(prob.float()).clamp(-LOG_ODDS_LIMIT, LOG_ODDS_LIMIT)
 
@@ -74,10 +71,8 @@ def acceptance_features(
     """Features of each position of a state before anything is committed to it.
 
     Args:
-        projector: frozen projection of the snapshots.
         hidden: ``(..., H, D)`` aligned snapshots: entry ``i`` belongs to token ``i``.
         prob: ``(...)`` probability of the proposed token at temperature 1, unfiltered.
-        settings: which extras to append.
         entropy: ``(...)`` nats; needed when ``settings.entropy``.
         margin: ``(...)`` best minus second-best probability; needed when ``settings.margin``.
 

@@ -29,15 +29,7 @@ def write_folder(
     config: str,
     weights: str,
 ) -> None:
-    """Writes both files, each as a whole.
-
-    Args:
-        folder: created when absent.
-        record: settings, as JSON types.
-        tensors: weights by key.
-        config: name of the file of settings.
-        weights: name of the file of weights.
-    """
+    """Writes both files, each as a whole."""
     _require_finite(folder / weights, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
@@ -50,17 +42,7 @@ def write_folder(
 def read_folder(
     folder: Path, *, config: str, weights: str, what: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads both files and checks them.
-
-    Args:
-        folder: written by :func:`write_folder`.
-        config: name of the file of settings.
-        weights: name of the file of weights.
-        what: what the folder holds, for messages.
-
-    Returns:
-        The settings, and the weights by key.
-    """
+    """Reads both files and checks them."""
     for name in (config, weights):
         if not (folder / name).is_file():
             raise ValueError(f"{what} folder {folder}: {name} is missing")
@@ -88,11 +70,7 @@ def read_folder(
 
 @contextmanager
 def fitting(place: Path) -> Iterator[None]:
-    """Names the file where what was read does not fit the classes it is for.
-
-    Args:
-        place: of the settings.
-    """
+    """Names the file where what was read does not fit the classes it is for."""
     try:
         yield
     except (KeyError, TypeError, RuntimeError) as error:

@@ -69,11 +69,7 @@ class ProjectorConfig:
                 )
 
     def check_positions(self, count: int) -> None:
-        """Refuses to fit components on fewer positions than the larger rank.
-
-        Args:
-            count: positions of all states.
-        """
+        """Refuses to fit components on fewer positions than the larger rank."""
         needed = max(self.hidden_rank, self.delta_rank)
         if count < needed:
             raise ValueError(
@@ -118,12 +114,7 @@ class Projector(nn.Module):
 
     @classmethod
     def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
-        """A projector onto random orthonormal directions, equal on every machine for a seed.
-
-        Args:
-            config: shape; its ``kind`` must be ``random_orthogonal``.
-            seed: seed of the directions.
-        """
+        """A projector onto random orthonormal directions, equal on every machine for a seed."""
         if config.kind != "random_orthogonal":
             raise ValueError(
                 f"ProjectorConfig.kind: expected 'random_orthogonal', got {config.kind!r}"
@@ -220,9 +211,6 @@ def read_released(path: Path) -> Projector:
     modules behind them are unpublished; this takes normalisations with a weight and a bias for
     layer normalisations, which fold into the map behind them, and an encoder of two maps for one
     with GELU between. No pickled object is loaded.
-
-    Args:
-        path: the file.
 
     Returns:
         A projector of kind ``autoencoder`` for three snapshots, in float32.

@@ -64,7 +64,6 @@ def acceptance_weights(
         visible: ``(B, R)`` bool: what the network saw.
         is_correct: ``(B,)`` bool: the trace's answer was graded as right; needed when
             ``wrong_trace_weight`` is not 1.
-        settings: what differs from the release.
 
     Returns:
         ``(B, R)`` float32.

@@ -66,7 +66,6 @@ class RandomMasking(Corruption):
         at_least(1, copies=self.copies)
 
     def states(self, responses: Responses) -> NoisyStates:
-        """Independent states, ``copies`` of each sample."""
         B, G = responses.maskable.shape
         device = responses.maskable.device
         sample = torch.arange(B, device=device).repeat_interleave(self.copies)
@@ -116,7 +115,6 @@ class FixedRatio(Corruption):
         self.weight: LossWeight = weight
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample."""
         maskable = responses.maskable
         B, G = maskable.shape
         zero = torch.zeros(B, 1, dtype=torch.long, device=maskable.device)
@@ -173,7 +171,6 @@ class SemiAutoregressive(Corruption):
         self.rows_per_sample = rows_per_sample
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample of a block model, else one per block."""
         noisy = self.noise.states(responses)
         if responses.blocks is not None:
             return noisy
@@ -225,7 +222,6 @@ class TraceMasking(Corruption):
         one_of(*get_args(LossWeight), weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per group of steps."""
         steps, maskable = responses.steps_or_ltr(), responses.maskable
         groups = step_groups(
             steps,
@@ -266,7 +262,6 @@ class Autoregressive(Corruption):
         one_of(*get_args(LossWeight), weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample."""
         maskable = responses.maskable
         supervised = maskable
         if responses.has_prompt is not None:
@@ -312,11 +307,7 @@ class TimeDelay(Corruption):
             )
 
     def last_cuts(self, responses: Responses) -> Tensor:
-        """The largest cut of each response, ``(B,)`` int64; -1 where there is none to learn from.
-
-        Args:
-            responses: with the steps of a decode in every row.
-        """
+        """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
         if responses.steps is None or responses.has_steps is not None:
             raise ValueError(
                 "TimeDelay: expected responses with the steps of a decode; train on trajectories, "
@@ -327,7 +318,6 @@ class TimeDelay(Corruption):
         )
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample; without a target where it has no cut."""
         last, steps = self.last_cuts(responses), responses.steps
         assert steps is not None
         zero = torch.zeros(len(steps), 1, dtype=torch.long, device=steps.device)

@@ -72,7 +72,6 @@ def group_rows(
         groups: ``(B, G)`` int64 from :func:`step_groups`.
         rows_per_sample: at most so many groups per sample; ``None`` for all.
         seeds: ``(B,)`` int64 sample seeds.
-        stream: stream of the noise.
         targets: ``(B, G)`` bool; groups without such a cell are left out. All are taken by default.
 
     Returns:

@@ -17,7 +17,6 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     bound, in nats a cell.
 
     Args:
-        stats: scores of the hidden cells, row by row (``N`` of them).
         hidden: ``(B, G)`` bool, cells that the model saw as mask. Rows without any count as zero.
 
     Returns:

@@ -59,7 +59,6 @@ def entropy_ranking(
             outside the pairs may hold anything, NaN included, and get no gradient. Those of a
             backbone leave out forbidden ids (the mask), see ``HFBackbone.score_tokens``.
         steps: integer of the same shape, the step that wrote each position, or -1.
-        supervised: bool of the same shape.
         cut: the step at which the decode was cut, a number or ``(B,)`` integers; -1 or ``None`` for
             a row without one, in which nothing counts as supervised.
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.

@@ -95,14 +95,7 @@ class Corruption(Plug):
 
     @abstractmethod
     def states(self, responses: Responses) -> NoisyStates:
-        """Draws the states.
-
-        Args:
-            responses: what the states are made from.
-
-        Returns:
-            The states; equal for equal responses and seeds.
-        """
+        """Draws the states."""
 
 
 def target_weights(
@@ -111,7 +104,6 @@ def target_weights(
     """Weight of every target, see :data:`LossWeight`.
 
     Args:
-        weight: the rule.
         supervised: ``(R, G)`` bool targets.
         maskable: ``(R, G)`` bool, cells of the answer.
         t: ``(R, G)`` noise levels; ``None`` where there are none.
@@ -137,7 +129,6 @@ def counted_states(weight: LossWeight, maskable: Tensor) -> Tensor | None:
     """Which states are units of the mean, see :data:`LossWeight`.
 
     Args:
-        weight: the rule.
         maskable: ``(R, G)`` bool, cells of the answer.
 
     Returns:

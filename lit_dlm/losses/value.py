@@ -21,7 +21,6 @@ def value_loss(
         old_values: ``(N,)`` values at the beginning of the step.
         returns: ``(N,)`` targets.
         weight: ``(N,)`` weight of each token; 0 leaves it out.
-        clip: how far a value may move; infinity for plain regression.
 
     Returns:
         ``total``, and in ``parts`` ``clip_fraction``, over the tokens with weight the share of

@@ -56,7 +56,6 @@ class CoupledMasking(Corruption):
         self.weight: LossWeight = weight
 
     def states(self, responses: Responses) -> NoisyStates:
-        """Two states per pair, one after the other."""
         first = self.noise.states(responses)
         maskable = responses.maskable[first.sample]
         other = maskable & ~first.supervised
@@ -91,7 +90,6 @@ class CoupledViews(Corruption):
         self.min_t, self.max_t = min_t, max_t
 
     def states(self, responses: Responses) -> NoisyStates:
-        """Three states per sample, one after the other."""
         maskable = responses.maskable
         B, G = maskable.shape
         device = maskable.device
@@ -133,7 +131,6 @@ class MaskedPrompt(Corruption):
         self.rate = rate
 
     def states(self, responses: Responses) -> NoisyStates:
-        """One state per sample."""
         maskable = responses.maskable
         return NoisyStates(
             sample=torch.arange(len(maskable), device=maskable.device),
@@ -150,7 +147,6 @@ def hidden_prompt(states: NoisyStates, positions: torch.Tensor) -> torch.Tensor 
     """Which prompt tokens a state hides.
 
     Args:
-        states: the states.
         positions: ``(R, P)`` int64 position of each prompt column within its sample, negative on
             padding.
 

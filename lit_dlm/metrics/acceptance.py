@@ -198,7 +198,6 @@ class CalibrationCurve(Metric):
     label_sum: Tensor
 
     def __init__(self, *, num_bins: int = 20) -> None:
-        """Sets the number of bins."""
         super().__init__()
         at_least(1, num_bins=num_bins)
         self.num_bins = num_bins

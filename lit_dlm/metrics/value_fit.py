@@ -25,7 +25,6 @@ class Quotient(Metric):
         """Adds to both.
 
         Args:
-            numerator: scalar, floating point.
             denominator: 0 or more.
         """
         added = numerator.new_tensor([0.0, denominator], dtype=torch.float64)

@@ -49,7 +49,6 @@ def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) ->
     Args:
         columns: ``(B, K)`` int64 canvas columns.
         shift: 0 or 1, see :func:`aligned`.
-        starts: see :func:`aligned`.
 
     Returns:
         ``(B, K)`` int64: ``aligned(rows, shift, starts=starts)`` at ``columns`` is ``rows`` there.
@@ -72,8 +71,6 @@ def shifted(values: Tensor, by: int, fill: int = 0) -> Tensor:
 
     Args:
         values: ``(B, L, ...)``.
-        by: how many columns.
-        fill: value of new columns.
 
     Returns:
         ``(B, L + by, ...)``, contiguous.

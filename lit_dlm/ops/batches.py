@@ -41,7 +41,6 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
     Args:
         sizes: ``(N, 2)`` tokens of the two parts of each row, prompt and response: a batch pads
             each part to its longest one, so ``n`` rows take ``n`` times the sum of these.
-        max_tokens: most tokens of a batch, padding included.
 
     Returns:
         Numbers of the rows of each batch. A row that is longer than ``max_tokens`` is a batch of
@@ -70,10 +69,6 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
 
 def split_batches(batches: Sequence[NDArray[np.int64]], count: int) -> list[NDArray[np.int64]]:
     """Cuts the batches with the most rows in two until there are so many.
-
-    Args:
-        batches: rows of each batch.
-        count: batches wanted.
 
     Returns:
         ``count`` batches, or fewer where each has one row left; more where more were given.

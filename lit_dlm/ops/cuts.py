@@ -24,7 +24,6 @@ def last_cuts(
     Args:
         steps: ``(..., L)`` integer, the step that wrote each response position, or -1.
         maskable: ``(..., L)`` bool, positions that may be supervised.
-        window: steps that are supervised.
         cut_range: ``full`` lets the cut reach the last step, where windows end early, so that every
             step is supervised and no row is lost. ``reference`` is the release's: at most the last
             step less the window, so the last step is never supervised and a row of ``window`` steps
@@ -32,9 +31,6 @@ def last_cuts(
 
     Returns:
         ``(...)`` int64; -1 for a row without any cut.
-
-    Raises:
-        ValueError: the range is unknown or the window is not positive.
     """
     at_least(1, window=window)
     one_of("full", "reference", cut_range=cut_range)

@@ -26,12 +26,7 @@ class TensorDigest:
         self._sha = hashlib.sha256(text.encode())
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Adds a tensor.
-
-        Args:
-            name: its key.
-            tensor: of any shape and dtype, on any device.
-        """
+        """Adds a tensor."""
         self._sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         plain = tensor.detach().cpu().contiguous()
         self._sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
@@ -42,12 +37,7 @@ class TensorDigest:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """Digest of tensors in the order of their names.
-
-    Args:
-        tensors: by key.
-        text: what goes before them.
-    """
+    """Digest of tensors in the order of their names."""
     digest = TensorDigest(text)
     for name in sorted(tensors):
         digest.add(name, tensors[name])
@@ -55,16 +45,7 @@ def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file beside its target and renames it; equal tensors give equal bytes.
-
-    Args:
-        tensors: by key.
-        path: the file.
-        metadata: facts for its header.
-
-    Raises:
-        OSError: it cannot be written; what was there stays.
-    """
+    """Writes a safetensors file as a whole; equal tensors give equal bytes."""
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
     partial = path.with_name(path.name + ".partial")
     try:
@@ -91,11 +72,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither infinities nor not-a-number; one pass without a copy.
-
-    Args:
-        tensor: of any shape and dtype.
-    """
+    """Whether a tensor holds neither infinities nor not-a-number; one pass without a copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -72,7 +72,6 @@ def token_stats(
         weight: ``(V, D)`` floating point, the head; may be frozen, then it costs no gradient.
         targets: ``(N,)`` int64 ids below ``V``.
         bias: ``(V,)`` floating point, where the head has one.
-        logit_scale: factor on the logits; an inverse temperature goes here, too.
         forbidden_ids: ids that have no probability. A target among them has infinite
             cross-entropy.
         chunk_rows: rows worked on together; :data:`CHUNK_ROWS` by default. It changes memory and
@@ -81,9 +80,6 @@ def token_stats(
     Returns:
         Per-row values; ``ce`` and ``entropy`` are differentiable once with respect to ``rows``,
         ``weight`` and ``bias``.
-
-    Raises:
-        ValueError: shapes do not fit, ``chunk_rows`` is below 1, or every id is forbidden.
     """
     if rows.ndim != 2 or weight.ndim != 2 or rows.shape[1] != weight.shape[1]:
         raise ValueError(

@@ -30,13 +30,9 @@ def state_at(tokens: Tensor, commit_step: Tensor, step: int | Tensor, mask_id: i
         tokens: ``(..., L)`` integer, the values after the last step.
         commit_step: ``(..., L)`` integer, the step that wrote each position, or -1.
         step: one step for all rows, or ``(B,)`` / ``(B, 1)`` integer with one step per row.
-        mask_id: id of the mask token.
 
     Returns:
         ``(..., L)`` with the dtype of ``tokens``.
-
-    Raises:
-        ValueError: If the shapes do not fit.
     """
     if tokens.shape != commit_step.shape:
         raise ValueError(
@@ -65,17 +61,12 @@ def block_numbers(
 
     Args:
         length_or_pad_mask: ``L``, or ``(B, L)`` bool with ``True`` on real tokens.
-        block_size: cells of a block; the last one may be short.
         origin: column at which block 0 starts, the same in every row, so that columns to its left
             lie in blocks -1, -2, ...; ``None`` counts from each row's first real token.
-        device: of the result, where a length is given.
 
     Returns:
         ``(1, L)`` int64, or ``(B, L)`` where rows differ. Numbers on left padding are negative
         (counted from a row's first token) and matter to nobody.
-
-    Raises:
-        ValueError: the block size is not positive.
     """
     at_least(1, block_size=block_size)
     if isinstance(length_or_pad_mask, Tensor):
@@ -161,18 +152,7 @@ class TwoCopyLayout:
         tail would have to be read from the clean half, where it has seen the answer.
 
         Args:
-            response_start: first response column of the canvas.
-            length: canvas length.
-            block_size: cells of a block; the last one may be short.
             pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
-            origin: where blocks are counted from.
-            device: of the tensors, where no ``pad_mask`` is given.
-
-        Returns:
-            The layout.
-
-        Raises:
-            ValueError: the response start lies outside the canvas, or an option is unknown.
         """
         if not 0 <= response_start <= length:
             raise ValueError(
@@ -258,9 +238,6 @@ class TwoCopyLayout:
         """The same for FlexAttention (arXiv:2412.05496), without an ``(N, N)`` matrix.
 
         It differs on slots that take no part, which nobody sees: they see themselves at least.
-
-        Args:
-            num_copies: as for :meth:`visibility`.
         """
         copy, length, device = self.copy, len(self.copy), self.copy.device
         real = self._used(num_copies)
@@ -326,12 +303,7 @@ tiles of shorter rows save little, see ``benchmarks/block_attention.py --count``
 
 
 def wants_block_mask(length: int, device: torch.device) -> bool:
-    """Whether rows of clean and noisy copies take :meth:`TwoCopyLayout.block_mask`.
-
-    Args:
-        length: slots of a row.
-        device: where they are.
-    """
+    """Whether rows of clean and noisy copies take :meth:`TwoCopyLayout.block_mask`."""
     return device.type == "cuda" and length >= FLEX_LENGTH
 
 
@@ -371,10 +343,6 @@ def time_delay_mask(
 
     Returns:
         ``hidden`` and ``supervised``, bool of the shape of ``steps``.
-
-    Raises:
-        ValueError: shapes do not fit, the window is not an integer of at least 1, or the unit is
-            unknown.
     """
     if steps.shape != maskable.shape or steps.ndim not in (1, 2):
         raise ValueError(
@@ -397,10 +365,6 @@ def positive_integer(value: SupportsIndex, *, name: str) -> int:
 
     Args:
         value: at least 1.
-        name: of the argument, for the message.
-
-    Raises:
-        ValueError: it is smaller, or not an integer; booleans are none.
     """
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
     try:
@@ -418,7 +382,6 @@ def first_written(steps: Tensor, candidates: Tensor, count: int) -> Tensor:
     Args:
         steps: ``(..., L)`` integer.
         candidates: ``(..., L)`` bool.
-        count: how many per row, at most.
 
     Returns:
         ``(..., L)`` bool, a subset of the candidates.
@@ -440,14 +403,10 @@ def per_row(
     Args:
         value: a number, or ``(B,)`` or ``(B, 1)`` integers.
         like: ``(L,)`` or ``(B, L)`` tensor that it goes with.
-        name: of the argument, for the message.
         missing: what ``None`` stands for, as the value or among those of the rows.
 
     Returns:
         ``()``, ``(1, 1)`` or ``(B, 1)`` int64 on the device of ``like``.
-
-    Raises:
-        ValueError: neither one value nor one for each row, or something else than integers.
     """
     if isinstance(value, Sequence):
         value = [missing if one is None else one for one in value]

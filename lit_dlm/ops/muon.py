@@ -24,7 +24,6 @@ def orthogonalise(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
 
     Args:
         matrices: ``(N, R, C)`` float.
-        num_iterations: Newton-Schulz iterations.
 
     Returns:
         ``(N, R, C)``; singular values that are not tiny end between about 0.7 and 1.2.
@@ -52,9 +51,6 @@ class MuonAdamW(Optimizer):
         betas: decays of AdamW's averages.
         weight_decay: decoupled decay of all parameters, times their learning rate.
         num_iterations: Newton-Schulz iterations.
-
-    Raises:
-        ValueError: a rate is negative, a decay is outside [0, 1), or a matrix is none.
     """
 
     def __init__(

@@ -100,7 +100,6 @@ def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int
         seeds: ``(n,)`` int64 sample seed of each cell.
         steps: ``(n,)`` int64.
         positions: ``(n,)`` int64 within the sample.
-        size: draws of each cell.
 
     Returns:
         ``(n, size)`` float64, other ones than those of :func:`gumbel_noise`.

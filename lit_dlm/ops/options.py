@@ -4,16 +4,7 @@ from __future__ import annotations
 
 
 def at_least(least: float, *, of: str = "", **options: float | None) -> None:
-    """Refuses options below a bound; ``None`` passes.
-
-    Args:
-        least: the bound.
-        of: what goes before the names, such as ``value.``.
-        options: by their names.
-
-    Raises:
-        ValueError: an option is smaller, or not a number.
-    """
+    """Refuses options below a bound; ``None`` passes."""
     for name, value in options.items():
         if value is not None and not value >= least:
             wanted = f"at least {least}" if least else "0 or more"
@@ -25,11 +16,6 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
 
     Args:
         bounds: such as ``[0, 1)``, without its upper end.
-        of: see :func:`at_least`.
-        options: by their names.
-
-    Raises:
-        ValueError: an option lies outside, or is not a number.
     """
     low, high = map(float, bounds[1:-1].split(","))
     ends = [end for end, bracket in ((low, bounds[0]), (high, bounds[-1])) if bracket in "()"]
@@ -39,16 +25,7 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
 
 
 def one_of(*choices: object, of: str = "", **options: object) -> None:
-    """Refuses options that are none of some values.
-
-    Args:
-        choices: at least two.
-        of: see :func:`at_least`.
-        options: by their names.
-
-    Raises:
-        ValueError: an option is another value.
-    """
+    """Refuses options that are none of some values."""
     *others, last = map(repr, choices)
     for name, value in options.items():
         if value not in choices:

@@ -19,11 +19,6 @@ def stratified_counts(num_rows: int, length: int, *, generator: torch.Generator)
     The range is cut into as many equal strata as there are rows, each row draws inside its own,
     and the rows are shuffled. Every row alone is uniform on ``1..length``.
 
-    Args:
-        num_rows: number of rows ``B``.
-        length: number of cells ``G``.
-        generator: decides everything.
-
     Returns:
         ``(B,)`` int64 in ``1..G``.
     """
@@ -38,8 +33,6 @@ def uniform_cells(counts: Tensor, length: int, *, generator: torch.Generator) ->
 
     Args:
         counts: ``(B,)`` int64 in ``0..length``.
-        length: number of cells ``G``.
-        generator: decides everything.
 
     Returns:
         ``hidden`` ``(B, G)`` bool.
@@ -53,7 +46,6 @@ def suffix_cells(counts: Tensor, length: int) -> Tensor:
 
     Args:
         counts: ``(B,)`` int64 in ``0..length``.
-        length: number of cells ``G``.
 
     Returns:
         ``hidden`` ``(B, G)`` bool.
@@ -65,12 +57,6 @@ def hidden_cells(
     num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
 ) -> Tensor:
     """Draws a training state for each row: uniform cells, or a suffix for some rows.
-
-    Args:
-        num_rows: number of rows ``B``.
-        length: number of cells ``G``.
-        suffix_share: chance that a row hides a suffix instead of uniform cells.
-        generator: decides everything.
 
     Returns:
         ``hidden`` ``(B, G)`` bool, at least one cell in every row.
@@ -86,12 +72,8 @@ def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: floa
 
     Args:
         step: optimiser steps done, from 0.
-        num_steps: length of the run.
         warmup_steps: steps of the warm-up; step ``k`` of it has factor ``(k + 1) / warmup_steps``.
         decay_share: share of the run, at its end, over which the factor falls to zero.
-
-    Returns:
-        A factor in 0..1.
     """
     rising = (step + 1) / warmup_steps if warmup_steps else 1.0
     left = 1.0 - step / num_steps
@@ -104,12 +86,8 @@ def warmup_cosine(step: int, num_steps: int, *, warmup_steps: int, floor: float 
 
     Args:
         step: optimiser steps done, from 0.
-        num_steps: length of the run.
         warmup_steps: steps of the warm-up; step ``k`` of it has factor ``k / warmup_steps``.
         floor: factor at the end of the run; 1 keeps the rate constant after the warm-up.
-
-    Returns:
-        A factor in 0..1.
     """
     if step < warmup_steps:
         return step / warmup_steps

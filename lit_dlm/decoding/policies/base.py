@@ -37,9 +37,7 @@ class CommitPolicy(Plug):
         """Chooses among the candidates.
 
         Args:
-            state: the state before the step.
             candidates: ``(b, L)`` bool cells that may be committed.
-            proposal: tokens and scores.
             quota: ``(b,)`` int64 how many to commit, or ``None``.
 
         Returns:

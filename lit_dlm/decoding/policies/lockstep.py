@@ -69,10 +69,6 @@ class LockstepPolicy(CommitPolicy):
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
         """Which cells a forward commits.
 
-        Args:
-            state: the state before the step.
-            one_pass: the pass over all regions.
-
         Returns:
             ``(b, L)`` bool.
         """
@@ -80,11 +76,7 @@ class LockstepPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits by region; with a quota (a budget of steps), at least so many.
-
-        Raises:
-            ValueError: the decoder has no layout.
-        """
+        """Commits by region; with a quota (a budget of steps), at least so many."""
         if state.regions is None:
             raise ValueError(f"layout: {type(self).__name__} {LAYOUT_WANTED}")
         one_pass = self._pass(state, state.regions, candidates, proposal.prob)
@@ -129,7 +121,6 @@ class JacobiPolicy(LockstepPolicy):
     """All regions from one forward."""
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
-        """The whole pass."""
         return one_pass.commit()
 
 
@@ -148,7 +139,6 @@ class GaussSeidelPolicy(LockstepPolicy):
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
-        """The next region of the sweep that commits something."""
         regions, commit = one_pass.regions, one_pass.commit()
         begin = torch.zeros_like(state.rows)
         if state.written is not None:
@@ -167,7 +157,6 @@ class LaggedPolicy(LockstepPolicy):
     """
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
-        """The pass over the region whose turn it is."""
         regions = one_pass.regions
         is_open = regions.counts(one_pass.candidates) > 0  # (b, R)
         turn = state.step % is_open.sum(1).clamp_min(1)
@@ -207,7 +196,7 @@ class BonusPolicy(LockstepPolicy):
         self.batch_wide = batch_wide
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
-        """One region after the other: the bonus of each needs the commits of those before it."""
+        # One region after the other: the bonus of each needs the commits of those before it.
         commit = torch.zeros_like(one_pass.candidates)
         for number in range(len(one_pass.regions)):
             if self.batch_wide:

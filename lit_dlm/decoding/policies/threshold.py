@@ -22,7 +22,6 @@ class ThresholdPolicy(CommitPolicy):
     forwards_per_step = 0
 
     def __init__(self, threshold: float = 0.9) -> None:
-        """Sets the probability from which a proposal is committed."""
         if not 0.0 <= threshold <= 1.0:
             raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
         self.threshold = threshold
@@ -30,7 +29,6 @@ class ThresholdPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits all candidates at or above the threshold."""
         commit = candidates & (proposal.prob >= self.threshold)
         if quota is not None:
             commit = commit | top_quota(proposal.prob, candidates, quota)
@@ -48,11 +46,6 @@ class DynamicPolicy(ThresholdPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits all candidates over the threshold, at least ``quota``.
-
-        Raises:
-            ValueError: the decode has no quota.
-        """
         if quota is None:
             raise ValueError(
                 "quota: DynamicPolicy needs one (EvenQuota with steps_per_block), got NoQuota"
@@ -86,7 +79,6 @@ class EntropyBoundedPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits in order of entropy; with a quota, at least the best ``quota`` ones."""
         assert proposal.entropy is not None
         ranks = rank_descending(-proposal.entropy, candidates)
         entropy = proposal.entropy.masked_fill(~candidates, 0.0)

@@ -26,11 +26,7 @@ class TopQuotaPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits the best ``quota`` candidates of each row.
-
-        Raises:
-            ValueError: the decode has no quota.
-        """
+        """Commits the best ``quota`` candidates of each row."""
         if quota is None:
             raise ValueError(
                 f"quota: {type(self).__name__} needs one (FixedQuota, EvenQuota or ScheduleQuota), "
@@ -44,7 +40,6 @@ class RandomPolicy(TopQuotaPolicy):
     """Uniformly random order, seeded per sample."""
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` uniform draws keyed by seed, step and position."""
         return uniform_noise(state.seeds, state.step, state.positions, stream=1)
 
 
@@ -52,7 +47,6 @@ class ConfidencePolicy(TopQuotaPolicy):
     """Highest probability of the proposed token first (MaskGIT, arXiv 2202.04200; LLaDA)."""
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` probabilities."""
         return proposal.prob
 
 
@@ -80,7 +74,6 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
         self._left = temperature * shares.cumprod(0)
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` noisy log-probabilities."""
         uniform = uniform_noise(state.seeds, state.step, state.positions, stream=1)
         step = state.block_step.clamp_max(self.steps - 1)
         left = self._left.to(step.device, non_blocking=True)[step][:, None]
@@ -93,7 +86,6 @@ class EntropyPolicy(TopQuotaPolicy):
     requires = frozenset({"entropy"})
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` negative entropies in nats."""
         assert proposal.entropy is not None
         return -proposal.entropy
 
@@ -104,7 +96,6 @@ class MarginPolicy(TopQuotaPolicy):
     requires = frozenset({"margin"})
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` probability gaps."""
         assert proposal.margin is not None
         return proposal.margin
 
@@ -113,6 +104,5 @@ class SequentialPolicy(TopQuotaPolicy):
     """Leftmost mask first (``sequential`` in dLLM-RL's block sampler)."""
 
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
-        """``(b, L)`` negative columns."""
         columns = torch.arange(state.ids.shape[1], device=state.ids.device)
         return -columns.to(proposal.prob.dtype).expand_as(proposal.prob)

@@ -82,7 +82,6 @@ class TraceLockPolicy(CommitPolicy):
 
     @cached_property
     def requires(self) -> frozenset[str]:  # type: ignore[override]
-        """What the network reads of a proposal; see :class:`CommitPolicy`."""
         settings = self.scorer.settings
         requires = {"hidden", "raw_prob"}
         if settings.layout != "masked":
@@ -98,7 +97,6 @@ class TraceLockPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits the accepted candidates; with a quota, at least the best ``quota`` ones."""
         logits = self.decision_logits(state, candidates, proposal)
         commit = accepted(
             logits, candidates, threshold=self.threshold, max_accept=self.max_accept_per_step
@@ -116,9 +114,7 @@ class TraceLockPolicy(CommitPolicy):
         """Decision logits of the acceptance network, spread over the canvas.
 
         Args:
-            state: the state before the step.
             candidates: ``(b, L)`` bool.
-            proposal: with hidden snapshots, for the whole response.
 
         Returns:
             ``(b, L)`` float32; 0 where the network saw nothing.
@@ -152,7 +148,6 @@ class TraceLockPolicy(CommitPolicy):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Settings and the digest of the weights, for result files."""
         return {
             "threshold": self.threshold,
             "max_accept_per_step": self.max_accept_per_step,
@@ -163,15 +158,10 @@ class TraceLockPolicy(CommitPolicy):
 
     @property
     def trained_on(self) -> Sequence[str]:
-        """Tasks of the traces that the policy was trained on."""
         return self.scorer.training_facts.get("tasks", ())
 
     def check_backbone(self, backbone: Backbone) -> None:
-        """Refuses a backbone that the policy was not trained for.
-
-        Raises:
-            ValueError: family, sizes or special tokens differ.
-        """
+        """Refuses a backbone that the policy was not trained for."""
         facts = backbone_facts(backbone.spec, backbone)
         check_facts("acceptance policy", self.scorer.backbone, facts)
 
