@@ -217,7 +217,7 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
             WorkQueue(len(prompts)),
             lambda number: (prompts[number], number),
             response_length=response,
-            num_places=options.rows,
+            num_slots=options.rows,
             observers=[counted["with"]],
         ):
             pass

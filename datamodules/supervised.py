@@ -35,7 +35,7 @@ from lit_dlm.modules.supervised_batch import (
 )
 from lit_dlm.modules.tabom import TABOMModule
 from lit_dlm.ops.options import at_least, within
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class SupervisedDataModule(ElasticDataModule):
                 f"number of rows, got {rows_per_update}; set trainer.accumulate_grad_batches"
             )
         within("[0, 1)", val_fraction=val_fraction)
-        self.sources = [completed(one, SupervisedSource, option="sources") for one in sources]
+        self.sources = [checked_plug(one, SupervisedSource, option="sources") for one in sources]
         self.response_length = response_length
         self.batch_size = batch_size
         self.group_by_length = group_by_length

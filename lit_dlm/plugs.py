@@ -14,7 +14,7 @@ class Plug(metaclass=ABCMeta):  # noqa: B024  (abstract methods are those of its
 
     A class counts as a policy, task, reward, ... if it has the abstract methods of that base and
     they can be called with as many arguments; it need not derive from it, nor be annotated. Type
-    checkers know only what derives. :func:`completed` adds what else such a class leaves out.
+    checkers know only what derives. :func:`checked_plug` adds what else such a class leaves out.
     """
 
     @classmethod
@@ -44,7 +44,7 @@ def difference(kind: type, plug: type) -> str | None:
     return None
 
 
-def completed(given: T, plug: type, *, option: str) -> T:
+def checked_plug(given: T, plug: type, *, option: str) -> T:
     """Gives an object the base's own defaults for members that its class leaves out.
 
     Args:

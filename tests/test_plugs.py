@@ -7,7 +7,7 @@ import torch
 
 from lit_dlm.decoding import CommitPolicy, Decoder, Selection
 from lit_dlm.generation import generate
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.base import check_uids
@@ -33,7 +33,7 @@ def test_own_values_win_over_those_of_the_protocol():
     class Costly(LeftmostPolicy):
         forwards_per_step = 1
 
-    assert completed(Costly(), CommitPolicy, option="policy").forwards_per_step == 1
+    assert checked_plug(Costly(), CommitPolicy, option="policy").forwards_per_step == 1
 
 
 def test_a_missing_member_is_named():
@@ -47,7 +47,7 @@ def test_a_missing_member_is_named():
     with pytest.raises(ValueError, match="policy: Nothing has no method 'select', which CommitPol"):
         Decoder(policy=Nothing())
     with pytest.raises(ValueError, match="rewards: Unnamed has no attribute 'name', which Reward"):
-        completed(Unnamed(), Reward, option="rewards")
+        checked_plug(Unnamed(), Reward, option="rewards")
 
 
 def test_double_uids_name_both_rows():

@@ -12,7 +12,5 @@ def length_buckets(lengths: Sequence[int], *, batch_size: int) -> list[list[int]
         Indices into ``lengths``, each exactly once; buckets from short to long, equal lengths in
         their order. Results of a decode do not depend on the buckets, only its speed does.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +42,8 @@ from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import token_batches
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
-
-FirstPosition = Literal["commit", "carry"]
 
 PROMPT_TOKENS = 16_384
 """Tokens of prompts that run in one forward, unless one prompt has more."""
@@ -83,7 +81,8 @@ class NoCache(CacheScheme):
 class _PartCache(CacheScheme):
     """What the schemes share that keep something: they differ in the part that a forward runs."""
 
-    first_position: FirstPosition = "carry"
+    commits_first: bool = False
+    """Whether a refresh of a model with shift 1 commits the first cell of its block, alone."""
 
     @abstractmethod
     def check(self, spec: BackboneSpec, window: Window) -> None:
@@ -112,19 +111,9 @@ class _PartCache(CacheScheme):
 class _FullAttentionCache(_PartCache):
     """What prefix and dual share: a refresh over the whole canvas when a row enters a block."""
 
-    def __init__(self, *, first_position: FirstPosition = "commit") -> None:
-        """Sets the scheme.
-
-        Args:
-            first_position: what a model whose outputs are shifted by one does with the block's
-                first cell, whose predictor lies left of the window. ``commit``, as the releases
-                do: the refresh commits this cell alone, whatever the policy says. ``carry``: the
-                refresh commits like any step, and later steps read the cell from its predictor's
-                hidden row of the refresh. Without effect on other models, and where a refresh
-                finds the cell filled.
-        """
-        one_of("commit", "carry", first_position=first_position)
-        self.first_position = first_position
+    # Under a shift the predictor of the block's first cell lies left of what later steps run, so
+    # the refresh commits this cell alone, whatever the policy says, as the releases do.
+    commits_first = True
 
     def check(self, spec: BackboneSpec, window: Window) -> None:
         if spec.attention != "full":
@@ -140,17 +129,13 @@ class PrefixCache(_FullAttentionCache):
     With a horizon, cells more than ``horizon`` behind the block are neither computed nor seen.
     """
 
-    def __init__(
-        self, *, horizon: int | None = None, first_position: FirstPosition = "commit"
-    ) -> None:
+    def __init__(self, *, horizon: int | None = None) -> None:
         """Sets the scheme.
 
         Args:
             horizon: cells behind the block that steps still see (``further_horizon`` in dLLM-RL);
                 ``None``: all.
-            first_position: see :class:`DualCache`.
         """
-        super().__init__(first_position=first_position)
         at_least(0, horizon=horizon)
         self.horizon = horizon
 
@@ -205,15 +190,6 @@ class CacheSession:
         window: Window,
         hidden_layers: tuple[int, ...],
     ) -> None:
-        """Begins a decode.
-
-        Args:
-            backbone: the denoiser.
-            state: the state before step 0.
-            scheme: says what a step computes.
-            window: says where a row's block begins and ends.
-            hidden_layers: snapshots to keep.
-        """
         # Here and not above: transformers takes seconds to import.
         from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
 
@@ -237,7 +213,7 @@ class CacheSession:
             hidden_layers=hidden_layers,
         )
         self._window, self._scheme = window, scheme
-        self._commits_first = backbone.spec.shift == 1 and scheme.first_position == "commit"
+        self._commits_first = backbone.spec.shift == 1 and scheme.commits_first
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
@@ -251,22 +227,14 @@ class CacheSession:
         return self._canvas.num_forwards
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """Rows leave the batch, and the cache with them.
-
-        Args:
-            index: the same, ``(n,)`` int64 on the device.
-        """
+        """Rows leave the batch, and the cache with them; ``index`` is ``kept`` on the device."""
         self._canvas.take(index)
         for name in ("_firsts", "_begins", "_prompts", "num_refreshes"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in kept])
 
     def put(self, replaced: Sequence[int], state: DecodeState, *, by: int) -> None:
-        """Other rows enter in the places of some.
-
-        Args:
-            by: columns by which the canvas has grown on the left; shrunk where negative.
-        """
+        """Other rows enter in slots; the canvas has grown by some columns on the left."""
         index = _index(replaced, state.ids.device)
         self._canvas.shift(by)
         self._canvas.put(
@@ -277,6 +245,7 @@ class CacheSession:
         )
         self._firsts = self._first_columns(state)
         self._begins = [None if begin is None else begin + by for begin in self._begins]
+        # Without a begin the next step counts as an entry into a block, which refreshes the row.
         for row in replaced:
             self._begins[row] = None
             self.num_refreshes[row] = 0
@@ -326,6 +295,7 @@ class CacheSession:
             begin, end = self._window.bounds(
                 column, start=state.start, length=length, first=self._firsts[row]
             )
+            # Where the block is the one of the step before, its surroundings are cached already.
             if begin == self._begins[row]:
                 spans.append(self._scheme.step_span(begin, end, length))
             else:
@@ -339,6 +309,8 @@ class CacheSession:
                 self.num_refreshes[row] += 1
         if self._block_causal and new:
             self._run_prompts(state, new, spans)
+        # Rows that refresh and rows that step have spans of different widths: one forward would
+        # pad all rows to the widest. Block-causal refreshes are two blocks wide at most.
         is_alike = self._block_causal or len(entered) in (0, len(spans))
         forced = self._first_cells(state, entered) if self._commits_first else None
         if is_alike or self._canvas.takes_sequences(spans):
@@ -372,6 +344,7 @@ class CacheSession:
         for numbers in token_batches(sizes, PROMPT_TOKENS) if prompts else ():
             rows, windows = zip(*(prompts[number] for number in sorted(numbers)), strict=True)
             self._canvas.forward(state.ids, windows, rows=rows, block_causal=True)
+        # Copied after all prompts have run: a source may be a row that is new itself.
         for end in set(begins.values()):
             self._canvas.copy({to: of for to, of in sources.items() if begins[to] == end}, end)
         for row, begin in begins.items():
@@ -387,6 +360,7 @@ class CacheSession:
             return {}
         known: dict[tuple[int, ...], int] = {}
         for row in sorted(range(len(self._prompts)), key=lambda row: row in begins):
+            # Old rows first: their prompts are in the cache already.
             known.setdefault(self._prompts[row], row)
         return {
             row: of

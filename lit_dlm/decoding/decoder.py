@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
+from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
 from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer, QueueObserver
@@ -21,7 +21,7 @@ from lit_dlm.decoding.quotas import FixedQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 
 
 class Decoder:
@@ -53,13 +53,13 @@ class Decoder:
                 policies need one, any other policy may have one.
             guidance: away from what the model would write without the prompt; not with a cache.
         """
-        self.policy = completed(policy, CommitPolicy, option="policy")
-        self.window = window and completed(window, Window, option="window")
-        self.quota = completed(quota or FixedQuota(), Quota, option="quota")
+        self.policy = checked_plug(policy, CommitPolicy, option="policy")
+        self.window = window and checked_plug(window, Window, option="window")
+        self.quota = checked_plug(quota or FixedQuota(), Quota, option="quota")
         self.sampler = sampler or Sampler()
-        self.cache = completed(cache or NoCache(), CacheScheme, option="cache")
+        self.cache = checked_plug(cache or NoCache(), CacheScheme, option="cache")
         self.settings = settings or DecodeSettings()
-        self.layout = layout and completed(layout, Layout, option="layout")
+        self.layout = layout and checked_plug(layout, Layout, option="layout")
         self.guidance = guidance
         if guidance is not None and not isinstance(self.cache, NoCache):
             raise ValueError(
@@ -86,7 +86,7 @@ class Decoder:
         return decode(
             self.guided(backbone),
             self.prepared(canvas, backbone),
-            **self._plugs(backbone),
+            self.plugs(backbone.spec),
             observers=observers,
         )
 
@@ -95,10 +95,10 @@ class Decoder:
         backbone: Backbone,
         source: Callable[[int], Canvas | None],
         *,
-        num_places: int,
+        num_slots: int,
         observers: Sequence[QueueObserver] = (),
     ) -> Iterator[DecodeResult]:
-        """Decodes rows as places become free; see :func:`~lit_dlm.decoding.engine.decode_queue`.
+        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode_queue`.
 
         Args:
             source: gives the next rows, ``None`` where there are none.
@@ -112,8 +112,8 @@ class Decoder:
         return decode_queue(
             self.guided(backbone),
             prepared,
-            num_places=num_places,
-            **self._plugs(backbone),
+            self.plugs(backbone.spec),
+            num_slots=num_slots,
             observers=observers,
         )
 
@@ -121,15 +121,16 @@ class Decoder:
         """The backbone that decides: with guidance where there is some."""
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
-    def _plugs(self, backbone: Backbone) -> dict[str, Any]:
-        return {
-            "window": self.window or default_window(backbone.spec),
-            "quota": self.quota,
-            "sampler": self.sampler,
-            "policy": self.policy,
-            "cache": self.cache,
-            "settings": self.settings,
-        }
+    def plugs(self, spec: BackboneSpec) -> Plugs:
+        """What decides on a model, whose own window stands in where none is named."""
+        return Plugs(
+            window=self.window or default_window(spec),
+            quota=self.quota,
+            sampler=self.sampler,
+            policy=self.policy,
+            cache=self.cache,
+            settings=self.settings,
+        )
 
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = None) -> Tensor:
-    """The cells before the first end of text.
+    """``(B, G)`` bool: the cells before the first end of text; given cells always are among them.
 
     Where tokens were given, such as the markers of a template, an end of text ends the part before
     them and not the response: the parts behind go on.
@@ -17,9 +17,6 @@ def text_cells(response: Tensor, eos_ids: Sequence[int], given: Tensor | None = 
     Args:
         response: ``(B, G)`` int64.
         given: ``(B, G)`` bool: cells that stood there before the first step.
-
-    Returns:
-        ``(B, G)`` bool; ends of text are not in it, given cells always are.
     """
     is_end = torch.isin(response, torch.tensor(list(eos_ids), device=response.device))
     if given is None:

@@ -53,6 +53,23 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plugs:
+    """What a decode is made of."""
+
+    window: Window
+    """Where a step may commit."""
+    quota: Quota
+    """How many cells it commits."""
+    sampler: Sampler
+    """Which tokens are proposed."""
+    policy: CommitPolicy
+    """Which of them become final."""
+    cache: CacheScheme
+    """What steps take from earlier forwards."""
+    settings: DecodeSettings
+
+
 class NotANumberError(ValueError):
     """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
 
@@ -67,27 +84,17 @@ class NotANumberError(ValueError):
 def decode(
     backbone: Backbone,
     canvas: Canvas,
+    plugs: Plugs,
     *,
-    window: Window,
-    quota: Quota,
-    sampler: Sampler,
-    policy: CommitPolicy,
-    cache: CacheScheme | None = None,
-    settings: DecodeSettings | None = None,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
     """Fills the masks of a canvas: :func:`decode_queue` of one batch."""
     waiting = [canvas]
     (result,) = decode_queue(
         backbone,
-        lambda _places: waiting.pop() if waiting else None,
-        num_places=len(canvas.ids),
-        window=window,
-        quota=quota,
-        sampler=sampler,
-        policy=policy,
-        cache=cache,
-        settings=settings,
+        lambda _slots: waiting.pop() if waiting else None,
+        plugs,
+        num_slots=len(canvas.ids),
         observers=cast(Sequence[QueueObserver], observers),  # no row is replaced
     )
     return result
@@ -97,43 +104,36 @@ def decode(
 def decode_queue(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
+    plugs: Plugs,
     *,
-    num_places: int,
-    window: Window,
-    quota: Quota,
-    sampler: Sampler,
-    policy: CommitPolicy,
-    cache: CacheScheme | None = None,
-    settings: DecodeSettings | None = None,
+    num_slots: int,
     observers: Sequence[QueueObserver] = (),
 ) -> Iterator[DecodeResult]:
-    """Fills canvases row by row as places become free (continuous batching).
+    """Fills canvases row by row as slots become free (continuous batching).
 
     One step: window, forward, proposal, selection, then the gate, the cap and the stall rule, then
     the write. A row that has ended is replaced by the next one of the source, if there is one, else
     it leaves the batch. The loop synchronises with the device once a step, for the leftmost mask of
-    every row. What a row gets depends neither on its place nor on the rows beside it.
+    every row. What a row gets depends neither on its slot nor on the rows beside it.
 
     Args:
         source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
-            more; it is not asked again then. Its rows succeed to ended ones in the order of places.
+            more; it is not asked again then. Its rows succeed to ended ones in the order of slots.
             All canvases have equally long responses.
 
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
     """
-    settings = settings or DecodeSettings()
-    check_window(window, backbone.spec)
+    policy = plugs.policy
+    check_window(plugs.window, backbone.spec)
     _, hidden_layers = needs(policy, observers)
-    canvas = source(num_places)
+    canvas = source(num_slots)
     if canvas is None:
         return
-    has_more = len(canvas.ids) == num_places
+    has_more = len(canvas.ids) == num_slots
     state = initial_state(backbone, canvas)
-    session = None
-    if cache is not None:
-        session = cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
-    tally = _Tally(state, settings, forwards_per_step=policy.forwards_per_step)
+    session = plugs.cache.start(backbone, state, window=plugs.window, hidden_layers=hidden_layers)
+    tally = _Tally(state, plugs.settings, forwards_per_step=policy.forwards_per_step)
     for observer in observers:
         observer.on_start(state)
     # Such weights compute in their own dtype: a trainer's autocast has nothing for them but casts.
@@ -143,6 +143,7 @@ def decode_queue(
     while True:
         ended = [row for row, column in enumerate(frontier) if column < 0 or tally.is_spent(row)]
         if ended:
+            # Kept before any row moves: slots and columns below change under them.
             tally.end(state, ended, frontier, session)
             canvas = source(len(ended)) if has_more else None
             replaced = ended[: 0 if canvas is None else len(canvas.ids)]
@@ -152,6 +153,8 @@ def decode_queue(
             if canvas is not None:
                 result = tally.result(session)
                 entering = initial_state(backbone, canvas)
+                # Prompts of other lengths: the canvas grows or shrinks on the left, so every
+                # column that is known on the host moves with it.
                 by = tally.replace(replaced, entering)
                 state, entering = _refilled(state, replaced, entering, by, backbone.spec.pad_id)
                 if session is not None:
@@ -162,6 +165,8 @@ def decode_queue(
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
+            # Once the source is empty the batch shrinks: a row without work would cost a row of
+            # every forward that follows.
             if not has_more:
                 gone = set(ended[len(replaced) :])
                 kept = [row for row in range(len(frontier)) if row not in gone]
@@ -172,22 +177,20 @@ def decode_queue(
                     session.take(kept, index)
                 frontier = [frontier[row] for row in kept]
             if canvas is not None:
-                clock = time.perf_counter()  # filling a place is no part of a method's time
+                clock = time.perf_counter()  # filling a slot is no part of a method's time
                 continue  # rows that have entered may have nothing to fill
         state = replace(state, frontier=tuple(frontier))
         with without_autocast(state.ids.device) if is_half else nullcontext():
             decision = decide(
                 backbone,
                 state,
-                window=window,
-                quota=quota,
-                sampler=sampler,
-                policy=policy,
-                settings=settings,
+                plugs,
                 requires=needs(policy, observers)[0],
                 hidden_layers=hidden_layers,
                 session=session,
             )
+        # Nothing from here to the frontier may read a value: that one transfer is what the host
+        # waits for, and it comes after all launches of the step.
         record = decision.record
         state, new_ids = record.state, record.new_ids
         looked = time.perf_counter()
@@ -201,12 +204,13 @@ def decode_queue(
             ids=new_ids,
             masked=masked,
             step=state.step + 1,
-            block_step=state.block_step + 1 if quota.counts_blocks else state.block_step,
+            block_step=state.block_step + 1 if plugs.quota.counts_blocks else state.block_step,
+            # An end-of-text fill writes cells that no policy committed.
             written=record.commit if decision.ended is None else new_ids != state.ids,
         )
         frontier = _frontier(masked, decision.ended, record.proposal.prob)
         if _BROKEN in frontier:
-            broken = [place for place, column in enumerate(frontier) if column == _BROKEN]
+            broken = [row for row, column in enumerate(frontier) if column == _BROKEN]
             step = int(state.step[broken[0]]) - 1
             raise NotANumberError(state.rows[broken].tolist(), step=step)
         now = time.perf_counter()
@@ -252,12 +256,8 @@ class Decision:
 def decide(
     backbone: Backbone,
     state: DecodeState,
+    plugs: Plugs,
     *,
-    window: Window,
-    quota: Quota,
-    sampler: Sampler,
-    policy: CommitPolicy,
-    settings: DecodeSettings,
     requires: frozenset[str],
     hidden_layers: tuple[int, ...] = (),
     session: CacheSession | None = None,
@@ -270,8 +270,9 @@ def decide(
     Args:
         session: the cache of the decode, which this step reads and writes; ``None`` without one.
     """
-    view = window.view(state)
-    state = enter_block(state, view, counts=quota.counts_blocks)
+    settings = plugs.settings
+    view = plugs.window.view(state)
+    state = enter_block(state, view, counts=plugs.quota.counts_blocks)
     # The head runs at the window's columns alone, unless somebody reads the whole response.
     columns = view.columns
     if "region" in requires:
@@ -284,17 +285,17 @@ def decide(
         denoised = _denoise(backbone, state, columns, hidden_layers)
     else:
         denoised, forced = session.denoise(state, columns)
-    sampler.restrict(denoised, backbone.spec)
-    proposal = sampler.propose(state, denoised, requires)
+    plugs.sampler.restrict(denoised, backbone.spec)
+    proposal = plugs.sampler.propose(state, denoised, requires)
     # The gate comes before the policy, which then spends its quota on what may be committed.
     candidates = view.candidates
     if settings.eos_gate:
         candidates = end_of_text_gate(state, candidates, proposal.ids)
     if forced is not None:  # cells that only the refresh of a cache can predict
         candidates = torch.where(forced.any(1, keepdim=True), forced, candidates)
-    counts = quota.counts(state, view.candidates)
+    counts = plugs.quota.counts(state, view.candidates)
     with Span(state.ids.device) as policy_span:
-        selection = policy.select(state, candidates, proposal, counts)
+        selection = plugs.policy.select(state, candidates, proposal, counts)
     # A policy may ask for more than it was offered; cap and stall rule see what is left of it.
     commit = selection.commit & candidates
     if settings.max_commits_per_step is not None:
@@ -426,14 +427,9 @@ def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> Decode
 
 
 def end_of_text_gate(state: DecodeState, candidates: Tensor, proposals: Tensor) -> Tensor:
-    """Drops end-of-text proposals from rows that hold no end of text yet.
+    """``(b, L)`` bool candidates without ends of text, in rows that hold no end of text yet.
 
-    Args:
-        candidates: ``(b, L)`` bool.
-        proposals: ``(b, L)`` int64 proposed tokens.
-
-    Returns:
-        ``(b, L)`` bool; a row all of whose candidates propose an end of text keeps them.
+    A row all of whose candidates propose an end of text keeps them.
     """
     has_eos = (state.editable & torch.isin(state.ids, state.eos_ids)).any(1)
     other = candidates & ~torch.isin(proposals, state.eos_ids)
@@ -454,7 +450,7 @@ def _apply_eos_rule(state: DecodeState, new_ids: Tensor, *, fill: bool) -> tuple
 
 
 class _Tally:
-    """Counts of the rows in every place, and what the rows that have ended leave behind."""
+    """Counts of the rows in every slot, and what the rows that have ended leave behind."""
 
     def __init__(
         self, state: DecodeState, settings: DecodeSettings, *, forwards_per_step: int
@@ -468,19 +464,19 @@ class _Tally:
         self._ended: list[_EndedRow] = []
         self._left: list[tuple[DecodeState, Tensor, Tensor]] = []
 
-    def _entered(self, state: DecodeState, places: Iterable[int]) -> list[_Row]:
+    def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:
         length = state.ids.shape[1] - state.start
         facts = torch.stack([state.masked.sum(1), state.positions[:, -1] + 1 - length], 1)
         return [
             _Row(
-                place=place,
+                slot=slot,
                 prompt_length=prompt_length,
                 budget=self._settings.max_steps or num_masks,
                 first_step=self._num_steps,
                 seconds=self._seconds,
                 policy_seconds=self._policy_seconds,
             )
-            for place, (num_masks, prompt_length) in zip(places, facts.tolist(), strict=True)
+            for slot, (num_masks, prompt_length) in zip(slots, facts.tolist(), strict=True)
         ]
 
     def is_spent(self, row: int) -> bool:
@@ -513,7 +509,7 @@ class _Tally:
             begun = self._rows[row]
             self._ended.append(
                 _EndedRow(
-                    place=begun.place,
+                    slot=begun.slot,
                     num_steps=self._num_steps - begun.first_step,
                     seconds=self._seconds - begun.seconds,
                     policy_seconds=self._policy_seconds - begun.policy_seconds,
@@ -535,15 +531,15 @@ class _Tally:
             where an eighth of it at least would be padding in every row.
         """
         start, length = self._left[-1][0].start, self._left[-1][0].ids.shape[1]
-        places = [self._rows[row].place for row in replaced]
-        for row, one in zip(replaced, self._entered(entering, places), strict=True):
+        slots = [self._rows[row].slot for row in replaced]
+        for row, one in zip(replaced, self._entered(entering, slots), strict=True):
             self._rows[row] = one
         self._written[replaced] = 0
         self._decided[replaced] = 0
         self._left = []
-        gone = {one.place for one in self._ended} - set(places)
+        gone = {one.slot for one in self._ended} - set(slots)
         self._ended = []
-        needed = max(one.prompt_length for one in self._rows if one.place not in gone)
+        needed = max(one.prompt_length for one in self._rows if one.slot not in gone)
         by = needed - start
         return by if by > 0 or -8 * by >= length else 0
 
@@ -551,7 +547,7 @@ class _Tally:
         """The result of the rows that have ended."""
         last = self._left[-1][0]
         device = last.ids.device
-        order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].place)
+        order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].slot)
         ended = [self._ended[number] for number in order]
         index = torch.tensor(order).to(device, non_blocking=True)
 
@@ -563,7 +559,7 @@ class _Tally:
         count_stalls = self._settings.stall_rule == "top1"
         return DecodeResult(
             ids=joined("ids"),
-            rows=[one.place for one in ended],
+            rows=[one.slot for one in ended],
             start=last.start,
             seeds=joined("seeds"),
             num_steps=num_steps,
@@ -590,7 +586,7 @@ _STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
 class _Row:
     """A row in the batch, and the counts of the loop when it entered."""
 
-    place: int
+    slot: int
     prompt_length: int
     budget: int
     first_step: int
@@ -600,7 +596,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _EndedRow:
-    place: int
+    slot: int
     num_steps: int
     seconds: float
     policy_seconds: float

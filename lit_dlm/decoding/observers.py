@@ -37,7 +37,7 @@ class QueueObserver(Observer, Protocol):
         """Called where rows that have ended are replaced by others, before the next step.
 
         Args:
-            state: the rows that take over the places ``state.rows``, before their first step. The
-                places of ``result`` that are not among them stay empty.
+            state: the rows that take over the slots ``state.rows``, before their first step. The
+                slots of ``result`` that are not among them stay empty.
         """
         ...

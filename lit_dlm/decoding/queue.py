@@ -1,4 +1,4 @@
-"""Prompts that wait for a free place in a batch, on one process or shared by several.
+"""Prompts that wait for a free slot in a batch, on one process or shared by several.
 
 Every process asks for the next prompts when rows of its batch end, so that none is idle while
 another has work left. Which process decodes a prompt changes neither its noise nor its result.
@@ -70,7 +70,7 @@ class WorkQueue:
         self._reserved = self.take(number)
         return bool(self._reserved)
 
-    def places(self, most: int) -> int:
+    def slots(self, most: int) -> int:
         """Rows that a process should decode together, so that each has its share of the first."""
         return max(min(most, -(-self.size // self.num_processes)), 1)
 
@@ -82,7 +82,7 @@ def decode_queued_prompts(
     prompt: Callable[[int], tuple[Sequence[int], int]],
     *,
     response_length: int,
-    num_places: int,
+    num_slots: int,
     observers: Sequence[QueueObserver] = (),
 ) -> Iterator[tuple[list[int], DecodeResult]]:
     """Decodes what this process takes from a queue; a row that ends is replaced by the next prompt.
@@ -90,7 +90,7 @@ def decode_queued_prompts(
     Prompts should come in descending order of length: the canvas then shrinks with them.
 
     Args:
-        num_places: rows decoded together; fewer where the queue has fewer for each process.
+        num_slots: rows decoded together; fewer where the queue has fewer for each process.
 
     Yields:
         Numbers of prompts, and their results in the same order.
@@ -100,8 +100,8 @@ def decode_queued_prompts(
     begun: dict[int, Sequence[int]] = {}
     vision = getattr(backbone, "vision", None)
 
-    def source(places: int) -> Canvas | None:
-        taken = queue.take(places)
+    def source(slots: int) -> Canvas | None:
+        taken = queue.take(slots)
         if not taken:
             return None
         if number_at:
@@ -119,12 +119,10 @@ def decode_queued_prompts(
             device=getattr(backbone, "device", "cpu"),
         )
 
-    results = decoder.queue(
-        backbone, source, num_places=queue.places(num_places), observers=observers
-    )
+    results = decoder.queue(backbone, source, num_slots=queue.slots(num_slots), observers=observers)
     try:
         for result in results:
-            numbers = [number_at[place] for place in result.rows]
+            numbers = [number_at[slot] for slot in result.rows]
             number_at.update(zip(result.rows, waiting, strict=False))
             waiting.clear()
             if vision is not None:
@@ -132,7 +130,7 @@ def decode_queued_prompts(
                     vision.release(begun.pop(number))
             yield numbers, result
     except NotANumberError as error:
-        error.rows = [number_at[place] for place in error.rows]
+        error.rows = [number_at[slot] for slot in error.rows]
         raise
 
 
@@ -174,22 +172,22 @@ def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeRes
 
 
 class Occupancy(QueueObserver):
-    """Observer that counts how many places of a batch are at work in every step."""
+    """Observer that counts how many slots of a batch are at work in every step."""
 
     requires: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        self.place_steps = 0
-        """Steps of the batches watched, times their places."""
+        self.slot_steps = 0
+        """Steps of the batches watched, times their slots."""
         self.row_steps = 0
         """Steps of their rows."""
-        self._num_places = 0
+        self._num_slots = 0
 
     def on_start(self, state: DecodeState) -> None:
-        self._num_places = len(state.rows)
+        self._num_slots = len(state.rows)
 
     def on_step(self, record: StepRecord) -> None:
-        self.place_steps += self._num_places
+        self.slot_steps += self._num_slots
         self.row_steps += len(record.state.rows)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
@@ -200,5 +198,5 @@ class Occupancy(QueueObserver):
 
     @property
     def share(self) -> float:
-        """Part of the places that were at work, in (0, 1]; 0 before the first step."""
-        return self.row_steps / max(self.place_steps, 1)
+        """Part of the slots that were at work, in (0, 1]; 0 before the first step."""
+        return self.row_steps / max(self.slot_steps, 1)

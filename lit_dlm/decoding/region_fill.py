@@ -38,12 +38,10 @@ def lockstep_score(share: Tensor) -> float:
 
     For two regions the value after a step is ``1 - |R - A|``, the score of the Dream-7B Lockstep
     R/A release. There it is taken once; after the last step of a finished decode it is always 1.
+    So it is with fewer than two regions or without a step.
 
     Args:
         share: ``(T + 1, R)`` filled shares before each step and at the end.
-
-    Returns:
-        0 to 1; 1 with fewer than two regions or without a step.
     """
     if share.shape[1] < 2 or len(share) < 2:
         return 1.0
@@ -91,9 +89,9 @@ class RegionFill:
         if state.regions is None:
             raise ValueError("layout: RegionFill needs a decode with one, got none")
         self._names = tuple(rule.name for rule in state.regions.rules)
-        self._last = state.regions.counts(state.masked)  # (B, R), by place
+        self._last = state.regions.counts(state.masked)  # (B, R), by slot
         self._left, self._ended, self._curves = [], [], []
-        self._begun = {place: (first, 0) for place, first in enumerate(self._last)}
+        self._begun = {slot: (first, 0) for slot, first in enumerate(self._last)}
 
     def on_step(self, record: StepRecord) -> None:
         """Counts them again."""
@@ -104,20 +102,20 @@ class RegionFill:
         self._left.append(self._last)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Ends rows, and begins others in their places."""
+        """Ends rows, and begins others in their slots."""
         self.on_end(result)
         assert state.regions is not None
         counts = state.regions.counts(state.masked)
-        for place, first in zip(state.rows.tolist(), counts, strict=True):
-            self._begun[place] = (first, len(self._left))
+        for slot, first in zip(state.rows.tolist(), counts, strict=True):
+            self._begun[slot] = (first, len(self._left))
 
     def on_end(self, result: DecodeResult) -> None:
         """Ends rows."""
         if self._curves:  # whoever asked for rows has them
             self._ended, self._curves = [], []
-        for place, num_steps in zip(result.rows, result.num_steps.tolist(), strict=True):
-            first, begin = self._begun[place]
-            self._ended.append((first, place, begin, num_steps))
+        for slot, num_steps in zip(result.rows, result.num_steps.tolist(), strict=True):
+            first, begin = self._begun[slot]
+            self._ended.append((first, slot, begin, num_steps))
 
     def curves(self) -> list[FillCurves]:
         """The curves of the rows that have ended since the last call that found some."""
@@ -128,8 +126,8 @@ class RegionFill:
             firsts = torch.stack([first for first, _, _, _ in self._ended]).cpu()
             self._curves = [
                 _curves(
-                    torch.cat([first[None], left[begin : begin + num_steps, place]]), self._names
+                    torch.cat([first[None], left[begin : begin + num_steps, slot]]), self._names
                 )
-                for first, (_, place, begin, num_steps) in zip(firsts, self._ended, strict=True)
+                for first, (_, slot, begin, num_steps) in zip(firsts, self._ended, strict=True)
             ]
         return self._curves

@@ -91,11 +91,7 @@ class Sampler:
             denoised.logits[..., end:] = -torch.inf
 
     def perturbed(self, state: DecodeState, denoised: Denoised) -> Tensor:
-        """The values whose largest entry is the proposal: filtered logits, plus noise if drawn.
-
-        Returns:
-            ``(b, K, V)`` floating point.
-        """
+        """``(b, K, V)`` filtered logits plus any noise: the largest entry is the proposal."""
         parts = []
         for raw, keys in self._chunks(state, denoised.logits, denoised.columns):
             values, names = self._filtered(raw)
@@ -108,16 +104,10 @@ class Sampler:
         return torch.cat(parts).view(denoised.logits.shape)
 
     def propose(self, state: DecodeState, denoised: Denoised, requires: frozenset[str]) -> Proposal:
-        """Proposes a token for the columns that were denoised.
+        """Proposes a token for the columns that were denoised; 0 elsewhere on the canvas.
 
         The cells are scored some at a time, so that this takes little memory beside the logits.
-
-        Args:
-            requires: which scores to compute: ``entropy``, ``margin``, ``drawn``, ``raw_prob``,
-                ``raw_entropy`` and ``raw_margin``.
-
-        Returns:
-            Proposals spread over the canvas, 0 where nothing was denoised.
+        ``requires`` names what is scored: ``entropy``, ``margin``, ``drawn``, ``raw_prob``, ...
         """
         columns = denoised.columns
         scores: dict[str, Tensor] = {}

@@ -40,7 +40,6 @@ def prompt_canvas(
     response_length: int,
     spec: BackboneSpec,
     seeds: Sequence[int],
-    prompt_length: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Canvas:
     """Left-pads prompts and appends ``response_length`` masks.
@@ -56,11 +55,9 @@ def prompt_canvas(
     if response_length < 1:
         raise ValueError(f"response_length: expected at least 1, got {response_length}")
     lengths = [len(prompt) for prompt in prompts]
-    width = max(lengths) if prompt_length is None else prompt_length
-    if min(lengths) < 1 or max(lengths) > width:
-        raise ValueError(
-            f"prompt lengths: expected 1..{width} tokens, got {min(lengths)}..{max(lengths)}"
-        )
+    width = max(lengths)
+    if min(lengths) < 1:
+        raise ValueError("prompts: expected at least one token in each, got an empty one")
     ids = torch.full((len(prompts), width + response_length), spec.pad_id)
     for row, prompt in enumerate(prompts):
         ids[row, width - lengths[row] : width] = torch.as_tensor(prompt, dtype=torch.long)
@@ -92,7 +89,7 @@ class DecodeState:
     positions: Tensor
     """``(b, L)`` int64 position within the sample, 0 at its first real token (and on padding)."""
     rows: Tensor
-    """``(b,)`` int64 ascending: the place of each row in the batch that the decode started with, to
+    """``(b,)`` int64 ascending: the slot of each row in the batch that the decode started with, to
     which a row that takes over from an ended one succeeds."""
     seeds: Tensor
     """``(b,)`` int64 sample seeds."""
@@ -121,16 +118,12 @@ class DecodeState:
     """The regions of the decoder's layout; ``None`` without one."""
 
     def take(self, index: Tensor) -> DecodeState:
-        """The state of some rows only.
-
-        Args:
-            index: ``(n,)`` int64 rows of this state.
-        """
+        """The state of the rows ``index``, ``(n,)`` int64."""
         parts: dict[str, Any] = {name: value[index] for name, value in self._by_row().items()}
         return replace(self, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
-        """The state after rows have taken the places of others.
+        """The state after rows have taken the slots of others.
 
         Args:
             index: ``(n,)`` int64 rows of this state.
@@ -247,7 +240,7 @@ class DecodeResult:
     ids: Tensor
     """``(B, L)`` int64 final canvas; cells never written hold the mask id."""
     rows: list[int]
-    """The place of each row in the batch."""
+    """The slot of each row in the batch."""
     start: int
     """First column of the response region."""
     seeds: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_dlm.backbones.base import BackboneSpec, BlockOrigin
 from lit_dlm.decoding.state import DecodeState
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.options import at_least
 from lit_dlm.plugs import Plug
 
 
@@ -37,7 +37,13 @@ class Window(Plug):
         """The window of every row for this step."""
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """The block of a row whose leftmost mask is at ``column``, as a cache needs it."""
+        """First column and end of the block of a row whose leftmost mask is at ``column``.
+
+        A cache asks for it; windows without blocks at whose start it could be refreshed refuse.
+
+        Args:
+            first: column of the row's first real token.
+        """
         raise ValueError(
             f"cache: {type(self).__name__} has no blocks at whose start a cache could be "
             "refreshed; expected BlockWindow or FullWindow"
@@ -45,24 +51,14 @@ class Window(Plug):
 
 
 def first_column(is_in: Tensor) -> Tensor:
-    """First ``True`` column of each row.
-
-    Args:
-        is_in: ``(b, L)`` bool with at least one ``True`` in each row.
-
-    Returns:
-        ``(b,)`` int64.
-    """
+    """``(b,)`` int64: first ``True`` column of each row of ``(b, L)`` bool, which must have one."""
     return is_in.view(torch.uint8).argmax(1)
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
-    """Which of some columns to keep when only masked ones matter: half of a block on average.
+    """Which of ``(b, K)`` columns to keep when only masked ones matter: half of a block on average.
 
     The number is known on the host, so this is for the CPU: a GPU would have to be waited for.
-
-    Args:
-        columns: ``(b, K)`` int64.
 
     Returns:
         ``(b, k)`` int64 indices into the ``K`` columns: a row's masked ones first, and as many as
@@ -102,7 +98,6 @@ class BlockWindow(Window):
                 blocks of their own generators and a row's first block may begin in its prompt.
         """
         at_least(1, block_length=block_length)
-        one_of("sequence", "response", origin=origin)
         self.block_length = block_length
         self.origin: BlockOrigin = origin
 

@@ -147,12 +147,6 @@ class AcceptanceHead(nn.Module):
     def _packed(self, features: Tensor, state: Tensor, visible: Tensor) -> AcceptanceOutput:
         """:meth:`forward` on ``(N, F)`` features of the visible positions."""
         index = visible.flatten().nonzero().squeeze(1)
-        if self.training or len(features) != len(index):
-            raise ValueError(
-                f"packed features: expected evaluation mode and {len(index)} rows, one per visible "
-                f"position, got {'training' if self.training else 'evaluation'} mode and "
-                f"{len(features)} rows"
-            )
         logits = features.new_zeros(visible.shape)
         positions = self._positions(state, visible)
         x = self._embed(
@@ -193,15 +187,13 @@ class AcceptanceHead(nn.Module):
 def accepted(
     logits: Tensor, candidates: Tensor, *, threshold: float, max_accept: int | None = None
 ) -> Tensor:
-    """The decision rule: which candidates a row accepts in one step.
+    """``(B, R)`` bool: which candidates a row accepts in one step; a row may be empty.
 
     Args:
         logits: ``(B, R)`` floating point decision logits.
         candidates: ``(B, R)`` bool.
+        threshold: probability from which a candidate is accepted.
         max_accept: most acceptances of a row, the best ones; ``None`` for all.
-
-    Returns:
-        ``(B, R)`` bool; a row may be empty.
     """
     # Compared as logits: a sigmoid in float32 cannot tell 17 from 18.
     limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
@@ -210,27 +202,18 @@ def accepted(
 
 
 def response_offsets(state: Tensor, max_length: int) -> Tensor:
-    """Indices of the learned position table.
+    """``(B, R)`` int64 indices of the learned position table by ``(B, R)`` states.
 
-    Args:
-        state: ``(B, R)`` int64 states.
-
-    Returns:
-        ``(B, R)`` int64: 0 in the prompt, ``1 + offset`` at response offset ``offset``.
+    0 in the prompt, ``1 + offset`` at response offset ``offset``, at most ``max_length``.
     """
     in_response = state != PositionState.PROMPT
     return (in_response.long().cumsum(1) * in_response).clamp_max(max_length)
 
 
 def frontier_distance(is_gen: Tensor) -> Tensor:
-    """Signed distance in positions to the leftmost masked one of each row.
+    """``(B, R)`` int64 signed distance to the leftmost of the ``(B, R)`` bool masked positions.
 
-    Args:
-        is_gen: ``(B, R)`` bool: visible masked positions.
-
-    Returns:
-        ``(B, R)`` int64; 0 at the frontier, negative left of it. In a row without a mask the
-        first position counts as the frontier.
+    0 at the frontier, negative left of it. In a row without a mask the first position is it.
     """
     frontier = is_gen.to(torch.uint8).argmax(1)
     return torch.arange(is_gen.shape[1], device=is_gen.device) - frontier[:, None]
@@ -238,9 +221,6 @@ def frontier_distance(is_gen: Tensor) -> Tensor:
 
 def sinusoids(distance: Tensor, width: int) -> Tensor:
     """Sinusoidal embedding of signed distances (arXiv 1706.03762, section 3.5).
-
-    Args:
-        distance: ``(...)`` integers.
 
     Returns:
         ``(..., width)`` float32: sines, then cosines, of wavelengths ``2 pi`` to

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_dlm.heads.folder import fitting, read_folder, write_folder
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.options import at_least
 
 ProjectorKind = Literal["pca", "random_orthogonal", "autoencoder"]
 
@@ -53,7 +53,6 @@ class ProjectorConfig:
     """Added to the variance in the layer normalisation; 1e-5, torch's own, in the release."""
 
     def __post_init__(self) -> None:
-        one_of("pca", "random_orthogonal", "autoencoder", of="ProjectorConfig.", kind=self.kind)
         if self.inner_width < 0 or (self.inner_width and self.kind != "autoencoder"):
             raise ValueError(
                 "ProjectorConfig.inner_width: expected 0, or more with kind 'autoencoder', got "
@@ -115,10 +114,6 @@ class Projector(nn.Module):
     @classmethod
     def random_orthogonal(cls, config: ProjectorConfig, *, seed: int = 0) -> Projector:
         """A projector onto random orthonormal directions, equal on every machine for a seed."""
-        if config.kind != "random_orthogonal":
-            raise ValueError(
-                f"ProjectorConfig.kind: expected 'random_orthogonal', got {config.kind!r}"
-            )
         generator = torch.Generator().manual_seed(seed)
         projector = cls(config)
         for name in ("hidden_weight", "delta_weight"):
@@ -135,10 +130,7 @@ class Projector(nn.Module):
         return sum(self.config.groups)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Projects snapshots.
-
-        Args:
-            hidden: ``(..., H, D)`` floating point, depths in ascending order.
+        """Projects ``(..., H, D)`` floating point snapshots, depths in ascending order.
 
         Returns:
             ``(..., H * k_h + (H - 1) * k_d)`` float32: ``z(h_1) .. z(h_H)``, then
@@ -293,8 +285,6 @@ class Autoencoder(nn.Module):
             dropout: behind GELU in training; without an inner width it drops code entries.
         """
         super().__init__()
-        if config.kind != "autoencoder":
-            raise ValueError(f"ProjectorConfig.kind: expected 'autoencoder', got {config.kind!r}")
         self.config = config
         for name, rank in (("hidden", config.hidden_rank), ("delta", config.delta_rank)):
             widths = [config.hidden_size, rank]
@@ -355,8 +345,6 @@ class PCAFitter:
     """
 
     def __init__(self, config: ProjectorConfig) -> None:
-        if config.kind != "pca":
-            raise ValueError(f"ProjectorConfig.kind: expected 'pca', got {config.kind!r}")
         self.config = config
         D = config.hidden_size
         self._hidden = _Moments(D)

@@ -64,11 +64,10 @@ class AcceptanceScorer(nn.Module):
         """Puts the parts together.
 
         Args:
-            projector: frozen projection; its number of snapshots must match the hidden layers.
+            projector: frozen; its number of snapshots must match the hidden layers.
             head: architecture of the network.
             settings: what the network is shown.
-            backbone: facts about the backbone it was trained for (JSON types), checked by
-                :func:`~lit_dlm.backbones.base.check_facts`.
+            backbone: facts about the backbone it was trained for (JSON types).
             training: provenance (JSON types), for the reader only.
         """
         super().__init__()
@@ -110,15 +109,7 @@ class AcceptanceScorer(nn.Module):
         return output
 
     def seen(self, state: Tensor, visible: Tensor) -> Tensor:
-        """Positions that the network sees under the layout of the settings.
-
-        Args:
-            state: ``(B, R)`` int64 :class:`~lit_dlm.heads.acceptance.PositionState`.
-            visible: ``(B, R)`` bool, what it may see.
-
-        Returns:
-            ``(B, R)`` bool, a subset of ``visible``.
-        """
+        """``(B, R)`` bool: which of the visible positions the network sees under the layout."""
         if self.settings.layout == "all":
             return visible
         if self.settings.layout == "masked":

@@ -16,23 +16,11 @@ class ValueHead(nn.Module):
     """
 
     def __init__(self, hidden_size: int) -> None:
-        """Sets the head up.
-
-        Args:
-            hidden_size: width D of the rows.
-        """
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Values of hidden rows.
-
-        Args:
-            rows: ``(N, D)`` floating point, after the final norm.
-
-        Returns:
-            ``(N,)`` float32 (float64 from float64 rows).
-        """
+        """``(N,)`` float32 (or float64) values of ``(N, D)`` hidden rows after the final norm."""
         dtype = torch.promote_types(rows.dtype, torch.float32)
         with without_autocast(rows.device):
             return rows.to(dtype) @ self.weight.to(dtype)

@@ -49,7 +49,7 @@ def acceptance_weights(
     is_correct: Tensor | None = None,
     settings: AcceptanceLossSettings | None = None,
 ) -> Tensor:
-    """Weight of every position, 0 outside the loss set.
+    """Weight of every position, ``(B, R)`` float32, 0 outside the loss set.
 
     The loss set is every visible masked or tail position. A tail position weighs ``1 / n_tail``,
     with ``n_tail`` counted over the whole row, cropped part included. Any other masked position
@@ -62,11 +62,7 @@ def acceptance_weights(
         is_tail: ``(B, R)`` bool: positions that end as padding behind the answer. The release
             counts those already written too; leave them out to score decidable ones only.
         visible: ``(B, R)`` bool: what the network saw.
-        is_correct: ``(B,)`` bool: the trace's answer was graded as right; needed when
-            ``wrong_trace_weight`` is not 1.
-
-    Returns:
-        ``(B, R)`` float32.
+        is_correct: ``(B,)`` bool: the trace's answer was graded as right.
     """
     settings = settings or AcceptanceLossSettings()
     gen = is_gen & ~is_tail & visible
@@ -99,12 +95,8 @@ def acceptance_loss(
         tau: ``(B,)`` thresholds.
         label: ``(B, R)`` bool.
         weight: ``(B, R)`` from :func:`acceptance_weights`.
-        norm: scalar that replaces ``sum w_i``, where the batch is one part of a larger one: the
-            sum over all parts divided by their number makes the mean of the parts' losses equal
-            to the loss of the whole.
-
-    Returns:
-        The loss with the parts ``bce`` and ``tau_penalty``.
+        norm: scalar instead of ``sum w_i``, for one part of a larger batch: the sum over all parts
+            divided by their number makes the mean of the parts' losses the loss of the whole.
     """
     total_weight = (weight.sum() if norm is None else norm).clamp_min(1e-12)
     bce = F.binary_cross_entropy_with_logits(logits - tau[:, None], label.float(), reduction="none")
@@ -115,19 +107,16 @@ def acceptance_loss(
 
 
 def prefix_crop(ratio: Tensor, in_response: Tensor, is_gen: Tensor, label: Tensor) -> Tensor:
-    """Training augmentation: hides the right end of the response, as a decode window would.
+    """``(B, R)`` bool visible positions: hides the right end of the response, as a window would.
 
     Keeps the prompt and the first ``max(1, round(ratio * G))`` response positions. A row in which
-    they hold no masked position with a positive label keeps everything.
+    they hold no masked position with a positive label keeps everything. Padding is not taken out.
 
     Args:
         ratio: ``(B,)`` floating point in ``(0, 1]``.
         in_response: ``(B, R)`` bool: response positions (padding excluded).
         is_gen: ``(B, R)`` bool: masked positions.
         label: ``(B, R)`` bool.
-
-    Returns:
-        ``(B, R)`` bool: visible positions; padding must still be taken out by the caller.
     """
     length = in_response.sum(1)
     limit = (ratio * length).round().clamp_min(1)

@@ -8,9 +8,8 @@ drawn before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from lit_dlm.losses.states import (
 from lit_dlm.ops.cuts import CutRange, last_cuts, non_ltr_cuts, non_ltr_positions, uniform_cuts
 from lit_dlm.ops.masking import time_delay_mask
 from lit_dlm.ops.noise import uniform_noise
-from lit_dlm.ops.options import at_least, one_of
+from lit_dlm.ops.options import at_least
 
 _LEVEL, _CELL, _CUT, _ROWS = 16, 17, 18, 19
 """Streams of noise, apart from those of decoding."""
@@ -61,8 +60,6 @@ class RandomMasking(Corruption):
                 "min_t, max_t: expected 0 <= min_t <= max_t <= 1 and max_t above 0 (nothing is "
                 f"ever a target there), got {self.min_t}, {self.max_t}"
             )
-        one_of("row", "block", "token", level=self.level)
-        one_of(*get_args(LossWeight), weight=self.weight)
         at_least(1, copies=self.copies)
 
     def states(self, responses: Responses) -> NoisyStates:
@@ -96,44 +93,6 @@ class RandomMasking(Corruption):
         )
 
 
-class FixedRatio(Corruption):
-    """Hides a fixed share of the cells that may be a target, at least one; padding as well.
-
-    Args:
-        ratio: the share, or the two ends of a range from which each sample draws one.
-        weight: how targets are weighted.
-    """
-
-    def __init__(
-        self, *, ratio: float | tuple[float, float] = 0.75, weight: LossWeight = "none"
-    ) -> None:
-        low, high = ratio if isinstance(ratio, Sequence) else (ratio, ratio)
-        if not 0.0 < low <= high <= 1.0:
-            raise ValueError(f"ratio: expected numbers in (0, 1], the first no larger, got {ratio}")
-        self.low, self.high = low, high
-        one_of(*get_args(LossWeight), weight=weight)
-        self.weight: LossWeight = weight
-
-    def states(self, responses: Responses) -> NoisyStates:
-        maskable = responses.maskable
-        B, G = maskable.shape
-        zero = torch.zeros(B, 1, dtype=torch.long, device=maskable.device)
-        noise = uniform_noise(responses.seeds, 0, zero, stream=_LEVEL)
-        ratio = self.low + (self.high - self.low) * noise  # (B, 1)
-        count = (maskable.sum(1, keepdim=True) * ratio).round().long().clamp_min(1)
-        cells = torch.arange(G, device=maskable.device).expand(B, -1)
-        order = uniform_noise(responses.seeds, 0, cells, stream=_CELL).masked_fill(~maskable, 2.0)
-        supervised = (order.argsort(1).argsort(1) < count) & maskable
-        return NoisyStates(
-            sample=torch.arange(B, device=maskable.device),
-            hidden=supervised | ~maskable,
-            supervised=supervised,
-            weight=target_weights(self.weight, supervised, maskable, ratio.expand(B, G)),
-            per_row=self.weight != "none",
-            counted=counted_states(self.weight, maskable),
-        )
-
-
 class SemiAutoregressive(Corruption):
     """Decoding from block to block (dLLM-RL's semi-autoregressive fine-tuning, arXiv:2509.06949).
 
@@ -143,8 +102,6 @@ class SemiAutoregressive(Corruption):
 
     Args:
         block_size: cells of a block, for models with full attention (a block model has its own).
-        min_p: smallest chance of a cell of the block to be hidden, drawn for each cell.
-        max_p: largest chance.
         order: blocks by ``position``, or by the order of the recorded decode (``trace``); read
             with full attention only.
         rows_per_sample: states per sample and pass with full attention, drawn among its blocks;
@@ -156,15 +113,12 @@ class SemiAutoregressive(Corruption):
         self,
         *,
         block_size: int | None = None,
-        min_p: float = 0.1,
-        max_p: float = 0.9,
         order: Literal["position", "trace"] = "position",
         rows_per_sample: int | None = None,
         weight: LossWeight = "1/num_targets",
     ) -> None:
         at_least(1, block_size=block_size)
-        one_of("position", "trace", order=order)
-        self.noise = RandomMasking(min_t=min_p, max_t=max_p, level="token", weight=weight)
+        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level="token", weight=weight)
         self.block_size = block_size
         self.order = order
         at_least(1, rows_per_sample=rows_per_sample)
@@ -218,8 +172,6 @@ class TraceMasking(Corruption):
 
     def __post_init__(self) -> None:
         at_least(1, shrink=self.shrink, rows_per_sample=self.rows_per_sample)
-        one_of("hidden", "replayed", padding=self.padding)
-        one_of(*get_args(LossWeight), weight=self.weight)
 
     def states(self, responses: Responses) -> NoisyStates:
         steps, maskable = responses.steps_or_ltr(), responses.maskable
@@ -258,9 +210,6 @@ class Autoregressive(Corruption):
 
     weight: LossWeight = "1/num_targets"
 
-    def __post_init__(self) -> None:
-        one_of(*get_args(LossWeight), weight=self.weight)
-
     def states(self, responses: Responses) -> NoisyStates:
         maskable = responses.maskable
         supervised = maskable
@@ -283,8 +232,7 @@ class TimeDelay(Corruption):
     """TABOM's states (arXiv:2605.11854): a recorded decode cut at a random step.
 
     Args:
-        window: supervised steps (or tokens) from the cut on.
-        unit: what ``window`` counts: ``steps`` (the release) or ``tokens`` (the paper).
+        window: supervised steps from the cut on, as in the release; the paper counts tokens.
         cut_range: ``full`` draws any step, windows end early at the end; ``reference`` keeps the
             whole window before the last step, which is then never learnt, and leaves samples of
             ``window`` steps or fewer without a target.
@@ -292,19 +240,11 @@ class TimeDelay(Corruption):
     """
 
     window: int = 32
-    unit: Literal["steps", "tokens"] = "steps"
     cut_range: CutRange = "full"
     cut_sampler: Literal["uniform", "non_ltr"] = "uniform"
 
     def __post_init__(self) -> None:
         at_least(1, window=self.window)
-        one_of("steps", "tokens", unit=self.unit)
-        one_of("full", "reference", cut_range=self.cut_range)
-        one_of("uniform", "non_ltr", cut_sampler=self.cut_sampler)
-        if self.unit == "tokens" and self.cut_range == "reference":
-            raise ValueError(
-                "cut_range: 'reference' counts steps, expected 'full' with unit tokens"
-            )
 
     def last_cuts(self, responses: Responses) -> Tensor:
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
@@ -329,7 +269,7 @@ class TimeDelay(Corruption):
             cut = non_ltr_cuts(last, steps, is_non_ltr, noise)
         else:
             cut = uniform_cuts(last, noise)
-        mask = time_delay_mask(steps, responses.maskable, cut, window=self.window, unit=self.unit)
+        mask = time_delay_mask(steps, responses.maskable, cut, window=self.window)
         return NoisyStates(
             sample=torch.arange(len(steps), device=steps.device),
             hidden=mask.hidden,

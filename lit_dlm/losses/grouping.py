@@ -19,7 +19,7 @@ def step_groups(
     size: int | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Numbers the groups of each row in their order.
+    """``(B, G)`` int64 groups of each row from 0, :data:`NEVER` outside of members and steps.
 
     Args:
         steps: ``(B, G)`` integer step of each cell, -1 for none; ``None`` orders by position.
@@ -27,9 +27,6 @@ def step_groups(
         shrink: consecutive distinct steps that form a group (TraceRL's shrinkage).
         size: instead, cells that form a group, in the order of steps, equal ones from the left.
         segments: ``(B, G)`` integer; groups are counted anew in each segment, where given.
-
-    Returns:
-        ``(B, G)`` int64 from 0, :data:`NEVER` outside the members and where the step is -1.
     """
     B, G = members.shape
     columns = torch.arange(G, device=members.device).expand(B, -1)
@@ -66,11 +63,10 @@ def group_rows(
     stream: int,
     targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists the groups of every sample, or some of them at random.
+    """Lists the groups of every sample, or ``rows_per_sample`` of them at random.
 
     Args:
         groups: ``(B, G)`` int64 from :func:`step_groups`.
-        rows_per_sample: at most so many groups per sample; ``None`` for all.
         seeds: ``(B,)`` int64 sample seeds.
         targets: ``(B, G)`` bool; groups without such a cell are left out. All are taken by default.
 

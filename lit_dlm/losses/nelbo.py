@@ -17,19 +17,11 @@ def masked_nelbo(stats: TokenStats, hidden: Tensor) -> LossTerms:
     bound, in nats a cell.
 
     Args:
+        stats: scores of the hidden cells, row by row (``N`` of them).
         hidden: ``(B, G)`` bool, cells that the model saw as mask. Rows without any count as zero.
-
-    Returns:
-        ``total``, and in ``parts`` the unweighted ``cross_entropy`` and the ``accuracy`` of the
-        hidden cells.
     """
     B, G = hidden.shape
     weight = (G / hidden.sum(1, keepdim=True).clamp(min=1).float()).expand(B, G)[hidden]
-    if stats.ce.shape != weight.shape:
-        raise ValueError(
-            f"masked_nelbo: expected scores of {len(weight)} hidden cells, "
-            f"got {tuple(stats.ce.shape)}"
-        )
     count = max(len(weight), 1)
     with torch.no_grad():
         parts = {

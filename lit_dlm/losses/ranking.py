@@ -11,8 +11,6 @@ state just before its position was written, at the price of one forward per posi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.ops.masking import per_row, positive_integer
 
 Ties = Literal["strict", "position", "rank"]
 
@@ -39,7 +36,7 @@ def entropy_ranking(
     entropy: Tensor,
     steps: Tensor,
     supervised: Tensor,
-    cut: int | Sequence[int | None] | Tensor | None,
+    cut: Tensor,
     *,
     window: int | None,
     margin: float = 0.0,
@@ -52,46 +49,22 @@ def entropy_ranking(
     of them earlier than the other. Rows without a pair do not count; without any pair the loss is
     0 with a gradient of 0. Gradients flow into both entropies.
 
-    Memory grows with the pairs: rows are cut down to their usable positions first.
-
     Args:
-        entropy: ``(L,)`` or ``(B, L)`` floating point, predictive entropies in nats. Entries
-            outside the pairs may hold anything, NaN included, and get no gradient. Those of a
-            backbone leave out forbidden ids (the mask), see ``HFBackbone.score_tokens``.
-        steps: integer of the same shape, the step that wrote each position, or -1.
-        cut: the step at which the decode was cut, a number or ``(B,)`` integers; -1 or ``None`` for
-            a row without one, in which nothing counts as supervised.
+        entropy: ``(B, L)`` floating point, predictive entropies in nats. Entries outside the pairs
+            may hold anything, NaN included, and get no gradient.
+        steps: ``(B, L)`` integer, the step that wrote each position, or -1.
+        supervised: ``(B, L)`` bool.
+        cut: ``(B,)`` int64, the step at which the decode was cut; -1 for a row without a cut, in
+            which nothing counts as supervised.
         window: ranked steps from the cut on; ``None`` ranks everything supervised from the cut on.
         margin: by how much a later entropy should be larger, in nats.
         ties: what becomes of two positions of the same step. ``strict``: no pair. ``position``: the
             left one counts as earlier. ``rank``: the one of lower ``decode_entropy`` does, of equal
             ones the left (the paper's order).
-        decode_entropy: floating point of the same shape, entropies recorded at decoding; read
-            with ``rank`` only.
-
-    Returns:
-        ``total``; in ``parts`` and ``sums`` the ``pair_accuracy`` (share of pairs whose earlier
-        entropy is lower; 0 without pairs); and the terms of each row.
+        decode_entropy: ``(B, L)`` floating point, entropies recorded at decoding; for ``rank``.
     """
-    if ties not in ("strict", "position", "rank"):
-        raise ValueError(f"ties: expected 'strict', 'position' or 'rank', got {ties!r}")
-    if (ties == "rank") and decode_entropy is None:
-        raise ValueError("decode_entropy: expected the recorded entropies with ties 'rank'")
-    if window is not None:
-        window = positive_integer(window, name="window")
-    if not math.isfinite(margin):
-        raise ValueError(f"margin: expected a finite number, got {margin}")
-    given = [entropy, steps, supervised, *([] if decode_entropy is None else [decode_entropy])]
-    if entropy.ndim not in (1, 2) or any(tensor.shape != entropy.shape for tensor in given):
-        raise ValueError(
-            "entropy_ranking: expected tensors of one shape (L,) or (B, L), got "
-            f"{[tuple(tensor.shape) for tensor in given]}"
-        )
-    if entropy.ndim == 1:
-        entropy, steps, supervised = entropy[None], steps[None], supervised[None]
-        decode_entropy = None if decode_entropy is None else decode_entropy[None]
-    at = per_row(cut, steps, name="cut", missing=-1)
-    usable = supervised.bool() & (steps >= 0) & (at >= 0) & (steps >= at)
+    at = cut[:, None]
+    usable = supervised & (steps >= 0) & (at >= 0) & (steps >= at)
     if window is not None:
         usable = usable & (steps < at + window)
 

@@ -101,15 +101,12 @@ class Corruption(Plug):
 def target_weights(
     weight: LossWeight, supervised: Tensor, maskable: Tensor, t: Tensor | None
 ) -> Tensor:
-    """Weight of every target, see :data:`LossWeight`.
+    """``(R, G)`` float32 weight of every target, 0 elsewhere; see :data:`LossWeight`.
 
     Args:
         supervised: ``(R, G)`` bool targets.
         maskable: ``(R, G)`` bool, cells of the answer.
         t: ``(R, G)`` noise levels; ``None`` where there are none.
-
-    Returns:
-        ``(R, G)`` float32, 0 outside the targets.
     """
     value = supervised.float()
     if weight == "none":
@@ -126,12 +123,5 @@ def target_weights(
 
 
 def counted_states(weight: LossWeight, maskable: Tensor) -> Tensor | None:
-    """Which states are units of the mean, see :data:`LossWeight`.
-
-    Args:
-        maskable: ``(R, G)`` bool, cells of the answer.
-
-    Returns:
-        ``(R,)`` bool states whose sample has such cells; ``None`` for those with targets.
-    """
+    """``(R,)`` bool units of the mean; ``None``: the states with targets."""
     return maskable.any(1) if weight in ("1/t", "1/length") else None

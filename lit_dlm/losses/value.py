@@ -14,23 +14,9 @@ def value_loss(
     """``0.5 max((V - R)^2, (V_old + clamp(V - V_old, -c, c) - R)^2)``, a weighted sum.
 
     The larger of both errors: a value that has moved by more than ``clip`` towards its return
-    gets no further push (TraceRL, arXiv:2509.06949; PPO implementations).
-
-    Args:
-        values: ``(N,)`` floating point, with gradient.
-        old_values: ``(N,)`` values at the beginning of the step.
-        returns: ``(N,)`` targets.
-        weight: ``(N,)`` weight of each token; 0 leaves it out.
-
-    Returns:
-        ``total``, and in ``parts`` ``clip_fraction``, over the tokens with weight the share of
-        values that moved beyond the clip.
+    gets no further push (TraceRL, arXiv:2509.06949; PPO implementations). All are ``(N,)``; the
+    part ``clip_fraction`` is the share of tokens with weight whose value moved beyond the clip.
     """
-    shapes = {tuple(value.shape) for value in (values, old_values, returns, weight)}
-    if len(shapes) > 1 or values.ndim != 1:
-        raise ValueError(
-            f"value_loss: expected values, old_values, returns and weight (N,), got {shapes}"
-        )
     moved = (values - old_values).clamp(-clip, clip)
     plain, clipped = (values - returns) ** 2, (old_values + moved - returns) ** 2
     total = 0.5 * (weight * torch.maximum(plain, clipped)).sum()

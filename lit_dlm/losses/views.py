@@ -13,10 +13,8 @@ import torch
 from lit_dlm.losses.corruption import RandomMasking
 from lit_dlm.losses.states import (
     Corruption,
-    LossWeight,
     NoisyStates,
     Responses,
-    counted_states,
     target_weights,
 )
 from lit_dlm.ops.noise import uniform_noise
@@ -32,28 +30,12 @@ class CoupledMasking(Corruption):
     complement is taken in every block at once, since a state holds them all.
 
     Args:
-        min_t: smallest noise level of the first state of a pair.
-        max_t: largest.
-        level: what shares a noise level: ``row``, ``block`` or ``token``.
-        pairs: pairs per sample.
-        weight: how targets are weighted.
+        level: what shares a noise level, 0.1 to 0.9: ``row``, ``block`` or ``token``.
+        pairs: per sample.
     """
 
-    def __init__(
-        self,
-        *,
-        min_t: float = 0.1,
-        max_t: float = 0.9,
-        level: Literal["row", "block", "token"] = "row",
-        pairs: int = 1,
-        weight: LossWeight = "1/num_targets",
-    ) -> None:
-        self.noise = RandomMasking(
-            min_t=min_t, max_t=max_t, level=level, copies=pairs, weight="none"
-        )
-        if weight == "1/t":
-            raise ValueError("weight: expected no '1/t' for coupled states, whose levels differ")
-        self.weight: LossWeight = weight
+    def __init__(self, *, level: Literal["row", "block", "token"] = "row", pairs: int = 1) -> None:
+        self.noise = RandomMasking(min_t=0.1, max_t=0.9, level=level, copies=pairs)
 
     def states(self, responses: Responses) -> NoisyStates:
         first = self.noise.states(responses)
@@ -66,9 +48,8 @@ class CoupledMasking(Corruption):
             sample=sample,
             hidden=supervised | ~maskable,
             supervised=supervised,
-            weight=target_weights(self.weight, supervised, maskable, None),
-            per_row=self.weight != "none",
-            counted=counted_states(self.weight, maskable),
+            weight=target_weights("1/num_targets", supervised, maskable, None),
+            per_row=True,
         )
 
 
@@ -78,16 +59,9 @@ class CoupledViews(Corruption):
     Three views of a response: all of it hidden, a random part hidden at noise level ``t``, and the
     complement of that part. A token's log-probability is the mean of the one in the first view and
     the one in the view that hides it, the latter weighted by ``1 / t`` or ``1 / (1 - t)``.
-
-    Args:
-        min_t: smallest noise level.
-        max_t: largest.
     """
 
-    def __init__(self, *, min_t: float = 0.2, max_t: float = 0.8) -> None:
-        if not 0.0 < min_t <= max_t < 1.0:
-            raise ValueError(f"min_t, max_t: expected 0 < min_t <= max_t < 1, got {min_t}, {max_t}")
-        self.min_t, self.max_t = min_t, max_t
+    min_t, max_t = 0.2, 0.8  # of the release
 
     def states(self, responses: Responses) -> NoisyStates:
         maskable = responses.maskable
@@ -120,15 +94,9 @@ class MaskedPrompt(Corruption):
 
     Prompt tokens are hidden at random as well, anew in every pass over the rollouts, which lets
     one set of rollouts be used for many updates.
-
-    Args:
-        rate: chance of a prompt token to be hidden (0.15 in the paper).
     """
 
-    def __init__(self, *, rate: float = 0.15) -> None:
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"rate: expected a number in [0, 1), got {rate}")
-        self.rate = rate
+    rate = 0.15  # of the paper
 
     def states(self, responses: Responses) -> NoisyStates:
         maskable = responses.maskable
@@ -144,14 +112,11 @@ class MaskedPrompt(Corruption):
 
 
 def hidden_prompt(states: NoisyStates, positions: torch.Tensor) -> torch.Tensor | None:
-    """Which prompt tokens a state hides.
+    """``(R, P)`` bool prompt tokens that a state hides, ``None`` where prompts are shown whole.
 
     Args:
         positions: ``(R, P)`` int64 position of each prompt column within its sample, negative on
             padding.
-
-    Returns:
-        ``(R, P)`` bool, ``None`` where prompts are shown whole.
     """
     if states.prompt_rate <= 0.0:
         return None

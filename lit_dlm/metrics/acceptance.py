@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_dlm.ops.options import at_least, within
+_BETA = 0.5
+"""Weight of recall (in :class:`ReplayScore` of saved steps) against precision (release)."""
 
 
 class RolloutProxy(Metric):
@@ -27,19 +28,14 @@ class RolloutProxy(Metric):
     false_negative: Tensor
     true_negative: Tensor
 
-    def __init__(self, *, threshold: float = 0.99, beta: float = 0.5) -> None:
+    def __init__(self, *, threshold: float = 0.99) -> None:
         """Sets the rule.
 
         Args:
             threshold: acceptance probability from which a proposal counts as accepted.
-            beta: weight of recall against precision.
         """
         super().__init__()
-        within("[0, 1]", threshold=threshold)
-        if beta <= 0.0:
-            raise ValueError(f"beta: expected a positive number, got {beta}")
         self.threshold = threshold
-        self.beta = beta
         self._limit = torch.logit(torch.tensor(threshold, dtype=torch.float64)).item()
         for name in ("true_positive", "false_positive", "false_negative", "true_negative"):
             self.add_state(name, torch.tensor(0), dist_reduce_fx="sum")
@@ -72,7 +68,7 @@ class RolloutProxy(Metric):
         precision = tp / (tp + fp).clamp_min(1)
         recall = tp / (tp + fn).clamp_min(1)
         scores = {
-            "f_beta": f_beta(precision, recall, self.beta),
+            "f_beta": f_beta(precision, recall, _BETA),
             "f1": f_beta(precision, recall, 1.0),
             "precision": precision,
             "recall": recall,
@@ -117,19 +113,14 @@ class ReplayScore(Metric):
     false_per_token: Tensor
     num_tokens: Tensor
 
-    def __init__(self, *, num_bins: int = 16, beta: float = 0.5) -> None:
+    def __init__(self, *, num_bins: int = 16) -> None:
         """Sets the rule.
 
         Args:
             num_bins: bins of the masked share.
-            beta: weight of saved steps against right commits in the score.
         """
         super().__init__()
-        at_least(1, num_bins=num_bins)
-        if beta <= 0.0:
-            raise ValueError(f"beta: expected a positive number, got {beta}")
         self.num_bins = num_bins
-        self.beta = beta
         for name in ("states", "steps_per_token", "false_per_token"):
             zeros = torch.zeros(num_bins, dtype=torch.float64)
             self.add_state(name, zeros, dist_reduce_fx="sum")
@@ -175,7 +166,7 @@ class ReplayScore(Metric):
         saved = torch.where(seen.any(), 1.0 - steps_ratio, 0.0)
         right = torch.where(seen.any(), 1.0 - false_rate, 0.0)
         return {
-            "score": f_beta(right, saved, self.beta).float(),
+            "score": f_beta(right, saved, _BETA).float(),
             "steps": (length * steps_ratio).float(),
             "speedup": torch.where(seen.any(), 1.0 / steps_ratio.clamp_min(1e-12), 0.0).float(),
             "false_commits": (length * false_rate).float(),
@@ -199,7 +190,6 @@ class CalibrationCurve(Metric):
 
     def __init__(self, *, num_bins: int = 20) -> None:
         super().__init__()
-        at_least(1, num_bins=num_bins)
         self.num_bins = num_bins
         for name in ("count", "prob_sum", "label_sum"):
             zeros = torch.zeros(num_bins, dtype=torch.float64)

@@ -102,7 +102,7 @@ class PromptStream:
 
     def __iter__(self) -> Iterator[PromptStream]:
         """Itself, as long as this process has a batch to give."""
-        if self.queue.reserve(self.queue.places(self.batch_size)):
+        if self.queue.reserve(self.queue.slots(self.batch_size)):
             while not self.is_done:
                 yield self
 
@@ -420,7 +420,7 @@ class DecodeModule(LightningModule):
                 stream.queue,
                 prompt,
                 response_length=stream.response_length,
-                num_places=stream.batch_size,
+                num_slots=stream.batch_size,
                 observers=[one for one in (capture, fill, occupancy) if one is not None],
             ):
                 numbers += found

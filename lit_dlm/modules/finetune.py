@@ -29,7 +29,7 @@ from lit_dlm.modules.supervised_batch import SupervisedBatch, lay_out, responses
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.ops.options import at_least, one_of, within
 from lit_dlm.ops.schedules import warmup_cosine
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 
 LossNorm = Literal["local", "global"]
 
@@ -87,7 +87,9 @@ class TrainableModule(DecodeModule):
             chat_template=chat_template,
         )
         at_least(0, num_padding=num_padding, warmup_steps=warmup_steps)
-        self.corruption = completed(corruption or RandomMasking(), Corruption, option="corruption")
+        self.corruption = checked_plug(
+            corruption or RandomMasking(), Corruption, option="corruption"
+        )
         self.num_padding = num_padding
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps

@@ -21,7 +21,6 @@ from lit_dlm.modules.finetune import FinetuneModule
 from lit_dlm.modules.supervised_batch import SupervisedBatch
 from lit_dlm.ops.cuts import CutRange
 from lit_dlm.ops.fused_head import TokenStats
-from lit_dlm.ops.masking import first_written
 from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.ops.scores import entropy_variance
 
@@ -36,9 +35,8 @@ class TABOMModule(FinetuneModule):
 
     Args:
         backbone: with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
-        window: supervised steps (or tokens) from the cut on, M.
+        window: supervised steps from the cut on, M.
         rank_window: ranked ones among them, W; ``null`` ranks all.
-        window_unit: what both count: ``steps`` (the release) or ``tokens`` (the paper).
         cut_range: ``full`` or ``reference``, see :class:`~lit_dlm.losses.corruption.TimeDelay`.
         cut_sampler: ``uniform``, or ``non_ltr`` for steps that decoded out of order.
         rank_weight: lambda; 0 trains on the cross-entropy alone.
@@ -61,7 +59,6 @@ class TABOMModule(FinetuneModule):
         *,
         window: int = 32,
         rank_window: int | None = 32,
-        window_unit: Literal["steps", "tokens"] = "steps",
         cut_range: CutRange = "full",
         cut_sampler: Literal["uniform", "non_ltr"] = "uniform",
         rank_weight: float = 1.0,
@@ -70,9 +67,7 @@ class TABOMModule(FinetuneModule):
         num_padding: int | None = None,
         **common: Any,
     ) -> None:
-        corruption = TimeDelay(
-            window=window, unit=window_unit, cut_range=cut_range, cut_sampler=cut_sampler
-        )
+        corruption = TimeDelay(window=window, cut_range=cut_range, cut_sampler=cut_sampler)
         super().__init__(backbone, corruption=corruption, num_padding=num_padding, **common)
         if backbone.spec.attention != "full":
             raise ValueError(
@@ -89,7 +84,6 @@ class TABOMModule(FinetuneModule):
                 window,
             )
         self.rank_window = rank_window
-        self.window_unit = window_unit
         self.rank_weight = rank_weight
         self.margin = margin
         self.ties: Ties = ties
@@ -107,15 +101,12 @@ class TABOMModule(FinetuneModule):
         assert batch.steps is not None
         entropy = stats.entropy.new_zeros(states.supervised.shape)
         entropy = entropy.masked_scatter(states.supervised, stats.entropy)
-        ranked, window = states.supervised, self.rank_window
-        if window is not None and self.window_unit == "tokens":
-            ranked, window = first_written(batch.steps, ranked, window), None
         ranking = entropy_ranking(
             entropy,
             batch.steps,
-            ranked,
+            states.supervised,
             states.cut,
-            window=window,
+            window=self.rank_window,
             margin=self.margin,
             ties=self.ties,
             decode_entropy=batch.decode_entropy,

@@ -12,27 +12,19 @@ from torch import Tensor
 
 
 def first_real_columns(pad_mask: Tensor) -> Tensor:
-    """``(B,)`` int64: column of each row's first real token, 0 without one.
-
-    Args:
-        pad_mask: ``(B, L)`` bool or integer, nonzero on real tokens.
-    """
+    """``(B,)`` int64: column of each row's first real token in a ``(B, L)`` mask, 0 without one."""
     return pad_mask.bool().long().argmax(dim=1)
 
 
 def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """Moves raw rows so that row ``i`` predicts token ``i``.
+    """``(B, L, ...)``: raw rows moved so that row ``i`` predicts token ``i``.
 
     The first real token has no predictor under a shift; it keeps its own raw row. Left padding must
-    not change that, hence ``starts``: otherwise it would receive the row of a padding token.
+    not change that: otherwise it would receive the row of a padding token.
 
     Args:
-        rows: ``(B, L, ...)`` raw outputs of any dtype.
         shift: 0 leaves them; 1 gives row ``i`` the raw row ``i - 1``.
         starts: ``(B,)`` int64 column of each row's first real token; ``None`` means 0.
-
-    Returns:
-        ``(B, L, ...)``.
     """
     if shift == 0:
         return rows
@@ -44,14 +36,9 @@ def aligned(rows: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor
 
 
 def raw_columns(columns: Tensor, shift: int, *, starts: Tensor | None = None) -> Tensor:
-    """The columns whose raw rows predict the given canvas columns, which may differ between rows.
+    """The ``(B, K)`` columns whose raw rows predict ``(B, K)`` int64 canvas columns.
 
-    Args:
-        columns: ``(B, K)`` int64 canvas columns.
-        shift: 0 or 1, see :func:`aligned`.
-
-    Returns:
-        ``(B, K)`` int64: ``aligned(rows, shift, starts=starts)`` at ``columns`` is ``rows`` there.
+    ``aligned(rows, shift, starts=starts)`` at ``columns`` is ``rows`` there.
     """
     if shift == 0:
         return columns
@@ -67,14 +54,7 @@ def gather_rows(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def shifted(values: Tensor, by: int, fill: int = 0) -> Tensor:
-    """Values per column with columns added on the left, or taken away where ``by`` is negative.
-
-    Args:
-        values: ``(B, L, ...)``.
-
-    Returns:
-        ``(B, L + by, ...)``, contiguous.
-    """
+    """``(B, L + by, ...)``: columns of ``fill`` added on the left, or taken away where negative."""
     if by < 0:
         return values[:, -by:].contiguous()
     new = values.new_full((values.shape[0], by, *values.shape[2:]), fill)

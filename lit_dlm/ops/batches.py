@@ -36,15 +36,12 @@ class TensorBatch:
 
 
 def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:
-    """Puts rows of similar length together, as many as fit.
+    """Numbers of the rows of each batch: rows of similar length together, as many as fit.
 
     Args:
         sizes: ``(N, 2)`` tokens of the two parts of each row, prompt and response: a batch pads
             each part to its longest one, so ``n`` rows take ``n`` times the sum of these.
-
-    Returns:
-        Numbers of the rows of each batch. A row that is longer than ``max_tokens`` is a batch of
-        its own.
+        max_tokens: padding included. A longer row is a batch of its own.
     """
     totals = sizes.sum(1)
     most = max(1, max_tokens // max(1, int(totals.min(initial=max_tokens))))

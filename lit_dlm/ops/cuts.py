@@ -11,15 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lit_dlm.ops.options import at_least, one_of
-
 CutRange = Literal["full", "reference"]
 
 
 def last_cuts(
     steps: Tensor, maskable: Tensor, *, window: int, cut_range: CutRange = "full"
 ) -> Tensor:
-    """The largest cut that may be drawn for each row.
+    """``(...)`` int64: the largest cut that may be drawn for each row; -1 for a row without any.
 
     Args:
         steps: ``(..., L)`` integer, the step that wrote each response position, or -1.
@@ -28,12 +26,7 @@ def last_cuts(
             step is supervised and no row is lost. ``reference`` is the release's: at most the last
             step less the window, so the last step is never supervised and a row of ``window`` steps
             or fewer has no cut.
-
-    Returns:
-        ``(...)`` int64; -1 for a row without any cut.
     """
-    at_least(1, window=window)
-    one_of("full", "reference", cut_range=cut_range)
     last_step = torch.where(maskable, steps.long(), -1).amax(dim=-1)
     if cut_range == "full":
         return last_step
@@ -41,15 +34,7 @@ def last_cuts(
 
 
 def uniform_cuts(last: Tensor, noise: Tensor) -> Tensor:
-    """Draws a cut uniformly from ``0..last``.
-
-    Args:
-        last: ``(B,)`` int64 from :func:`last_cuts`.
-        noise: ``(B,)`` float64 uniform in (0, 1).
-
-    Returns:
-        ``(B,)`` int64; -1 where ``last`` is.
-    """
+    """``(B,)`` int64: uniform cuts of ``0..last`` by ``(B,)`` noise; -1 where ``last`` is."""
     # Rounding must not lead behind the end.
     drawn = (noise * (last + 1)).long().minimum(last)
     return torch.where(last >= 0, drawn, -1)
@@ -66,9 +51,6 @@ def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor)
         steps: ``(B, L)`` integer steps, or -1.
         is_non_ltr: ``(B, L)`` bool, see :func:`non_ltr_positions`.
         noise: ``(B,)`` float64 uniform in (0, 1).
-
-    Returns:
-        ``(B,)`` int64; -1 where ``last`` is.
     """
     wanted = is_non_ltr & (steps >= 0) & (steps <= last[:, None])
     ordered = torch.where(wanted, steps.long(), -1).sort(dim=1).values
@@ -83,15 +65,9 @@ def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor)
 
 
 def non_ltr_positions(steps: Tensor) -> Tensor:
-    """Positions written before a position to their left.
+    """``(..., L)`` bool: positions written, at ``(..., L)`` steps, before one to their left.
 
     The release's data carry a list made by a script that was not published; this is our reading of
     its name.
-
-    Args:
-        steps: ``(..., L)`` integer steps, or -1.
-
-    Returns:
-        ``(..., L)`` bool: written, and some position to the left was written at a later step.
     """
     return (steps >= 0) & (steps.cummax(dim=-1).values > steps)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from lit_dlm.ops.precision import without_autocast
 
 CHUNK_ROWS = 4096
-"""Rows worked on together by default: each set of them reads the whole weight once per pass."""
+"""Rows worked on together: each set of them reads the whole weight once per pass."""
 
 CHUNK_ELEMENTS = {"cpu": 1_000_000, "cuda": 32_000_000}
 """Logits held at a time, by type of device: on a CPU few enough to stay in its cache."""
@@ -57,7 +57,6 @@ def token_stats(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     forbidden_ids: Sequence[int] = (),
-    chunk_rows: int | None = None,
 ) -> TokenStats:
     """Scores one target per hidden row under ``softmax(logit_scale * (rows weight^T + bias))``.
 
@@ -72,35 +71,10 @@ def token_stats(
         weight: ``(V, D)`` floating point, the head; may be frozen, then it costs no gradient.
         targets: ``(N,)`` int64 ids below ``V``.
         bias: ``(V,)`` floating point, where the head has one.
-        forbidden_ids: ids that have no probability. A target among them has infinite
-            cross-entropy.
-        chunk_rows: rows worked on together; :data:`CHUNK_ROWS` by default. It changes memory and
-            speed, and results by rounding alone.
-
-    Returns:
-        Per-row values; ``ce`` and ``entropy`` are differentiable once with respect to ``rows``,
-        ``weight`` and ``bias``.
+        forbidden_ids: have no probability; a target among them has infinite cross-entropy.
     """
-    if rows.ndim != 2 or weight.ndim != 2 or rows.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "token_stats: expected rows (N, D) and weight (V, D), got "
-            f"{tuple(rows.shape)} and {tuple(weight.shape)}"
-        )
-    V = weight.shape[0]
-    if targets.shape != rows.shape[:1]:
-        raise ValueError(
-            f"token_stats: expected targets ({len(rows)},), got {tuple(targets.shape)}"
-        )
-    if bias is not None and bias.shape != (V,):
-        raise ValueError(f"token_stats: expected bias ({V},), got {tuple(bias.shape)}")
-    if chunk_rows is None:
-        chunk_rows = CHUNK_ROWS
-    elif chunk_rows < 1:
-        raise ValueError(f"chunk_rows: expected at least 1, got {chunk_rows}")
     forbidden = _Forbidden.of(forbidden_ids, rows.device)
-    if len(forbidden.ids) >= V:
-        raise ValueError(f"forbidden_ids: all {V} ids are forbidden, none is left to predict")
-    arguments = (rows, weight, bias, targets, float(logit_scale), forbidden, chunk_rows)
+    arguments = (rows, weight, bias, targets, float(logit_scale), forbidden)
     with without_autocast(rows.device):  # which would round the products to half precision
         return TokenStats(*_FusedHead.apply(*arguments))
 
@@ -134,7 +108,6 @@ class _FusedHead(torch.autograd.Function):
         targets: Tensor,
         scale: float,
         forbidden: _Forbidden,
-        chunk_rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         N = len(rows)
         dtype = _compute_dtype(rows)
@@ -142,9 +115,8 @@ class _FusedHead(torch.autograd.Function):
         top, target = (rows.new_full((N,), lowest, dtype=dtype) for _ in range(2))
         # Sums over the slices so far of e = exp(z - top) and of e (z - top).
         total, moment = (rows.new_zeros(N, dtype=dtype) for _ in range(2))
-        for chunk, part, logits, probs in _logit_slices(
-            rows, weight, bias, scale, forbidden, chunk_rows
-        ):
+        for chunk, part, logits, probs in _logit_slices(rows, weight, bias, scale, forbidden):
+            # Gathered from every slice, used from the one that holds it: to ask which would wait.
             wanted = targets[chunk, None] - part.start
             is_here = (wanted >= 0) & (wanted < part.stop - part.start)
             found = logits.gather(1, wanted.clamp(0, part.stop - part.start - 1))
@@ -168,8 +140,9 @@ class _FusedHead(torch.autograd.Function):
         entropy = (log_total - moment / total).clamp_min_(0.0)
         is_top = target == top
         ctx.save_for_backward(rows, weight, bias, targets, top, log_total, entropy)
-        ctx.scale, ctx.chunk_rows, ctx.forbidden = scale, chunk_rows, forbidden
+        ctx.scale, ctx.forbidden = scale, forbidden
         ctx.mark_non_differentiable(is_top)
+        # An output that no loss used has no gradient, which saves its term in the backward.
         ctx.set_materialize_grads(False)
         return ce, entropy, is_top
 
@@ -186,7 +159,7 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
         with without_autocast(rows.device):
             for chunk, part, logits, probs in _logit_slices(
-                rows, weight, bias, ctx.scale, ctx.forbidden, ctx.chunk_rows
+                rows, weight, bias, ctx.scale, ctx.forbidden
             ):
                 # One after the other: their sum would be rounded.
                 log_probs = logits.sub_(top[chunk, None]).sub_(log_total[chunk, None])
@@ -213,7 +186,7 @@ class _FusedHead(torch.autograd.Function):
             None if grad_rows is None else grad_rows.to(rows.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 3,
         )
 
 
@@ -279,18 +252,17 @@ def _logit_slices(
     bias: Tensor | None,
     scale: float,
     forbidden: _Forbidden,
-    chunk_rows: int,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yields rows, ids, their logits, and a spare buffer as large; the next slice reuses both."""
     dtype = _compute_dtype(rows)
-    height = min(chunk_rows, len(rows))
+    height = min(CHUNK_ROWS, len(rows))
     if not height:
         return
     elements = CHUNK_ELEMENTS.get(rows.device.type, CHUNK_ELEMENTS["cuda"])
     width = min(max(elements // height, _SMALLEST_SLICE), len(weight))
     logits_buffer, spare_buffer = rows.new_empty(2, height * width, dtype=dtype)
-    for first in range(0, len(rows), chunk_rows):
-        chunk = slice(first, min(first + chunk_rows, len(rows)))
+    for first in range(0, len(rows), CHUNK_ROWS):
+        chunk = slice(first, min(first + CHUNK_ROWS, len(rows)))
         picked = rows[chunk]
         for begin in range(0, len(weight), width):
             part = slice(begin, min(begin + width, len(weight)))

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.ops.options import at_least, one_of
-
 
 def state_at(tokens: Tensor, commit_step: Tensor, step: int | Tensor, mask_id: int) -> Tensor:
     """Puts the mask back wherever a token was not yet committed before ``step``.
 
     The result is the input of forward number ``step``: ``step = 0`` hides everything that was
-    ever committed, ``step = T`` (the number of executed steps) is the final canvas. A commit step
-    of -1 marks a position that no step wrote; it keeps its entry of ``tokens``, which is a prompt
-    token, a given token of an infilling canvas, or the mask itself.
-
-    A trajectory with re-masking or token edits is not described by two rows; use
+    ever committed, ``step = T`` (the number of executed steps) is the final canvas. A trajectory
+    with re-masking or token edits is not described by two rows; use
     :meth:`lit_dlm.trajectories.record.Trajectory.state_at` there.
 
     Args:
         tokens: ``(..., L)`` integer, the values after the last step.
-        commit_step: ``(..., L)`` integer, the step that wrote each position, or -1.
+        commit_step: ``(..., L)`` integer, the step that wrote each position; -1 where none did:
+            it keeps its token.
         step: one step for all rows, or ``(B,)`` / ``(B, 1)`` integer with one step per row.
-
-    Returns:
-        ``(..., L)`` with the dtype of ``tokens``.
     """
-    if tokens.shape != commit_step.shape:
-        raise ValueError(
-            "state_at: tokens and commit_step must have one shape, "
-            f"got {tuple(tokens.shape)} and {tuple(commit_step.shape)}"
-        )
     if isinstance(step, Tensor) and step.ndim == 1:
-        if tokens.ndim != 2 or step.shape[0] not in (1, tokens.shape[0]):
-            raise ValueError(
-                f"state_at: a step of shape {tuple(step.shape)} needs tokens of shape "
-                f"({step.shape[0]}, L), got {tuple(tokens.shape)}"
-            )
         step = step[:, None]
     hidden = commit_step >= step
     return torch.where(hidden, torch.full_like(tokens, mask_id), tokens)
@@ -57,18 +38,13 @@ def block_numbers(
     origin: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Numbers the blocks of a canvas.
+    """``(1, L)`` or ``(B, L)`` int64 numbers of the blocks of a canvas, negative on left padding.
 
     Args:
         length_or_pad_mask: ``L``, or ``(B, L)`` bool with ``True`` on real tokens.
         origin: column at which block 0 starts, the same in every row, so that columns to its left
             lie in blocks -1, -2, ...; ``None`` counts from each row's first real token.
-
-    Returns:
-        ``(1, L)`` int64, or ``(B, L)`` where rows differ. Numbers on left padding are negative
-        (counted from a row's first token) and matter to nobody.
     """
-    at_least(1, block_size=block_size)
     if isinstance(length_or_pad_mask, Tensor):
         length, device = length_or_pad_mask.shape[1], length_or_pad_mask.device
     else:
@@ -82,14 +58,11 @@ def block_numbers(
 
 
 def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:
-    """Every query sees the keys of its own and of earlier blocks (SDAR, arXiv:2510.06303).
+    """``(B, 1, L, L)`` bool: queries (third axis) see their own and earlier blocks (SDAR).
 
     Args:
         blocks: ``(B, L)`` int64 block numbers, or ``(1, L)`` for all rows.
         real: ``(B, L)`` bool, ``True`` on real tokens. Padding is seen by nobody but itself.
-
-    Returns:
-        ``(B, 1, L, L)`` bool, ``True`` where the query (third axis) may see the key.
     """
     return _hide_padding(blocks[:, None, :, None] >= blocks[:, None, None, :], real)
 
@@ -154,11 +127,6 @@ class TwoCopyLayout:
         Args:
             pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
         """
-        if not 0 <= response_start <= length:
-            raise ValueError(
-                f"response_start: expected 0..{length} (the canvas length), got {response_start}"
-            )
-        one_of("sequence", "response", origin=origin)
         canvas: int | Tensor = length if pad_mask is None else pad_mask
         from_response = origin == "response"
         blocks = block_numbers(
@@ -218,14 +186,12 @@ class TwoCopyLayout:
         return used if self.real is None else used & self.real
 
     def visibility(self, num_copies: Tensor | None = None) -> Tensor:
-        """The attention mask of the training row.
+        """``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key.
+
+        A slot that takes no part is seen by nobody but itself.
 
         Args:
             num_copies: ``(B,)`` int64 copies that each row uses, the first ones; ``None``: all.
-
-        Returns:
-            ``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key. A
-            slot that takes no part is seen by nobody but itself.
         """
         query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
         noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
@@ -311,112 +277,25 @@ class TimeDelayMask(NamedTuple):
     """What a state of a recorded decode shows, and what is learnt from it."""
 
     hidden: Tensor
-    """``(..., L)`` bool: positions that the model sees as mask."""
+    """``(B, L)`` bool: positions that the model sees as mask."""
     supervised: Tensor
-    """``(..., L)`` bool: positions whose token is to be predicted, all of them hidden."""
+    """``(B, L)`` bool: positions whose token is to be predicted, all of them hidden."""
 
 
-def time_delay_mask(
-    steps: Tensor,
-    maskable: Tensor,
-    cut: int | Sequence[int | None] | Tensor | None,
-    *,
-    window: int,
-    unit: Literal["steps", "tokens"] = "steps",
-) -> TimeDelayMask:
+def time_delay_mask(steps: Tensor, maskable: Tensor, cut: Tensor, *, window: int) -> TimeDelayMask:
     """Time-delay masking of TABOM (arXiv:2605.11854): a recorded decode, cut at a step.
 
     What was written before the cut is shown, everything else is hidden. What was written in the
     next ``window`` steps is supervised; what came later, or never, is hidden but not learnt.
 
     Args:
-        steps: ``(L,)`` or ``(B, L)`` integer, the step that wrote each response position; -1 where
-            none did.
-        maskable: bool of the same shape, positions that may be supervised (all of them, or only
-            those of the answer without the padding behind it). It does not change what is hidden.
-        cut: the step, a number or ``(B,)`` integers. -1 or ``None`` stands for a row without a cut:
-            all of it is hidden and nothing is supervised.
-        window: supervised steps, the cut's own included; or, with ``unit`` ``tokens``, supervised
-            positions, counted from the cut on in the order of steps and, within a step, from the
-            left.
-        unit: what ``window`` counts. The release counts steps, the paper tokens.
-
-    Returns:
-        ``hidden`` and ``supervised``, bool of the shape of ``steps``.
+        steps: ``(B, L)`` integer, the step that wrote each response position; -1 where none did.
+        maskable: ``(B, L)`` bool, positions that may be supervised. It does not change what is
+            hidden.
+        cut: ``(B,)`` int64 steps; -1 for a row without a cut: all of it is hidden.
+        window: supervised steps, the cut's own included.
     """
-    if steps.shape != maskable.shape or steps.ndim not in (1, 2):
-        raise ValueError(
-            "time_delay_mask: expected steps and maskable of one shape (L,) or (B, L), got "
-            f"{tuple(steps.shape)} and {tuple(maskable.shape)}"
-        )
-    window = positive_integer(window, name="window")
-    at = per_row(cut, steps, name="cut", missing=-1)
+    at = cut[:, None]
     hidden = (steps < 0) | (steps >= at)
-    later = maskable.bool() & (steps >= 0) & (steps >= at) & (at >= 0)
-    if unit == "steps":
-        return TimeDelayMask(hidden, later & (steps < at + window))
-    if unit != "tokens":
-        raise ValueError(f"unit: expected 'steps' or 'tokens', got {unit!r}")
-    return TimeDelayMask(hidden, first_written(steps, later, window))
-
-
-def positive_integer(value: SupportsIndex, *, name: str) -> int:
-    """An integer of any kind, such as NumPy's or a 0-d tensor, as Python's.
-
-    Args:
-        value: at least 1.
-    """
-    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
-    try:
-        number = 0 if is_bool else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
-    return number
-
-
-def first_written(steps: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """The candidates that were written first; of equal steps the leftmost.
-
-    Args:
-        steps: ``(..., L)`` integer.
-        candidates: ``(..., L)`` bool.
-
-    Returns:
-        ``(..., L)`` bool, a subset of the candidates.
-    """
-    key = torch.where(candidates, steps.long(), torch.iinfo(torch.long).max)
-    rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
-    return candidates & (rank < count)
-
-
-def per_row(
-    value: int | Sequence[int | None] | Tensor | None,
-    like: Tensor,
-    *,
-    name: str,
-    missing: int,
-) -> Tensor:
-    """Brings one integer per row, or one for all, into a shape that broadcasts.
-
-    Args:
-        value: a number, or ``(B,)`` or ``(B, 1)`` integers.
-        like: ``(L,)`` or ``(B, L)`` tensor that it goes with.
-        missing: what ``None`` stands for, as the value or among those of the rows.
-
-    Returns:
-        ``()``, ``(1, 1)`` or ``(B, 1)`` int64 on the device of ``like``.
-    """
-    if isinstance(value, Sequence):
-        value = [missing if one is None else one for one in value]
-    rows = torch.as_tensor(missing if value is None else value, device=like.device)
-    if rows.numel() and rows.is_floating_point():
-        raise ValueError(f"{name}: expected integers, got {rows.dtype} {rows.tolist()}")
-    num_rows = like.shape[0] if like.ndim == 2 else 1
-    if rows.numel() not in (1, num_rows):
-        raise ValueError(
-            f"{name}: expected one value or {num_rows}, one for each row, got {rows.numel()}"
-        )
-    rows = rows.long()
-    return rows.reshape(-1, 1) if like.ndim == 2 else rows.reshape(())
+    later = maskable & (steps >= 0) & (steps >= at) & (at >= 0)
+    return TimeDelayMask(hidden, later & (steps < at + window))

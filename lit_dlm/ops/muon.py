@@ -19,7 +19,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Odd quintic of the iteration (K. Jordan, Muon, 2024): all singular values go near one."""
 
 
-def orthogonalise(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
+_MOMENTUM = 0.95  # of the gradients of matrices
+_BETAS = (0.9, 0.95)  # of AdamW
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Maps matrices with singular vectors ``U, V`` to about ``U V^T``.
 
     Args:
@@ -32,7 +36,7 @@ def orthogonalise(matrices: Tensor, *, num_iterations: int = 5) -> Tensor:
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(num_iterations):
+    for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if is_tall else x
@@ -45,12 +49,6 @@ class MuonAdamW(Optimizer):
         matrices: parameters with two dimensions that map vectors to vectors. An update has a
             spectral norm of about ``matrix_lr * sqrt(max(1, rows / columns))``.
         others: everything else: embeddings, norms and biases.
-        matrix_lr: learning rate of the matrices.
-        other_lr: learning rate of the others.
-        momentum: decay of the gradient average of the matrices.
-        betas: decays of AdamW's averages.
-        weight_decay: decoupled decay of all parameters, times their learning rate.
-        num_iterations: Newton-Schulz iterations.
     """
 
     def __init__(
@@ -60,15 +58,7 @@ class MuonAdamW(Optimizer):
         *,
         matrix_lr: float = 0.01,
         other_lr: float = 3e-3,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        num_iterations: int = 5,
     ) -> None:
-        if min(matrix_lr, other_lr, weight_decay) < 0:
-            raise ValueError("MuonAdamW: expected rates of 0 or more")
-        if not all(0 <= decay < 1 for decay in (momentum, *betas)):
-            raise ValueError(f"MuonAdamW: expected decays in [0, 1), got {momentum} and {betas}")
         groups: list[dict[str, Any]] = [
             {"params": list(matrices), "lr": matrix_lr, "is_matrix": True},
             {"params": list(others), "lr": other_lr, "is_matrix": False},
@@ -76,16 +66,7 @@ class MuonAdamW(Optimizer):
         for parameter in groups[0]["params"]:
             if parameter.ndim != 2:
                 raise ValueError(f"MuonAdamW.matrices: got a parameter of shape {parameter.shape}")
-        super().__init__(
-            [group for group in groups if group["params"]],
-            {
-                "momentum": momentum,
-                "betas": betas,
-                "eps": 1e-8,
-                "weight_decay": weight_decay,
-                "num_iterations": num_iterations,
-            },
-        )
+        super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,8 +77,6 @@ class MuonAdamW(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
-            for parameter in trained:
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             if group["is_matrix"]:
                 self._update_matrices(trained, group)
             else:
@@ -117,11 +96,9 @@ class MuonAdamW(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["average"] = torch.zeros_like(parameter)
-                average = state["average"].lerp_(parameter.grad, 1.0 - group["momentum"])
-                ahead.append(parameter.grad.lerp(average, group["momentum"]))
-            updates = orthogonalise(
-                torch.stack(ahead).float(), num_iterations=group["num_iterations"]
-            )
+                average = state["average"].lerp_(parameter.grad, 1.0 - _MOMENTUM)
+                ahead.append(parameter.grad.lerp(average, _MOMENTUM))
+            updates = orthogonalise(torch.stack(ahead).float())
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
             for parameter, update in zip(alike, updates, strict=True):
                 parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * scale)
@@ -136,10 +113,10 @@ class MuonAdamW(Optimizer):
             state["second"] = torch.zeros_like(parameter)
         state["num_steps"] += 1
         steps = float(state["num_steps"])
-        first_decay, second_decay = group["betas"]
+        first_decay, second_decay = _BETAS
         state["first"].lerp_(parameter.grad, 1.0 - first_decay)
         state["second"].mul_(second_decay).addcmul_(
             parameter.grad, parameter.grad, value=1.0 - second_decay
         )
-        spread = (state["second"] / (1.0 - second_decay**steps)).sqrt_().add_(group["eps"])
+        spread = (state["second"] / (1.0 - second_decay**steps)).sqrt_().add_(1e-8)
         parameter.addcdiv_(state["first"], spread, value=-group["lr"] / (1.0 - first_decay**steps))

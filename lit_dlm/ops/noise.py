@@ -57,8 +57,7 @@ def uniform_noise(
         positions: ``(B, K)`` int64 positions *within the sample* (not canvas columns, which
             depend on the padding of the batch).
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
-        tokens: ``(T,)`` or ``(B, K, T)`` int64 vocabulary ids, one draw for each; a draw does not
-            depend on which other ids are given.
+        tokens: ``(T,)`` or ``(B, K, T)`` int64 ids, one draw for each, whatever the others are.
 
     Returns:
         ``(B, K)`` or ``(B, K, T)`` float64.
@@ -76,33 +75,19 @@ def _uniform(key: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, step: int | Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel draws, one per vocabulary id.
+    """``(B, K, T)`` float64 standard Gumbel draws of ids; arguments of :func:`uniform_noise`.
 
-    Args:
-        seeds: ``(B,)`` int64.
-        step: decode step; ``(B,)`` int64 where rows are in different ones.
-        positions: ``(B, K)`` int64 positions within the sample.
-        tokens: ``(T,)`` or ``(B, K, T)`` int64 vocabulary ids.
-
-    Returns:
-        ``(B, K, T)`` float64; adding it to logits and taking the arg-max draws from their softmax.
+    Adding them to logits and taking the arg-max draws from their softmax.
     """
     return uniform_noise(seeds, step, positions, tokens=tokens).log_().neg_().log_().neg_()
 
 
 def cell_gumbel_noise(seeds: Tensor, steps: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Standard Gumbel draws of cells, by one round of mixing instead of four.
+    """``(n, size)`` float64 standard Gumbel draws of cells, by one round of mixing instead of four.
 
     A GPU waits for the launches of small rounds. No two sums that a sample mixes are equal, for
-    steps and positions below 2**20 and draws below 2**11.
-
-    Args:
-        seeds: ``(n,)`` int64 sample seed of each cell.
-        steps: ``(n,)`` int64.
-        positions: ``(n,)`` int64 within the sample.
-
-    Returns:
-        ``(n, size)`` float64, other ones than those of :func:`gumbel_noise`.
+    steps and positions below 2**20 and draws below 2**11. Seeds, steps and positions are ``(n,)``
+    int64; the draws are other ones than those of :func:`gumbel_noise`.
     """
     key = torch.add(seeds, steps, alpha=_MIX_1).add_(positions, alpha=_MIX_2)
     numbers = torch.arange(1, size + 1, device=seeds.device)

@@ -12,15 +12,7 @@ RUN = 1024
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Sets everything below the ``top_k`` largest logits to ``-inf``.
-
-    Args:
-        logits: ``(..., V)``.
-        top_k: how many entries to keep, at least 1; ties with the last kept value stay.
-
-    Returns:
-        ``(..., V)``.
-    """
+    """Sets everything below the ``top_k`` largest of ``(..., V)`` logits to ``-inf``; ties stay."""
     if top_k >= logits.shape[-1]:
         return logits
     smallest = logits.topk(top_k, dim=-1).values[..., -1:]
@@ -30,16 +22,12 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None) -> Tensor:
     """Nucleus filter: keeps the smallest set of tokens whose probability reaches ``top_p``.
 
-    The token that crosses the bound is kept, so at least one always remains
-    (Holtzman et al., arXiv 1904.09751).
+    The token that crosses the bound is kept, so at least one always remains, and of equal entries
+    the first ones (Holtzman et al., arXiv 1904.09751).
 
     Args:
         logits: ``(..., V)``.
-        top_p: in (0, 1].
         log_total: ``(..., 1)`` log of the sum of all exponentials, where these logits are not all.
-
-    Returns:
-        ``(..., V)`` with dropped entries at ``-inf``; of equal entries the first ones are kept.
     """
     if top_p >= 1.0:
         return logits
@@ -56,14 +44,9 @@ def survivors(
 ) -> tuple[Tensor, Tensor | None]:
     """What is left after :func:`keep_top_k` and then :func:`keep_top_p`, without a full sort.
 
-    A vocabulary is seldom worth sorting: the filters look at the largest logits alone, and at more
-    of them only if these do not settle the bound or what is equal to it. On a GPU that question
-    waits for the device.
-
-    Args:
-        logits: ``(n, V)`` floating point.
-        top_k: ``None`` keeps all.
-        top_p: ``None`` keeps all.
+    A vocabulary is seldom worth sorting: the filters look at the largest of ``(n, V)`` logits
+    alone, and at more of them only if these do not settle the bound or what is equal to it. On a
+    GPU that question waits for the device.
 
     Returns:
         ``(n, m)`` logits, dropped ones at ``-inf``, and ``(n, m)`` int64 ids of these, ascending;
@@ -89,7 +72,7 @@ def survivors(
 
 
 def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
-    """Draws ids from softmaxes with noise for a part of the vocabulary.
+    """``(n,)`` int64 ids drawn from softmaxes, with noise for a part of the vocabulary.
 
     The arg-max of logits plus Gumbel noise is a draw; here first among the runs of :data:`RUN` ids,
     by their probabilities, then among the ids of one: 1,173 numbers for a vocabulary of 152,000.
@@ -97,9 +80,6 @@ def draw_by_runs(logits: Tensor, noise: Tensor) -> Tensor:
     Args:
         logits: ``(n, V)`` floating point.
         noise: ``(n, RUN + number of runs)`` float64 Gumbel draws: of the ids of a run, of the runs.
-
-    Returns:
-        ``(n,)`` int64.
     """
     V = logits.shape[1]
     run = _run_logits(logits).add(noise[:, RUN:]).argmax(-1, keepdim=True)

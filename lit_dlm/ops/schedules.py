@@ -14,13 +14,10 @@ from torch import Tensor
 
 
 def stratified_counts(num_rows: int, length: int, *, generator: torch.Generator) -> Tensor:
-    """Draws the number of hidden cells of each row, spread evenly over ``1..length``.
+    """``(B,)`` int64: the number of hidden cells of each row, spread evenly over ``1..length``.
 
     The range is cut into as many equal strata as there are rows, each row draws inside its own,
     and the rows are shuffled. Every row alone is uniform on ``1..length``.
-
-    Returns:
-        ``(B,)`` int64 in ``1..G``.
     """
     within = torch.rand(num_rows, generator=generator, dtype=torch.float64)
     share = (torch.arange(num_rows, dtype=torch.float64) + within) / num_rows
@@ -29,37 +26,23 @@ def stratified_counts(num_rows: int, length: int, *, generator: torch.Generator)
 
 
 def uniform_cells(counts: Tensor, length: int, *, generator: torch.Generator) -> Tensor:
-    """Chooses exactly ``counts`` cells of each row, every subset with equal chance.
-
-    Args:
-        counts: ``(B,)`` int64 in ``0..length``.
-
-    Returns:
-        ``hidden`` ``(B, G)`` bool.
-    """
+    """``(B, G)`` bool: exactly ``counts`` ``(B,)`` cells of each row, all subsets alike."""
     order = torch.rand(len(counts), length, generator=generator, dtype=torch.float64).argsort(1)
     return order.argsort(1) < counts[:, None]
 
 
 def suffix_cells(counts: Tensor, length: int) -> Tensor:
-    """The last ``counts`` cells of each row: the states of left-to-right decoding.
-
-    Args:
-        counts: ``(B,)`` int64 in ``0..length``.
-
-    Returns:
-        ``hidden`` ``(B, G)`` bool.
-    """
+    """``(B, G)`` bool: the last ``counts`` ``(B,)`` cells, the states of left-to-right decoding."""
     return torch.arange(length, device=counts.device) >= length - counts[:, None]
 
 
 def hidden_cells(
     num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws a training state for each row: uniform cells, or a suffix for some rows.
+    """``(B, G)`` bool, at least one cell in every row: uniform cells, or for some rows a suffix.
 
-    Returns:
-        ``hidden`` ``(B, G)`` bool, at least one cell in every row.
+    Args:
+        suffix_share: chance that a row hides a suffix instead of uniform cells.
     """
     counts = stratified_counts(num_rows, length, generator=generator)
     uniform = uniform_cells(counts, length, generator=generator)
@@ -70,10 +53,8 @@ def hidden_cells(
 def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: float) -> float:
     """Factor on the learning rate: linear warm-up, constant, linear decay to zero.
 
-    Args:
-        step: optimiser steps done, from 0.
-        warmup_steps: steps of the warm-up; step ``k`` of it has factor ``(k + 1) / warmup_steps``.
-        decay_share: share of the run, at its end, over which the factor falls to zero.
+    Step ``k`` of the warm-up, from 0, has ``(k + 1) / warmup_steps``; the decay takes the last
+    ``decay_share`` of the run.
     """
     rising = (step + 1) / warmup_steps if warmup_steps else 1.0
     left = 1.0 - step / num_steps
@@ -82,12 +63,9 @@ def trapezoid(step: int, num_steps: int, *, warmup_steps: int, decay_share: floa
 
 
 def warmup_cosine(step: int, num_steps: int, *, warmup_steps: int, floor: float = 0.0) -> float:
-    """Factor on the learning rate: linear warm-up from zero, then half a cosine.
+    """Factor on the learning rate: linear warm-up from zero, then half a cosine down to ``floor``.
 
-    Args:
-        step: optimiser steps done, from 0.
-        warmup_steps: steps of the warm-up; step ``k`` of it has factor ``k / warmup_steps``.
-        floor: factor at the end of the run; 1 keeps the rate constant after the warm-up.
+    A floor of 1 keeps the rate constant after the warm-up.
     """
     if step < warmup_steps:
         return step / warmup_steps

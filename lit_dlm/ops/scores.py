@@ -10,15 +10,7 @@ _LARGE = 4096
 
 
 def confidence(logits: Tensor, ids: Tensor) -> Tensor:
-    """Softmax probability of the given tokens.
-
-    Args:
-        logits: ``(..., V)`` floating point.
-        ids: ``(...)`` int64.
-
-    Returns:
-        ``(...)`` in the dtype of ``logits``, float32 at least.
-    """
+    """``(...)`` softmax probability of ids under ``(..., V)`` logits, float32 at least."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if logits.shape[-1] >= _LARGE:
         return logits.softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -27,41 +19,25 @@ def confidence(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Shannon entropy of the softmax.
+    """``(...)`` nats, float32 at least: Shannon entropy of the softmax of ``(..., V)`` logits.
 
-    Args:
-        logits: ``(..., V)`` floating point; entries may be ``-inf`` (probability 0).
-
-    Returns:
-        ``(...)`` nats, float32 at least.
+    Entries may be ``-inf`` (probability 0).
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.special.entr(logits.softmax(-1)).sum(-1)
 
 
 def margin(logits: Tensor) -> Tensor:
-    """Gap between the two largest probabilities of the softmax.
-
-    Args:
-        logits: ``(..., V)`` with ``V >= 2``.
-
-    Returns:
-        ``(...)`` in 0..1, float32 at least.
-    """
+    """``(...)`` gap of the two largest probabilities of ``(..., V)`` logits, float32 at least."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     top = (logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)).exp()
     return top[..., 0] - top[..., 1]
 
 
 def rank_descending(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Rank of each candidate in its row, best first; ties go to the lower column.
+    """``(B, L)`` int64 rank of each candidate by ``(B, L)`` scores, best first, then leftmost.
 
-    Args:
-        scores: ``(B, L)`` floating point.
-        candidates: ``(B, L)`` bool.
-
-    Returns:
-        ``(B, L)`` int64; candidates get 0, 1, 2, ..., all other columns come after them.
+    Columns outside the ``(B, L)`` bool candidates come after them.
     """
     order = _among(scores, candidates).argsort(dim=1, descending=True, stable=True)
     columns = torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -69,15 +45,10 @@ def rank_descending(scores: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor:
-    """The ``quota`` best candidates of each row.
+    """``(B, L)`` bool: the best of the ``(B, L)`` bool candidates by ``(B, L)`` scores.
 
     Args:
-        scores: ``(B, L)`` floating point, higher is better.
-        candidates: ``(B, L)`` bool.
-        quota: ``(B,)`` int64 or one integer for all rows.
-
-    Returns:
-        ``(B, L)`` bool, a subset of ``candidates``.
+        quota: ``(B,)`` int64 or one integer: how many in a row.
     """
     if isinstance(quota, int) and quota == 1:
         best = _among(scores, candidates).argmax(1, keepdim=True)
@@ -125,12 +96,10 @@ def entropy_variance(entropy: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     Discrimination Score is its mean over rows that have at least two chosen positions.
 
     Args:
-        entropy: ``(B, L)`` floating point, nats; anything outside the chosen positions.
-        chosen: ``(B, L)`` bool.
+        entropy: ``(B, L)`` floating point, nats; anything outside the ``(B, L)`` bool chosen ones.
 
     Returns:
-        ``variance`` ``(B,)``, 0 where a row has fewer than two, and ``counts`` ``(B,)`` bool, the
-        rows that have them.
+        ``variance`` ``(B,)``, 0 where a row has fewer than two, and ``(B,)`` bool, the other rows.
     """
     count = chosen.sum(1)
     values = torch.where(chosen, entropy, 0.0)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import as_text
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
@@ -67,7 +67,7 @@ class ProcessReward(Reward):
             num_requests=num_requests,
             block_size=block_size,
         )
-        self.judge = completed(judge, Judge, option="judge")
+        self.judge = checked_plug(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample
         self.block_size = block_size

@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_dlm.grading import IsolationLevel, SandboxError, Verdict
 from lit_dlm.ops.options import at_least
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter
 from lit_dlm.tasks import Task, require_code_execution
@@ -58,7 +58,7 @@ class Rewarder:
         num_workers: int = 1,
         require_isolation: IsolationLevel = "namespaces",
     ) -> None:
-        rewards = [completed(reward, Reward, option="rewards") for reward in rewards]
+        rewards = [checked_plug(reward, Reward, option="rewards") for reward in rewards]
         names = [reward.name for reward in rewards]
         if not names:
             raise ValueError("rewards: expected at least one reward, got none")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_dlm.plugs import Plug, completed
+from lit_dlm.plugs import Plug, checked_plug
 
 
 class Advantage(Plug):
@@ -90,7 +90,7 @@ def as_advantage(advantage: Advantage | str) -> Advantage:
                 f"class with a method 'compute', got {advantage!r}"
             )
         found = _BY_NAME[found]()
-    return completed(found, Advantage, option="advantage")
+    return checked_plug(found, Advantage, option="advantage")
 
 
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ class RolloutEngine:
             queue,
             prompt,
             response_length=self.response_length,
-            num_places=self.batch_size,
+            num_slots=self.batch_size,
             observers=[capture, sampled, self.occupancy],
         ):
             waiting += [order[number] for number in numbers]

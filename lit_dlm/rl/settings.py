@@ -15,7 +15,7 @@ from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, one_of, within
-from lit_dlm.plugs import completed
+from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards import GroupFilter, Reward
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage
 from lit_dlm.rl.items import Normalise
@@ -64,7 +64,7 @@ class PolicyObjective(ClippedPolicyLoss):
         """
         if given is None:
             return self
-        completed(given, PolicyLoss, option="policy_loss")
+        checked_plug(given, PolicyLoss, option="policy_loss")
         unread = [
             one.name for one in fields(ClippedPolicyLoss) if getattr(self, one.name) != one.default
         ]
@@ -304,7 +304,7 @@ class RolloutSettings:
             raise ValueError("tasks: expected at least one task, got none")
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
         for one in self.filters:
-            completed(one, GroupFilter, option="filters")
+            checked_plug(one, GroupFilter, option="filters")
         if self.val_response_length is None:
             self.val_response_length = self.response_length
         at_least(1, **{name: getattr(self, name) for name in _POSITIVE})

@@ -11,7 +11,7 @@ from typing import Any
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
 from lit_dlm.pictures import Picture
-from lit_dlm.plugs import Plug, completed
+from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
 
@@ -250,7 +250,7 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
     """The tasks of a run by their names; ``option`` is what errors call them."""
     found: dict[str, Task] = {}
     for task in tasks:
-        completed(task, Task, option=option)
+        checked_plug(task, Task, option=option)
         if task.name in found:
             other = found[task.name]
             raise ValueError(

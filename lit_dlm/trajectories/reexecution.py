@@ -37,7 +37,7 @@ from lit_dlm.decoding.state import (
     StepRecord,
     prompt_canvas,
 )
-from lit_dlm.decoding.windows import default_window, first_column
+from lit_dlm.decoding.windows import first_column
 from lit_dlm.pictures import placed, take_up
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.replay import states_at
@@ -172,7 +172,7 @@ def teacher_forced(
             f"steps: with {type(decoder.cache).__name__} a step depends on the ones before it, so "
             "all have to be executed; leave the selection of steps out"
         )
-    window = decoder.window or default_window(backbone.spec)
+    plugs = decoder.plugs(backbone.spec)
     requires, hidden_layers = needs(decoder.policy)
     margins = _stored_margins(records, device)
     tallies = [RecordTally(record) for record in records]
@@ -180,7 +180,9 @@ def teacher_forced(
     with torch.no_grad():
         canvas = decoder.prepared(canvas_of(records, backbone, device=device), backbone)
         state = initial_state(backbone, canvas)
-        session = decoder.cache.start(backbone, state, window=window, hidden_layers=hidden_layers)
+        session = decoder.cache.start(
+            backbone, state, window=plugs.window, hidden_layers=hidden_layers
+        )
         for step in count():
             # A row ends where its record does, whatever this model would do.
             running = num_steps[state.rows] > step
@@ -200,11 +202,7 @@ def teacher_forced(
                 decision = decide(
                     backbone,
                     state,
-                    window=window,
-                    quota=decoder.quota,
-                    sampler=decoder.sampler,
-                    policy=decoder.policy,
-                    settings=decoder.settings,
+                    plugs,
                     requires=requires | captured(step) | {"logits"},
                     hidden_layers=hidden_layers,
                     session=session,
@@ -216,7 +214,7 @@ def teacher_forced(
                 if on_step is not None:
                     on_step(len(state.rows))
             else:  # without a decision, but quotas count the steps of a block
-                state = enter_block(state, window.view(state), counts=True)
+                state = enter_block(state, plugs.window.view(state), counts=True)
             # On with the recorded tokens: one difference must not cause others.
             state = _advanced(state, after)
     _release(backbone, canvas)

@@ -92,7 +92,6 @@ def slow_decode(
     horizon: int | None = None,
     steps_per_block: int | None = None,
     threshold: float | None = None,
-    first_position: str = "commit",
 ) -> tuple[list[int], int]:
     """Final response and number of forwards under the semantics of a scheme."""
     mask, shift, start = backbone.spec.mask_id, backbone.spec.shift, len(prompt)
@@ -122,7 +121,7 @@ def slow_decode(
             for j in masked:
                 source = j - shift - a
                 probs[j] = row.probs(carried if source < 0 else hidden[source])
-            if shift and scheme != "none" and step == 0 and first_position == "commit":
+            if shift and scheme != "none" and step == 0:
                 chosen = [s]
             else:
                 chosen = choose(probs, quota=quota, threshold=threshold)

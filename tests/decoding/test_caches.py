@@ -42,7 +42,6 @@ SCHEMES = {
     "prefix": PrefixCache(),
     "horizon": PrefixCache(horizon=3),
     "dual": DualCache(),
-    "carried": DualCache(first_position="carry"),
 }
 
 
@@ -79,11 +78,10 @@ def test_a_padded_batch_equals_the_slow_reference(scheme, shift, rule):
             prompt,
             response=10,
             block=4,
-            scheme={"horizon": "prefix", "carried": "dual"}.get(scheme, scheme),
+            scheme={"horizon": "prefix"}.get(scheme, scheme),
             horizon=3 if scheme == "horizon" else None,
             threshold=0.15 if rule == "threshold" else None,
             steps_per_block=3 if rule == "quota" else None,
-            first_position="carry" if scheme == "carried" else "commit",
         )
         assert result.ids[row, -10:].tolist() == tokens
         steps.append(num_steps)
@@ -318,8 +316,6 @@ def test_a_backbone_that_cannot_run_windows_is_refused():
     ("make", "message"),
     [
         (lambda: PrefixCache(horizon=-1), "horizon: expected 0 or more, got -1"),
-        (lambda: DualCache(first_position="skip"), "first_position: expected 'commit' or 'carry'"),
-        (lambda: BlockWindow(4, origin="prompt"), "origin: expected 'sequence' or 'response'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, message):
@@ -339,5 +335,4 @@ def test_the_cache_is_described_only_where_there_is_one():
     assert cached.describe()["cache"] == {
         "name": "PrefixCache",
         "horizon": 2,
-        "first_position": "commit",
     }

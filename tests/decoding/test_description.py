@@ -50,7 +50,7 @@ DECODERS = [
     Decoder(policy=MarginPolicy(), window=SlidingWindow(12), quota=FixedQuota(3)),
     Decoder(
         policy=RandomPolicy(),
-        quota=ScheduleQuota(8, eps=1e-2),
+        quota=ScheduleQuota(8),
         sampler=Sampler(temperature=0.7, top_k=5, top_p=0.9, score_on="filtered"),
     ),
     Decoder(
@@ -64,7 +64,7 @@ DECODERS = [
     Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=PrefixCache(horizon=16)),
     Decoder(policy=ConfidencePolicy(), window=BlockWindow(8), cache=DualCache()),
     Decoder(
-        policy=BonusPolicy(coupling=0.2, batch_wide=True, min_commit=2, tau=0.5),
+        policy=BonusPolicy(batch_wide=True, tau=0.5),
         quota=BudgetQuota(7),
         cache=DualCache(),
         layout=FixedLayout([Region(name="R", length=8), Region(name="A", tau=0.95)]),

@@ -358,8 +358,7 @@ def test_describe_lists_every_setting_and_the_digest_follows():
     ("prompts", "options", "message"),
     [
         ([], {}, "as many seeds as prompts"),
-        ([[]], {}, "prompt lengths: expected 1"),
-        ([[3, 4, 5]], {"prompt_length": 2}, r"expected 1\.\.2 tokens, got 3\.\.3"),
+        ([[]], {}, "prompts: expected"),
         ([[3]], {"response_length": 0}, "response_length: expected at least 1, got 0"),
     ],
 )

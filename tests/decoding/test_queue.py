@@ -1,4 +1,4 @@
-"""Rows that end are replaced: what each gets does not depend on the places or on its neighbours."""
+"""Rows that end are replaced: what each gets does not depend on the slots or on its neighbours."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-def _decoded(backbone, decoder, num_places: int, observers=()) -> dict[int, tuple]:
+def _decoded(backbone, decoder, num_slots: int, observers=()) -> dict[int, tuple]:
     found = {}
     rows = decode_queued_prompts(
         backbone,
@@ -84,7 +84,7 @@ def _decoded(backbone, decoder, num_places: int, observers=()) -> dict[int, tupl
         WorkQueue(len(PROMPTS)),
         lambda number: (PROMPTS[number], 100 + number),
         response_length=RESPONSE,
-        num_places=num_places,
+        num_slots=num_slots,
         observers=observers,
     )
     for numbers, result in rows:
@@ -109,8 +109,8 @@ def test_any_number_of_places_gives_the_rows_that_one_place_gives(case):
     assert sorted(alone) == list(range(len(PROMPTS)))
     assert [ids[: len(PROMPTS[n])] for n, (ids, *_) in sorted(alone.items())] == PROMPTS
     assert len({row[1] for row in alone.values()}) > 1 or case in ("random", "scheduled")
-    for num_places in (3, 8, 64):
-        assert _decoded(backbone, decoder, num_places) == alone
+    for num_slots in (3, 8, 64):
+        assert _decoded(backbone, decoder, num_slots) == alone
 
 
 @pytest.mark.parametrize("case", ["prefix", "dual"])
@@ -155,7 +155,7 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
         tokens.append(ids.numel())
         return encode(ids, **options)
 
-    def decoded(num_places: int) -> dict[int, list[int]]:
+    def decoded(num_slots: int) -> dict[int, list[int]]:
         tokens.clear()
         rows = decode_queued_prompts(
             backbone,
@@ -163,7 +163,7 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
             WorkQueue(16),
             lambda number: (prompts[number // 4], number),
             response_length=RESPONSE,
-            num_places=num_places,
+            num_slots=num_slots,
         )
         return {
             number: result.ids[row, result.start :].tolist()
@@ -175,8 +175,8 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
     alone = decoded(1)
     num_tokens = sum(tokens)
     assert len(set(map(tuple, alone.values()))) > 12
-    for num_places in (3, 8):
-        assert decoded(num_places) == alone
+    for num_slots in (3, 8):
+        assert decoded(num_slots) == alone
         # Of 9, 31, 12 and 10 tokens so many are in whole blocks at least.
         assert num_tokens - sum(tokens) >= 2 * (8 + 28 + 12 + 8)
 
@@ -193,7 +193,7 @@ def test_the_kernel_for_sequences_gives_the_same_rows(case, monkeypatch: pytest.
 
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
-    """20 rows of 1 to 12 steps in 4 places: all are at work until no prompt is left."""
+    """20 rows of 1 to 12 steps in 4 slots: all are at work until no prompt is left."""
     backbone, occupancy = _backbone(), Occupancy()
     seen = _Rows()
     found = _decoded(backbone, Decoder(**FULL), 4, [occupancy, seen])
@@ -233,7 +233,7 @@ class _Rows:
 
 
 def test_a_prompt_with_nothing_to_fill_ends_at_once():
-    """Every third canvas comes full: it takes no step and its place goes on to the next."""
+    """Every third canvas comes full: it takes no step and its slot goes on to the next."""
     backbone = _backbone()
     decoder = Decoder(**FULL)
     taken = iter(range(9))
@@ -249,7 +249,7 @@ def test_a_prompt_with_nothing_to_fill_ends_at_once():
         ids = torch.where(full & canvas.editable, 7, canvas.ids)
         return replace(canvas, ids=ids, editable=canvas.editable & ~full)
 
-    results = list(decoder.queue(backbone, source, num_places=2))
+    results = list(decoder.queue(backbone, source, num_slots=2))
     steps = {
         int(seed): int(count)
         for result in results

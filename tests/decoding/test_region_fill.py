@@ -103,7 +103,7 @@ def test_rows_that_are_replaced_have_the_curves_of_one_batch():
         WorkQueue(6),
         lambda number: (prompts[number], number),
         response_length=4,
-        num_places=2,
+        num_slots=2,
         observers=[fill],
     ):
         found.update(zip(numbers, fill.curves(), strict=True))

@@ -114,15 +114,6 @@ def test_packed_features_score_alike(positions: str) -> None:
     assert not packed.logits[~visible].any()
 
 
-def test_packed_features_are_checked() -> None:
-    head = small_head()
-    features, state, visible = inputs()
-    with pytest.raises(ValueError, match="expected evaluation mode and 12 rows"):
-        head(features.flatten(0, 1)[1:], state, visible)
-    with pytest.raises(ValueError, match="got training mode"):
-        head.train()(features.flatten(0, 1), state, visible)
-
-
 def test_sinusoids_at_zero_and_quarter_period() -> None:
     """Distance 0: sines 0, cosines 1. The first frequency is 1: sin(-1), cos(-1)."""
     table = sinusoids(torch.tensor([0, -1]), 4)

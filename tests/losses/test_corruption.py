@@ -9,7 +9,6 @@ import torch
 
 from lit_dlm.losses.corruption import (
     Autoregressive,
-    FixedRatio,
     RandomMasking,
     SemiAutoregressive,
     TimeDelay,
@@ -33,7 +32,6 @@ def responses(B: int = 4, G: int = 8, **changes: Any) -> Responses:
 ALL = [
     RandomMasking(copies=3, weight="1/t"),
     RandomMasking(level="token"),
-    FixedRatio(ratio=(0.3, 0.6)),
     SemiAutoregressive(block_size=2, rows_per_sample=2),
     SemiAutoregressive(block_size=4, order="trace"),
     TraceMasking(shrink=2),
@@ -70,9 +68,7 @@ def test_only_hidden_cells_of_the_answer_are_targets_and_padding_stays_hidden(
     assert ((states.weight > 0) == states.supervised).all()
 
 
-@pytest.mark.parametrize(
-    "corruption", [RandomMasking(), FixedRatio(ratio=0.5), TimeDelay(window=2)]
-)
+@pytest.mark.parametrize("corruption", [RandomMasking(), TimeDelay(window=2)])
 def test_another_seed_gives_other_states(corruption: Any) -> None:
     one = corruption.states(responses(B=64))
     two = corruption.states(responses(B=64, seeds=torch.arange(64)))
@@ -124,14 +120,15 @@ def test_only_states_with_targets_count_in_a_mean_of_their_targets() -> None:
             assert states.num_units() == (wanted or targets)
 
 
-def test_fixed_ratio_hides_the_rounded_share_of_the_answer() -> None:
-    """Of 6 cells: 0.75 x 6 = 4.5, which rounds to 4 (half to even); 0.01 still hides one."""
-    assert FixedRatio(ratio=0.75).states(responses()).supervised.sum(1).tolist() == [4] * 4
-    assert FixedRatio(ratio=0.01).states(responses()).supervised.sum(1).tolist() == [1] * 4
+def sliced_whole(**options: Any) -> SemiAutoregressive:
+    """Hides every cell of its block."""
+    corruption = SemiAutoregressive(**options)
+    corruption.noise.min_t = corruption.noise.max_t = 1.0
+    return corruption
 
 
 def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> None:
-    states = SemiAutoregressive(block_size=4, min_p=1.0, max_p=1.0).states(responses(B=1))
+    states = sliced_whole(block_size=4).states(responses(B=1))
     assert states.hidden.int().tolist() == [[1] * 8, [0, 0, 0, 0, 1, 1, 1, 1]]
     assert states.supervised.int().tolist() == [
         [1, 1, 1, 1, 0, 0, 0, 0],
@@ -141,9 +138,7 @@ def test_sliced_blocks_show_what_comes_before_and_hide_what_comes_after() -> Non
 
 def test_sliced_blocks_may_follow_the_trace() -> None:
     """Decoded from the right: the first block of two holds cells 5 and 4."""
-    states = SemiAutoregressive(block_size=2, min_p=1.0, max_p=1.0, order="trace").states(
-        responses(B=1)
-    )
+    states = sliced_whole(block_size=2, order="trace").states(responses(B=1))
     assert states.supervised[0].nonzero().flatten().tolist() == [4, 5]
     assert states.hidden[1].int().tolist() == [1, 1, 1, 1, 0, 0, 1, 1]
 
@@ -257,14 +252,11 @@ def test_weights_by_hand() -> None:
     [
         (lambda: RandomMasking(min_t=0.5, max_t=0.4), "min_t"),
         (lambda: RandomMasking(max_t=0.0), "max_t above 0"),
-        (lambda: RandomMasking(weight="t"), "weight"),  # type: ignore[arg-type]
-        (lambda: FixedRatio(ratio=0.0), "ratio"),
         (lambda: SemiAutoregressive().states(responses()), "block_size"),
         (lambda: RandomMasking(level="block").states(responses()), "level"),
         (lambda: TraceMasking(rows_per_sample=0), "rows_per_sample"),
         (lambda: TraceMasking(weight="1/t").states(responses()), "weight: '1/t' needs"),
         (lambda: TimeDelay().states(responses(steps=None)), "missing_order"),
-        (lambda: TimeDelay(unit="tokens", cut_range="reference"), "cut_range"),
     ],
 )
 def test_bad_settings_are_named(make: Any, message: str) -> None:

@@ -68,10 +68,3 @@ def test_a_batch_without_hidden_cells_is_zero() -> None:
     terms = masked_nelbo(stats, hidden)
     assert float(terms.total) == 0.0
     assert float(terms.parts["accuracy"]) == 0.0
-
-
-def test_scores_that_do_not_fit_are_named() -> None:
-    hidden = torch.ones(1, 3, dtype=torch.bool)
-    stats = stats_of(torch.zeros(1, 3, 4), torch.zeros(1, 3, dtype=torch.long), hidden)
-    with pytest.raises(ValueError, match=r"expected scores of 2 hidden cells, got \(3,\)"):
-        masked_nelbo(stats, hidden[:, :2])

@@ -58,18 +58,18 @@ def test_views_average_a_full_and_a_partial_estimate() -> None:
 
 
 def test_masked_prompt_hides_all_of_the_response_and_some_of_the_prompt() -> None:
-    states = MaskedPrompt(rate=0.4).states(responses(B=200))
+    states = MaskedPrompt().states(responses(B=400))
     assert states.hidden.all()
-    positions = torch.arange(5).expand(200, -1) - 1
+    positions = torch.arange(5).expand(400, -1) - 1
     hidden = hidden_prompt(states, positions)
     assert hidden is not None
     assert not hidden[:, 0].any()  # padding
-    assert 0.34 < float(hidden[:, 1:].float().mean()) < 0.46
+    assert 0.12 < float(hidden[:, 1:].float().mean()) < 0.18
     # It belongs to the token and not to the column.
-    moved = hidden_prompt(states, torch.arange(4).expand(200, -1))
+    moved = hidden_prompt(states, torch.arange(4).expand(400, -1))
     assert moved is not None
     assert moved.equal(hidden[:, 1:])
-    assert hidden_prompt(MaskedPrompt(rate=0.0).states(responses()), positions) is None
+    assert hidden_prompt(CoupledViews().states(responses()), positions) is None
 
 
 def test_noise_belongs_to_the_sample() -> None:
@@ -77,12 +77,3 @@ def test_noise_belongs_to_the_sample() -> None:
     for corruption, copies in ((CoupledMasking(), 2), (CoupledViews(), 3), (MaskedPrompt(), 1)):
         one = corruption.states(part).hidden
         assert corruption.states(whole).hidden[3 * copies : 4 * copies].equal(one)
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="min_t, max_t"):
-        CoupledViews(min_t=0.0)
-    with pytest.raises(ValueError, match="rate"):
-        MaskedPrompt(rate=1.0)
-    with pytest.raises(ValueError, match="1/t"):
-        CoupledMasking(weight="1/t")

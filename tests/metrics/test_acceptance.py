@@ -65,8 +65,3 @@ def test_logit_equal_to_the_threshold_is_accepted() -> None:
     metric = RolloutProxy(threshold=0.5)
     metric.update(torch.tensor([0.0]), torch.tensor([True]))
     assert metric.compute()["recall"].item() == 1.0
-
-
-def test_rejects_a_threshold_that_is_no_probability() -> None:
-    with pytest.raises(ValueError, match=r"threshold.*1\.5"):
-        RolloutProxy(threshold=1.5)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from lit_dlm.backbones import HFBackbone, load_tokenizer
 from lit_dlm.losses.corruption import (
     Autoregressive,
-    FixedRatio,
     RandomMasking,
     SemiAutoregressive,
     TraceMasking,
@@ -96,7 +95,6 @@ def test_four_processes_divide_by_their_mean_count(
     "corruption",
     [
         RandomMasking(copies=2, weight="1/t", min_t=0.2),
-        FixedRatio(ratio=0.5),
         SemiAutoregressive(block_size=3),
         SemiAutoregressive(block_size=3, weight="1/length"),
         TraceMasking(shrink=2, weight="none"),

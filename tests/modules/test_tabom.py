@@ -111,15 +111,6 @@ def test_logged_counts_are_those_of_the_states() -> None:
     assert 0.0 <= float(parts["pair_accuracy"]) <= 1.0
 
 
-def test_a_rank_window_of_tokens_takes_the_first_ones() -> None:
-    """With one token a step, tokens and steps are the same windows."""
-    batch = batch_for(module())
-    by_steps = module().terms(batch, seed=3)
-    by_tokens = module(window_unit="tokens").terms(batch, seed=3)
-    torch.testing.assert_close(by_tokens.total, by_steps.total)
-    assert by_tokens.parts["num_pairs"] == by_steps.parts["num_pairs"]
-
-
 def test_padding_behind_the_answer_is_supervised_only_on_demand() -> None:
     """Three cells of an answer and its end; the end counts as one of them."""
     model = module()

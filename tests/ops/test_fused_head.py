@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,15 +102,18 @@ def test_gradients_by_hand() -> None:
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 7, 64])
 @pytest.mark.parametrize("forbidden_ids", [(), (0, 2)])
-def test_equals_the_naive_head(chunk_rows: int, forbidden_ids: tuple[int, ...]) -> None:
+def test_equals_the_naive_head(
+    chunk_rows: int, forbidden_ids: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and gradients in float64 to 1e-12, so to the last bits that sums may differ in."""
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", chunk_rows)
     tensors = inputs(7, 5, 11, dtype=torch.float64)
     options = {"logit_scale": 0.7, "forbidden_ids": forbidden_ids}
-    found = token_stats(*tensors[:3], bias=tensors[3], chunk_rows=chunk_rows, **options)
+    found = token_stats(*tensors[:3], bias=tensors[3], **options)
     expected = naive(*tensors[:3], bias=tensors[3], **options)
     torch.testing.assert_close(found[:2], expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(
-        gradients(token_stats, *tensors, chunk_rows=chunk_rows, **options),
+        gradients(token_stats, *tensors, **options),
         gradients(naive, *tensors, **options),
         strict=True,
     ):
@@ -119,24 +123,24 @@ def test_equals_the_naive_head(chunk_rows: int, forbidden_ids: tuple[int, ...]) 
 def test_float32_gradients_are_within_1e_6_of_exact_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative to the norm, against float64; a vocabulary that no slice divides."""
     monkeypatch.setattr(fused_head, "_SMALLEST_SLICE", 1000)
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", 8)
     tensors = inputs(37, 48, 5003)
     exact = gradients(naive, *(t.double() if t.is_floating_point() else t for t in tensors))
-    for ours, theirs in zip(gradients(token_stats, *tensors, chunk_rows=8), exact, strict=True):
+    for ours, theirs in zip(gradients(token_stats, *tensors), exact, strict=True):
         assert float((ours.double() - theirs).norm() / theirs.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("trainable", [(0,), (1,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("which", ["ce", "entropy", "both"])
-def test_gradcheck(trainable: tuple[int, ...], which: str) -> None:
+def test_gradcheck(trainable: tuple[int, ...], which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", 3)
     rows, weight, targets, bias = inputs(4, 3, 6, dtype=torch.float64)
     leaves = [rows, weight, bias]
     for index in trainable:
         leaves[index].requires_grad_()
 
     def scores(rows: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        stats = token_stats(
-            rows, weight, targets, bias=bias, logit_scale=1.3, forbidden_ids=[0, 2], chunk_rows=3
-        )
+        stats = token_stats(rows, weight, targets, bias=bias, logit_scale=1.3, forbidden_ids=[0, 2])
         return stats[:2] if which == "both" else (getattr(stats, which),)
 
     assert torch.autograd.gradcheck(scores, tuple(leaves))
@@ -153,7 +157,8 @@ def test_gradcheck(trainable: tuple[int, ...], which: str) -> None:
 def test_ranges(N: int, V: int, chunk_rows: int, seed: int, spread: float) -> None:
     """Entropy in [0, ln V], cross-entropy at least 0, and the chunk size changes no value."""
     rows, weight, targets, _ = inputs(N, 4, V, seed=seed)
-    stats = token_stats(rows * spread, weight, targets, chunk_rows=chunk_rows)
+    with patch.object(fused_head, "CHUNK_ROWS", chunk_rows):
+        stats = token_stats(rows * spread, weight, targets)
     assert (stats.ce >= 0).all()
     assert (stats.entropy >= 0).all()
     assert (stats.entropy <= math.log(V) + 1e-5).all()
@@ -287,9 +292,10 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert rows.grad is not None
 
 
-def test_only_a_few_numbers_per_row_are_saved() -> None:
+def test_only_a_few_numbers_per_row_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", 10)
     rows, weight, targets, _ = inputs(300, 4, 50)
-    ce = token_stats(rows.requires_grad_(), weight, targets, chunk_rows=10).ce
+    ce = token_stats(rows.requires_grad_(), weight, targets).ce
     assert ce.grad_fn is not None
     saved = sum(
         value.numel()
@@ -299,36 +305,15 @@ def test_only_a_few_numbers_per_row_are_saved() -> None:
     assert saved <= 4 * 300  # the targets among them
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"forbidden_ids": (0, 1, 2, 3)}, "all 4 ids are forbidden"),
-        ({"forbidden_ids": (3, 0, 1, 2, 2)}, "all 4 ids are forbidden"),
-        ({"chunk_rows": 0}, "chunk_rows: expected at least 1, got 0"),
-        ({"bias": torch.zeros(3)}, r"expected bias \(4,\), got \(3,\)"),
-        ({"targets": torch.zeros(3).long()}, r"expected targets \(2,\), got \(3,\)"),
-        ({"weight": torch.zeros(4, 5)}, r"got \(2, 3\) and \(4, 5\)"),
-        ({"rows": torch.zeros(1, 2, 3)}, r"got \(1, 2, 3\) and \(4, 3\)"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {
-        "rows": torch.zeros(2, 3),
-        "weight": torch.zeros(4, 3),
-        "targets": torch.zeros(2).long(),
-    }
-    with pytest.raises(ValueError, match=message):
-        token_stats(**{**arguments, **changes})  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
-def test_no_slice_waits_for_the_device() -> None:
+def test_no_slice_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that depends on values, or a value that is read, fails on fake tensors."""
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", 4)
     with FakeTensorMode():
         rows = torch.empty(8, 6, requires_grad=True)
         weight = torch.empty(1000, 6, requires_grad=True)
         targets = torch.empty(8, dtype=torch.long)
-        stats = token_stats(rows, weight, targets, forbidden_ids=(0, 5, 999, 300), chunk_rows=4)
+        stats = token_stats(rows, weight, targets, forbidden_ids=(0, 5, 999, 300))
         (stats.ce + stats.entropy).sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == weight.shape

@@ -23,11 +23,11 @@ def cases(kind: str) -> list[dict[str, Any]]:
 @needs_cases
 @pytest.mark.parametrize("case", cases("td_cases"), ids=lambda case: case["name"])
 def test_reference_masks(case: dict[str, Any]) -> None:
-    steps, maskable = torch.tensor(case["steps"]), torch.tensor(case["maskable"])
-    mask = time_delay_mask(steps, maskable, case["cut"], window=case["M"])
-    assert mask.hidden.tolist() == case["masked_in_input"]
-    assert (~mask.hidden).tolist() == case["visible_in_input"]
-    assert mask.supervised.tolist() == case["ce_positions"]
+    steps, maskable = torch.tensor([case["steps"]]), torch.tensor([case["maskable"]])
+    cut = torch.tensor([-1 if case["cut"] is None else case["cut"]])
+    mask = time_delay_mask(steps, maskable, cut, window=case["M"])
+    assert mask.hidden[0].tolist() == case["masked_in_input"]
+    assert mask.supervised[0].tolist() == case["ce_positions"]
 
 
 @needs_cases
@@ -46,56 +46,20 @@ def test_reference_cut_ranges(case: dict[str, Any]) -> None:
     assert never == case["steps_never_supervised_reference"]
 
 
-def test_rows_with_cuts_of_their_own_equal_single_rows() -> None:
+def test_rows_have_cuts_of_their_own_and_without_one_teach_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     steps = torch.randint(-1, 8, (5, 12), generator=generator)
     maskable = torch.rand(5, 12, generator=generator) < 0.8
-    cuts = [0, 3, 7, -1, 5]
-    for unit in ("steps", "tokens"):
-        batch = time_delay_mask(steps, maskable, cuts, window=3, unit=unit)  # type: ignore[arg-type]
-        for row, cut in enumerate(cuts):
-            single = time_delay_mask(steps[row], maskable[row], cut, window=3, unit=unit)  # type: ignore[arg-type]
-            assert torch.equal(batch.hidden[row], single.hidden)
-            assert torch.equal(batch.supervised[row], single.supervised)
-
-
-@pytest.mark.parametrize("cut", [-1, None])
-def test_a_row_without_a_cut_is_hidden_and_teaches_nothing(cut: int | None) -> None:
-    steps = torch.tensor([0, 1, -1, 0])
-    mask = time_delay_mask(steps, torch.ones(4, dtype=torch.bool), cut, window=2)
-    assert mask.hidden.all()
-    assert not mask.supervised.any()
-    both = time_delay_mask(steps.expand(2, 4), steps.expand(2, 4) > -2, [cut, 1], window=2)
-    assert both.hidden.tolist() == [[True] * 4, [False, True, True, False]]
-    assert both.supervised.sum(1).tolist() == [0, 1]
-
-
-def test_a_window_of_tokens_counts_in_the_order_of_steps_then_from_the_left() -> None:
-    """From cut 1: positions 1 and 3 (step 1), then 0 and 4 (step 2); the first three count."""
-    steps = torch.tensor([2, 1, 0, 1, 2])
-    mask = time_delay_mask(steps, steps >= 0, 1, window=3, unit="tokens")
-    assert mask.supervised.tolist() == [True, True, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window": 0}, "window: expected"),
-        ({"unit": "words"}, "unit: expected"),
-        ({"cut": [1, 2]}, "cut: expected one value or 1"),
-        ({"cut": 0.5}, "cut: expected integers"),
-        ({"maskable": torch.ones(3, dtype=torch.bool)}, "one shape"),
-    ],
-)
-def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {
-        "steps": torch.zeros(1, 4, dtype=torch.long),
-        "maskable": torch.ones(1, 4, dtype=torch.bool),
-        "cut": 0,
-        "window": 2,
-    }
-    with pytest.raises(ValueError, match=message):
-        time_delay_mask(**{**values, **changes})
+    cuts = torch.tensor([0, 3, 7, -1, 5])
+    batch = time_delay_mask(steps, maskable, cuts, window=3)
+    for row in range(5):
+        single = time_delay_mask(
+            steps[row : row + 1], maskable[row : row + 1], cuts[row : row + 1], window=3
+        )
+        assert torch.equal(batch.hidden[row], single.hidden[0])
+        assert torch.equal(batch.supervised[row], single.supervised[0])
+    assert batch.hidden[3].all()
+    assert not batch.supervised[3].any()
 
 
 def test_uniform_cuts_reach_every_step_of_the_range_and_no_other() -> None:

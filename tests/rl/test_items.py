@@ -197,7 +197,7 @@ def test_views_become_one_item_whose_scores_are_added_up() -> None:
 def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     backbone = policy().eval()
     records = decoded(backbone, 8)
-    rl = module(backbone, corruption=MaskedPrompt(rate=0.5))
+    rl = module(backbone, corruption=MaskedPrompt())
 
     def prompts(items: Any) -> list[list[int]]:
         batch = collate_items([(item, 1.0) for item in items], records, backbone.spec)

@@ -496,7 +496,7 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
         WorkQueue(16),
         lambda number: (prompts[number], seeds[number]),
         response_length=G,
-        num_places=3,
+        num_slots=3,
         observers=[capture],
     ):
         order = numbers if asked == "as rows end" else order + numbers
@@ -518,7 +518,7 @@ def test_steps_that_no_open_row_needs_are_forgotten():
         WorkQueue(24),
         lambda number: ([3], number),
         response_length=G,
-        num_places=1,
+        num_slots=1,
         observers=[capture],
     ):
         assert capture.captured().nbytes == G * G * 4  # G steps of G cells

@@ -22,7 +22,7 @@ from lit_dlm.decoding.layout import LAYOUT_WANTED
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import rank_descending, top_quota
 
 
@@ -52,17 +52,13 @@ class LockstepPolicy(CommitPolicy):
     forwards_per_step = 0
     needs_layout = True
 
-    def __init__(self, *, min_commit: int = 1, tau: float | None = None) -> None:
+    def __init__(self, *, tau: float | None = None) -> None:
         """Sets the rules that are not the layout's.
 
         Args:
-            min_commit: fewest commits of a row in one forward, where it has as many masks. The
-                first one is left to the stall rule of the loop, which counts it.
             tau: threshold of all regions instead of the layout's, to sweep over.
         """
-        at_least(1, min_commit=min_commit)
         within("[0, 1]", tau=tau)
-        self.min_commit = min_commit
         self.tau = tau
 
     @abstractmethod
@@ -81,14 +77,11 @@ class LockstepPolicy(CommitPolicy):
             raise ValueError(f"layout: {type(self).__name__} {LAYOUT_WANTED}")
         one_pass = self._pass(state, state.regions, candidates, proposal.prob)
         commit = self.choose(state, one_pass)
-        least: Tensor | int | None = self.min_commit if self.min_commit > 1 else None
         if quota is not None:
-            least = quota.clamp_min(self.min_commit) if least else quota
-        if least is not None:
             # What is committed anyway counts first, then the row's most probable cells, whatever
             # their region; float64 keeps the order of the probabilities.
             order = proposal.prob.double() + 2.0 * commit.double()
-            commit = commit | top_quota(order, candidates, least)
+            commit = commit | top_quota(order, candidates, quota)
         return Selection(commit, proposal.prob)
 
     def thresholds(self, state: DecodeState) -> Tensor:
@@ -165,34 +158,26 @@ class LaggedPolicy(LockstepPolicy):
         return one_pass.commit() & (regions.ids == active[:, None])
 
 
+_COUPLING = 0.1
+
+
 class BonusPolicy(LockstepPolicy):
     """All regions from one forward; the commits of a region lower the thresholds of later ones.
 
-    The release's "Gauss-Seidel": every probability of a later region gains ``coupling * f``, with
+    The release's "Gauss-Seidel": every probability of a later region gains ``0.1 * f``, with
     ``f`` the share of cells that the earlier regions commit in this step.
     """
 
-    def __init__(
-        self,
-        *,
-        coupling: float = 0.1,
-        batch_wide: bool = False,
-        min_commit: int = 1,
-        tau: float | None = None,
-    ) -> None:
-        """Sets the coupling.
+    def __init__(self, *, batch_wide: bool = False, tau: float | None = None) -> None:
+        """Sets the rules that are not the layout's.
 
         Args:
-            coupling: 0.1 in the release.
             batch_wide: take the share over all cells of the batch, prompts and padding included,
                 as the release does; a row then depends on the batch that it is in. By default it
                 is the share of the row's own response.
-            min_commit: see :class:`LockstepPolicy`.
             tau: see :class:`LockstepPolicy`.
         """
-        super().__init__(min_commit=min_commit, tau=tau)
-        at_least(0, coupling=coupling)
-        self.coupling = coupling
+        super().__init__(tau=tau)
         self.batch_wide = batch_wide
 
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
@@ -204,7 +189,7 @@ class BonusPolicy(LockstepPolicy):
             else:
                 share = commit[:, state.start :].to(one_pass.prob.dtype).mean(1, keepdim=True)
             here = one_pass.regions.ids == number
-            commit = commit | (one_pass.commit(self.coupling * share) & here)
+            commit = commit | (one_pass.commit(_COUPLING * share) & here)
         return commit
 
 
@@ -221,15 +206,7 @@ def _rank_in_region(scores: Tensor, candidates: Tensor, regions: RegionMap) -> T
 
 
 def _first_from(begin: Tensor, open_regions: Tensor) -> Tensor:
-    """The first open region in the cyclic order that begins at ``begin``.
-
-    Args:
-        begin: ``(b,)`` int64.
-        open_regions: ``(b, R)`` bool.
-
-    Returns:
-        ``(b,)`` int64; any region where none is open.
-    """
+    """``(b,)`` int64: the first open region from ``begin`` on in a cycle, any where none is."""
     count = open_regions.shape[1]
     away = (torch.arange(count, device=begin.device) - begin[:, None]).remainder(count)
     return away.masked_fill(~open_regions, count).argmin(1)

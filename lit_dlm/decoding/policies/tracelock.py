@@ -111,14 +111,7 @@ class TraceLockPolicy(CommitPolicy):
         return Selection(commit, logits)
 
     def decision_logits(self, state: DecodeState, candidates: Tensor, proposal: Proposal) -> Tensor:
-        """Decision logits of the acceptance network, spread over the canvas.
-
-        Args:
-            candidates: ``(b, L)`` bool.
-
-        Returns:
-            ``(b, L)`` float32; 0 where the network saw nothing.
-        """
+        """``(b, L)`` float32 decision logits over the canvas; 0 where the network saw nothing."""
         assert proposal.hidden is not None
         scorer = self._scorer_on(proposal.hidden.device)
         visible = left_of_window_end(state.masked, candidates)
@@ -180,17 +173,10 @@ def position_states(state: DecodeState) -> Tensor:
 
 
 def left_of_window_end(masked: Tensor, candidates: Tensor) -> Tensor:
-    """Columns that the network may see: all up to the end of the window.
+    """``(b, L)`` bool: columns that the network may see, all up to the end of the window.
 
     The window is known by its candidates: it ends before the first masked column right of the
     last candidate, and nowhere when there is none.
-
-    Args:
-        masked: ``(b, L)`` bool.
-        candidates: ``(b, L)`` bool, a subset.
-
-    Returns:
-        ``(b, L)`` bool.
     """
     still_inside = candidates.flip(1).cumsum(1).flip(1) > 0
     beyond = masked & ~still_inside
