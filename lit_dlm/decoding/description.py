@@ -59,14 +59,10 @@ def decoder_from_description(
     """Builds the decoder that a run record or result file describes.
 
     Args:
-        description: what ``Decoder.describe`` returned; run records keep one per method.
         policy_folders: exported learned policies; the one whose weights have the recorded digest
             is taken. Policies that ship with the package are found without this.
         plug_modules: modules that plugs of other people may be imported from, such as
             ``my_package.policies``.
-
-    Returns:
-        A decoder whose ``describe`` returns the same description.
     """
     parts = {*PLUGS, "guidance", "settings"}
     if not parts - _OPTIONAL <= set(description) <= parts:

@@ -36,10 +36,6 @@ class WorkQueue:
 
     Shared, it is a counter in the store of the process group, which answers while the processes
     compute. All of them must make their shared queues in the same order.
-
-    Args:
-        size: how many there are.
-        shared: between all processes, where there are several.
     """
 
     def __init__(self, size: int, *, shared: bool = False) -> None:
@@ -87,13 +83,11 @@ def decode_queued_prompts(
 ) -> Iterator[tuple[list[int], DecodeResult]]:
     """Decodes what this process takes from a queue; a row that ends is replaced by the next prompt.
 
-    Prompts should come in descending order of length: the canvas then shrinks with them.
+    Prompts should come in descending order of length: the canvas then shrinks with them. Yields
+    numbers of prompts and their results in the same order.
 
     Args:
-        num_slots: rows decoded together; fewer where the queue has fewer for each process.
-
-    Yields:
-        Numbers of prompts, and their results in the same order.
+        prompt: token ids and seed of a number.
     """
     number_at: dict[int, int] = {}
     waiting: list[int] = []

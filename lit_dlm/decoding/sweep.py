@@ -1,16 +1,7 @@
-"""One decoder and a list of values: the points of an accuracy-steps curve.
+"""One decoder and a list of values: the points of an accuracy-steps curve, as one entry of YAML.
 
-A sweep expands into one named decoder per value, so that a curve takes one entry of a
-configuration::
-
-    sweep:
-      threshold:
-        decoder: {policy: ThresholdPolicy, quota: NoQuota}
-        option: policy.threshold
-        values: [0.5, 0.7, 0.9]
-
-gives the methods ``threshold_05``, ``threshold_07`` and ``threshold_09``, which reports draw as
-one curve.
+A sweep ``threshold`` of ``policy.threshold`` over 0.5 and 0.7 gives the methods ``threshold_05``
+and ``threshold_07``, which reports draw as one curve.
 """
 
 from __future__ import annotations

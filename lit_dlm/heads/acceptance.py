@@ -1,11 +1,8 @@
 """The acceptance network: for each masked position, should its proposal become final now?
 
-A small bidirectional transformer reads the features of all visible positions of one state and
-returns one logit per position and one learned threshold ``tau`` per state; the decision logit is
-their difference. The weights of the release (arXiv 2605.24697) come
-without their network code, so this is a reconstruction from its configuration: widths, depths and
-heads are the published ones, the order of normalisation and the place of the threshold token are
-ours.
+A small bidirectional transformer over the features of all visible positions of one state. The
+weights of the release (arXiv 2605.24697) come without code: widths, depths and heads are the
+published ones, the order of normalisation and the place of the threshold token are ours.
 """
 
 from __future__ import annotations

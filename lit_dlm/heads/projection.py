@@ -1,14 +1,9 @@
 """Projection of hidden snapshots: the first, frozen stage of the TraceLock features.
 
-Three snapshots of one step are taken at adjacent depths of the backbone. One encoder, shared by all
-snapshots, shortens each of them; a second one, shared by the differences of neighbouring depths,
-shortens those. An encoder is a layer normalisation without parameters followed by an affine map, or
-by two of them with GELU between.
-
-The projector of the release (arXiv 2605.24697) is an autoencoder trained by unpublished code. Ours
-by default is fitted in closed form by a principal component analysis, which needs no gradient
-training and no hyperparameter but the two widths; ``random_orthogonal`` is its baseline, and
-:class:`Autoencoder` makes the trained kind. The release's own checkpoint loads as well.
+One encoder, shared by all snapshots of a step, shortens each of them; a second one shortens the
+differences of neighbouring depths. An encoder is a layer normalisation without parameters followed
+by an affine map, or by two of them with GELU between. Ours is fitted by principal components; the
+release's (arXiv 2605.24697) is an autoencoder trained by unpublished code, and loads as well.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -196,16 +191,13 @@ class Projector(nn.Module):
 
 
 def read_released(path: Path) -> Projector:
-    """The projection autoencoder that the TraceLock release publishes, as a projector.
+    """The projection autoencoder that the TraceLock release publishes, as a projector in float32.
 
     Its checkpoint holds ``autoencoder_config`` and, under ``projection_state``, the state
     dictionaries ``hidden_norm``, ``delta_norm``, ``hidden_encoder`` and ``delta_encoder``. The
     modules behind them are unpublished; this takes normalisations with a weight and a bias for
     layer normalisations, which fold into the map behind them, and an encoder of two maps for one
     with GELU between. No pickled object is loaded.
-
-    Returns:
-        A projector of kind ``autoencoder`` for three snapshots, in float32.
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
@@ -216,32 +208,7 @@ def read_released(path: Path) -> Projector:
     facts = stored.get("autoencoder_config") if isinstance(stored, dict) else None
     if not isinstance(state, dict) or not isinstance(facts, dict):
         raise ValueError(f"{path}: expected 'autoencoder_config' and 'projection_state' in it")
-    maps: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name in ("hidden", "delta"):
-        norm, encoder = state.get(f"{name}_norm", {}), state.get(f"{name}_encoder", {})
-        weights = [key for key in encoder if key.endswith("weight")]
-        biases = [key.removesuffix("weight") + "bias" for key in weights]
-        if (
-            set(norm) != {"weight", "bias"}
-            or not 1 <= len(weights) <= 2
-            or (
-                set(encoder) != {*weights, *biases}
-                or any(encoder[key].ndim != 2 for key in weights)
-            )
-        ):
-            raise ValueError(
-                f"{path}: expected a layer normalisation and one or two affine maps with biases "
-                f"for {name!r}, got {name}_norm: {', '.join(norm) or 'nothing'} and "
-                f"{name}_encoder: {', '.join(encoder) or 'nothing'}"
-            )
-        layers = [
-            (encoder[weight].double(), encoder[bias].double())
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-        # W (g * x + b) + c = (W g) x + (W b + c)
-        first, offset = layers[0]
-        layers[0] = (first * norm["weight"].double(), first @ norm["bias"].double() + offset)
-        maps[name] = layers
+    maps = {name: _released_maps(path, state, name) for name in ("hidden", "delta")}
     if len(maps["hidden"]) != len(maps["delta"]):
         raise ValueError(f"{path}: expected as many maps of deltas as of snapshots")
     inner = maps["hidden"][0][0].shape[0] if len(maps["hidden"]) == 2 else 0
@@ -270,6 +237,31 @@ def read_released(path: Path) -> Projector:
     return projector
 
 
+def _released_maps(path: Path, state: dict[str, Any], name: str) -> list[tuple[Tensor, Tensor]]:
+    """The affine maps of one encoder, its normalisation's weight and bias folded into the first."""
+    norm, encoder = state.get(f"{name}_norm", {}), state.get(f"{name}_encoder", {})
+    weights = [key for key in encoder if key.endswith("weight")]
+    biases = [key.removesuffix("weight") + "bias" for key in weights]
+    if (
+        set(norm) != {"weight", "bias"}
+        or not 1 <= len(weights) <= 2
+        or (set(encoder) != {*weights, *biases} or any(encoder[key].ndim != 2 for key in weights))
+    ):
+        raise ValueError(
+            f"{path}: expected a layer normalisation and one or two affine maps with biases "
+            f"for {name!r}, got {name}_norm: {', '.join(norm) or 'nothing'} and "
+            f"{name}_encoder: {', '.join(encoder) or 'nothing'}"
+        )
+    layers = [
+        (encoder[weight].double(), encoder[bias].double())
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    # W (g * x + b) + c = (W g) x + (W b + c)
+    first, offset = layers[0]
+    layers[0] = (first * norm["weight"].double(), first @ norm["bias"].double() + offset)
+    return layers
+
+
 class Autoencoder(nn.Module):
     """Trainable encoders and mirrored decoders of snapshots and deltas.
 
@@ -278,12 +270,6 @@ class Autoencoder(nn.Module):
     """
 
     def __init__(self, config: ProjectorConfig, *, dropout: float = 0.1) -> None:
-        """Builds the networks with the default initialisation of torch.
-
-        Args:
-            config: shape; its ``kind`` must be ``autoencoder``.
-            dropout: behind GELU in training; without an inner width it drops code entries.
-        """
         super().__init__()
         self.config = config
         for name, rank in (("hidden", config.hidden_rank), ("delta", config.delta_rank)):
@@ -296,14 +282,7 @@ class Autoencoder(nn.Module):
         self.code_dropout = nn.Dropout(0.0 if config.inner_width else dropout)
 
     def forward(self, hidden: Tensor) -> dict[str, Tensor]:
-        """Reconstruction errors.
-
-        Args:
-            hidden: ``(N, H, D)`` floating point snapshots.
-
-        Returns:
-            Scalars ``hidden`` and ``delta``: mean squared errors per entry.
-        """
+        """Mean squared errors ``hidden`` and ``delta`` of rebuilding ``(N, H, D)`` snapshots."""
         errors = {}
         for name, values in zip(("hidden", "delta"), _normalised_snapshots(hidden), strict=True):
             code = getattr(self, f"{name}_encoder")(values)
@@ -356,11 +335,7 @@ class PCAFitter:
         return self._hidden.count // self.config.num_snapshots
 
     def update(self, hidden: Tensor) -> None:
-        """Adds rows.
-
-        Args:
-            hidden: ``(N, H, D)`` floating point snapshots of ``N`` positions.
-        """
+        """Adds ``(N, H, D)`` snapshots of ``N`` positions."""
         snapshots, deltas = _normalised_snapshots(hidden.detach())
         self._hidden.add(snapshots.reshape(-1, self.config.hidden_size))
         self._delta.add(deltas.reshape(-1, self.config.hidden_size))

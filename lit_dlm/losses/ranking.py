@@ -1,12 +1,8 @@
 """Ranking of predictive entropies by the order of a recorded decode (TABOM, arXiv:2605.11854).
 
-A decode goes from certain to uncertain positions. Of two positions that were written one after the
-other, the earlier one should therefore have the lower entropy; where it has not, by a margin, the
-pair costs the difference. Comparing sets that differ in one member makes the partition function of
-the paper's Boltzmann distribution cancel, which leaves exactly these pairs.
-
-All entropies come from one forward at the cut, as in the release; the paper takes each from the
-state just before its position was written, at the price of one forward per position.
+Of two positions that were written one after the other, the earlier one should have the lower
+entropy; else the pair costs the difference. All entropies come from one forward at the cut, as in
+the release; the paper takes each from the state just before its position was written.
 """
 
 from __future__ import annotations

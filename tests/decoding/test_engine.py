@@ -12,7 +12,6 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DecodeState,
     EntropyPolicy,
-    EvenQuota,
     FixedQuota,
     MarginPolicy,
     NoQuota,
@@ -113,27 +112,6 @@ def test_block_window_leaves_a_block_when_it_is_full():
     commits = [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records]
     assert commits == [[2, 3], [4, 5], [6, 7]]
     assert result.idle_steps.tolist() == [0]
-
-
-def test_even_quota_restarts_in_each_block():
-    """6 steps over 2 blocks of 4 masks: 4 = 2 + 1 + 1 in each."""
-    backbone = _table([5] * 8, [0.9 - 0.01 * i for i in range(8)])
-    recorder = Recorder()
-    Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), quota=EvenQuota(6))(
-        backbone, _canvas(backbone, 8), [recorder]
-    )
-    counts = [int(r.commit.sum()) for r in recorder.records]
-    assert counts == [2, 1, 1, 2, 1, 1]
-
-
-def test_sliding_window_holds_back_cells_beyond_its_width():
-    backbone = _table([5, 6, 7, 5], [0.1, 0.2, 0.99, 0.99])
-    recorder = Recorder()
-    Decoder(policy=ConfidencePolicy(), window=SlidingWindow(2))(
-        backbone, _canvas(backbone, 4), [recorder]
-    )
-    order = [r.commit[0].nonzero()[0, 0].item() for r in recorder.records]
-    assert order == [3, 2, 4, 5]
 
 
 def test_cap_keeps_the_best_scored_commits():
@@ -247,12 +225,6 @@ def test_a_padded_batch_equals_its_rows_alone_and_observers_change_nothing(windo
         alone = decoder(TableBackbone(logits, 12), canvas)
         assert torch.equal(alone.ids[0, -7:], result.ids[row, -7:])
         assert alone.num_steps[0] == result.num_steps[row]
-
-
-def test_quota_of_one_takes_as_many_steps_as_cells():
-    backbone = TableBackbone(_hashed, 12)
-    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 9, rows=3))
-    assert result.num_steps.tolist() == [9, 9, 9]
 
 
 def test_records_chain_and_end_at_the_result():

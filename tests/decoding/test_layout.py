@@ -236,10 +236,6 @@ def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: Layout)
     assert layout_from_description(Decoder(policy=ConfidencePolicy()).describe()) is None
 
 
-def test_a_decoder_without_a_layout_is_described_as_before_there_were_any():
-    assert "layout" not in Decoder(policy=ConfidencePolicy()).describe()
-
-
 def test_weights_follow_the_blocks():
     blocks = (Block(name="R", start=0, end=2, weight=0.0), Block(name="A", start=3, end=4))
     layout = BlockLayout(blocks=blocks, length=5)
@@ -269,9 +265,3 @@ def test_markers_of_text_are_encoded_once_and_refused_without_a_tokenizer():
     assert encoded.encoded(lambda text: []) is encoded
     with pytest.raises(ValueError, match="'R': marker: expected token ids, got the text 'ab'"):
         layout.blocks(torch.tensor([1, 2, 3]))
-
-
-def test_regions_by_name_are_those_of_a_list():
-    by_name = FixedLayout({"R": Region(length=2, tau=0.5), "A": Region()})
-    listed = FixedLayout([Region(name="R", length=2, tau=0.5), Region(name="A")])
-    assert by_name.describe() == listed.describe()

@@ -52,7 +52,7 @@ def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -
         ("polcy.threshold", 0.5, "got 'polcy.threshold'"),
         ("settings.cap", 1, "'settings.cap' is unknown"),
         ("layout.cells", 4, "'layout.cells' is unknown; known there: none"),
-        ("policy.threshold", 1.5, r"threshold: expected a probability in 0..1, got 1.5"),
+        ("policy.threshold", 1.5, r"threshold: expected a number in \[0, 1\], got 1.5"),
     ],
 )
 def test_wrong_options_and_values_are_named(option: str, value: float, message: str) -> None:

@@ -31,14 +31,6 @@ def test_block_window_is_the_first_block_with_a_mask_in_each_row():
     assert view.num_blocks == 3
 
 
-def test_last_block_may_be_shorter():
-    """Blocks of 4: the second one has columns 6 and 7 only."""
-    view = BlockWindow(4).view(state_with_masks(MASKS[2:]))
-    assert _columns(view.candidates) == [[7]]
-    assert view.columns.tolist() == [[6, 7, 7, 7]]
-    assert view.num_blocks == 2
-
-
 def test_sliding_window_starts_at_the_first_mask():
     view = SlidingWindow(3).view(state_with_masks(MASKS))
     assert _columns(view.candidates) == [[2, 3, 4], [4, 6], [7]]

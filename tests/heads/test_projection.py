@@ -30,11 +30,6 @@ def test_output_is_snapshots_then_deltas_of_neighbours() -> None:
     torch.testing.assert_close(z[:, 14:], delta @ projector.delta_weight.T)
 
 
-def test_published_widths_give_832_features() -> None:
-    config = ProjectorConfig(hidden_size=3584)
-    assert sum(config.groups) == 3 * 256 + 2 * 32 == 832
-
-
 def test_random_directions_are_orthonormal_and_seeded() -> None:
     config = ProjectorConfig(hidden_size=16, hidden_rank=6, delta_rank=3, kind="random_orthogonal")
     first, again = (Projector.random_orthogonal(config, seed=7) for _ in range(2))
@@ -103,11 +98,6 @@ def test_changed_weights_are_refused(tmp_path: Path) -> None:
         Projector.load(tmp_path)
     save_file(load_file(tmp_path / "projector.safetensors"), tmp_path / "projector.safetensors")
     with pytest.raises(ValueError, match="expected digest"):  # from before files had their own
-        Projector.load(tmp_path)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"projector\.json is missing"):
         Projector.load(tmp_path)
 
 

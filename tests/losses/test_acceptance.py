@@ -68,16 +68,6 @@ def test_loss_matches_hand_value() -> None:
     assert terms.parts["tau_penalty"].item() == pytest.approx(0.001, rel=1e-6)
 
 
-def test_loss_is_normalised_over_the_batch_not_per_row() -> None:
-    """Rows with weight 1 and 3 positions: four equal weights, mean of four cross-entropies."""
-    logits = torch.tensor([[0.5, 0.0, 0.0], [1.0, -1.0, 2.0]])
-    weight = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    label = rows("100", "101")
-    terms = acceptance_loss(logits, torch.zeros(2), label, weight)
-    values = [math.log(1 + math.exp(-x)) for x in (0.5, 1.0, 1.0, 2.0)]
-    assert terms.total.item() == pytest.approx(sum(values) / 4, rel=1e-6)
-
-
 def test_gradient_is_zero_outside_the_loss_set() -> None:
     logits = torch.randn(1, 6, requires_grad=True)
     label, is_gen, visible = rows("001010"), rows("001111"), rows("111110")

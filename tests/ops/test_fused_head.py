@@ -85,21 +85,6 @@ def test_values_by_hand() -> None:
     assert stats.is_top.tolist() == [False, True]
 
 
-def test_gradients_by_hand() -> None:
-    """One row h = 1 with two logits of weight (0, ln 3): p = (1/4, 3/4), W has one column.
-
-    dCE/dh for target 0 is sum_v (p_v - [v=0]) W_v = 3/4 ln 3.
-    H = ln 4 - 3/4 ln 3, so log p + H = (-3/4 ln 3, 1/4 ln 3) and
-    dH/dh = -sum_v p_v (log p_v + H) W_v = -3/4 * 1/4 ln 3 * ln 3.
-    """
-    weight = torch.tensor([[0.0], [math.log(3)]])
-    for name, expected in (("ce", 0.75 * math.log(3)), ("entropy", -3 / 16 * math.log(3) ** 2)):
-        rows = torch.ones(1, 1, requires_grad=True)
-        getattr(token_stats(rows, weight, torch.tensor([0])), name).sum().backward()
-        assert rows.grad is not None
-        assert float(rows.grad) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("chunk_rows", [1, 3, 7, 64])
 @pytest.mark.parametrize("forbidden_ids", [(), (0, 2)])
 def test_equals_the_naive_head(

@@ -66,26 +66,6 @@ def test_noise_of_cells_is_independent_over_steps_positions_and_numbers():
         assert abs(torch.corrcoef(torch.stack([one[:, 0], other]))[0, 1]) < 0.05
 
 
-def test_noise_of_a_sample_does_not_depend_on_its_batch():
-    positions = torch.arange(6)[None]
-    alone = uniform_noise(torch.tensor([42]), 3, positions)
-    batch = uniform_noise(torch.tensor([7, 42, 9]), 3, positions.expand(3, -1))
-    assert torch.equal(batch[1], alone[0])
-
-
-def test_uniform_noise_looks_uniform_and_independent_over_steps():
-    seeds = torch.arange(200)
-    positions = torch.arange(100).expand(200, -1)
-    one, two = uniform_noise(seeds, 0, positions), uniform_noise(seeds, 1, positions)
-    # 20,000 draws: the mean has a standard error of 0.002, a correlation one of 0.007.
-    assert abs(one.mean() - 0.5) < 0.01
-    assert abs(one.var() - 1 / 12) < 0.003
-    both = torch.stack([one.flatten(), two.flatten()])
-    assert abs(torch.corrcoef(both)[0, 1]) < 0.035
-    assert one.min() > 0.0
-    assert one.max() < 1.0
-
-
 def test_gumbel_arg_max_draws_from_the_softmax():
     """Probabilities 0.7, 0.2, 0.1 over 20,000 draws: standard error at most 0.0033."""
     probs = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)

@@ -19,14 +19,6 @@ def test_scores_have_hand_computed_values():
     torch.testing.assert_close(confidence(logits, ids), torch.tensor([0.25, 1.0]))
 
 
-def test_scores_do_not_move_when_all_logits_move():
-    """Softmax ignores a constant; float32 keeps about 1e-4 of it at an offset of 1000."""
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    ids = logits.argmax(-1)
-    for score in (entropy, margin, lambda z: confidence(z, ids)):
-        torch.testing.assert_close(score(logits + 1000.0), score(logits), atol=2e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_confidence_of_a_large_vocabulary_is_the_share_of_the_exponentials(dtype: torch.dtype):
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2), dtype=dtype)
@@ -36,12 +28,6 @@ def test_confidence_of_a_large_vocabulary_is_the_share_of_the_exponentials(dtype
     expected = shares[torch.arange(3), ids].to(dtype)
     torch.testing.assert_close(confidence(logits, ids), expected)
     assert confidence(logits, ids)[2] == 0.0
-
-
-def test_half_precision_logits_are_scored_in_float32():
-    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert entropy(logits).dtype == torch.float32
-    torch.testing.assert_close(entropy(logits), entropy(logits.float()))
 
 
 @pytest.mark.parametrize("seed", range(5))

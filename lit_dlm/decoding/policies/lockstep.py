@@ -1,13 +1,9 @@
 """Lockstep decoding: the regions of a response are filled together, each by its own rules.
 
-The idea is that of the Dream-7B Lockstep R/A release (a reasoning and an answer region), defined
-anew: there the cap counts over the batch, nothing guarantees progress, and "Gauss-Seidel" reads one
-set of logits twice. Here every row counts for itself, a row without a commit is left to the stall
-rule, and a region that goes second has read what the first one wrote.
-
-All policies share one pass. In a row, a region with ``m`` masks commits those of its candidates
-that reach its threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))`` of them, the most
-probable ones first and the leftmost of equals. They differ in which regions a forward commits.
+The idea is that of the Dream-7B Lockstep R/A release, defined anew: every row counts for itself, a
+row without a commit is left to the stall rule, and a region that goes second has read what the
+first one wrote. In a row, a region with ``m`` masks commits those of its candidates that reach its
+threshold ``tau``, at most ``max(1, floor(max_fill_frac * m))``, the most probable ones first.
 """
 
 from __future__ import annotations
@@ -48,8 +44,6 @@ class RegionPass:
 class LockstepPolicy(CommitPolicy):
     """What lockstep policies share; subclasses say which regions a forward commits."""
 
-    requires: frozenset[str] = frozenset()
-    forwards_per_step = 0
     needs_layout = True
 
     def __init__(self, *, tau: float | None = None) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
+from lit_dlm.ops.options import within
 from lit_dlm.ops.scores import rank_descending, top_quota
 
 
@@ -18,12 +19,8 @@ class ThresholdPolicy(CommitPolicy):
     dLLM-RL's block sampler), so it is never slower than the quota alone.
     """
 
-    requires: frozenset[str] = frozenset()
-    forwards_per_step = 0
-
     def __init__(self, threshold: float = 0.9) -> None:
-        if not 0.0 <= threshold <= 1.0:
-            raise ValueError(f"threshold: expected a probability in 0..1, got {threshold}")
+        within("[0, 1]", threshold=threshold)
         self.threshold = threshold
 
     def select(
@@ -64,7 +61,6 @@ class EntropyBoundedPolicy(CommitPolicy):
     """
 
     requires = frozenset({"entropy"})
-    forwards_per_step = 0
 
     def __init__(self, bound: float = 0.35) -> None:
         """Sets the bound.

@@ -16,9 +16,6 @@ from lit_dlm.ops.scores import top_quota
 class TopQuotaPolicy(CommitPolicy):
     """Commits the ``quota`` best candidates; subclasses say what "best" means."""
 
-    requires: frozenset[str] = frozenset()
-    forwards_per_step = 0
-
     @abstractmethod
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
         """``(b, L)`` floating point, higher is committed first."""

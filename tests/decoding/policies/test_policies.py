@@ -41,10 +41,6 @@ def test_each_heuristic_commits_its_own_favourite():
     assert _commits(EntropyPolicy(), prob, quota=2) == [3, 4]
 
 
-def test_only_masked_cells_are_chosen():
-    assert _commits(ConfidencePolicy(), [0.95, 0.2, 0.3, 0.4], masks=((0, 1, 1, 1),)) == [5]
-
-
 def test_threshold_commits_all_that_reach_it_and_nothing_else():
     assert _commits(ThresholdPolicy(0.9), [0.9, 0.95, 0.89, 0.1], quota=None) == [2, 3]
     assert _commits(ThresholdPolicy(0.9), [0.1, 0.2, 0.3, 0.4], quota=None) == []
@@ -72,11 +68,6 @@ def test_order_policies_refuse_a_missing_quota(policy):
     state = state_with_masks([[1, 1]])
     with pytest.raises(ValueError, match="needs one"):
         policy.select(state, state.masked, Proposal(ids=state.ids, prob=torch.zeros(1, 4)), None)
-
-
-def test_a_threshold_outside_probabilities_is_refused():
-    with pytest.raises(ValueError, match=r"threshold: expected a probability in 0\.\.1, got 90"):
-        ThresholdPolicy(90)
 
 
 def test_sequential_takes_the_leftmost_masks():
