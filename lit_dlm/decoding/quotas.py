@@ -87,24 +87,28 @@ class EvenQuota(Quota):
 class ScheduleQuota(Quota):
     """Dream's linear timestep schedule, truncated to integers.
 
-    With times ``t_0 = 1 > ... > t_steps = 0.001``, step ``s`` commits
+    With times ``t_0 = 1 > ... > t_steps = eps``, step ``s`` commits
     ``int(masks * (1 - t_{s+1} / t_s))`` and the last step commits the rest; early steps can commit
     nothing (the Dream 7B release, ``diffusion_generate``). With blocks each block runs through the
     times on its own (Fast-dLLM's and dLLM-RL's Dream samplers).
     """
 
-    def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
+    def __init__(
+        self, steps: int | None = None, eps: float = 1e-3, *, steps_per_block: int | None = None
+    ) -> None:
         """Sets the number of steps: exactly one of the two.
 
         Args:
             steps: for the whole response, counted over its blocks.
+            eps: the last time.
             steps_per_block: for every block.
         """
         chosen = _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
         self.steps = steps
         self.steps_per_block = steps_per_block
+        self.eps = eps
         # float32, as in the release: truncation makes the counts depend on it.
-        times = torch.linspace(1.0, 1e-3, chosen + 1, dtype=torch.float32)
+        times = torch.linspace(1.0, eps, chosen + 1, dtype=torch.float32)
         self._shares = (1.0 - times[1:] / times[:-1]).tolist()
 
     def counts(self, state: DecodeState, candidates: Tensor) -> Tensor | None:
@@ -117,8 +121,8 @@ class ScheduleQuota(Quota):
 
     def describe(self) -> dict[str, Any]:
         if self.steps is None:
-            return {"steps_per_block": self.steps_per_block}
-        return {"steps": self.steps}
+            return {"steps_per_block": self.steps_per_block, "eps": self.eps}
+        return {"steps": self.steps, "eps": self.eps}
 
 
 class BudgetQuota(Quota):

@@ -50,7 +50,7 @@ DECODERS = [
     Decoder(policy=MarginPolicy(), window=SlidingWindow(12), quota=FixedQuota(3)),
     Decoder(
         policy=RandomPolicy(),
-        quota=ScheduleQuota(8),
+        quota=ScheduleQuota(8, eps=1e-2),
         sampler=Sampler(temperature=0.7, top_k=5, top_p=0.9, score_on="filtered"),
     ),
     Decoder(
