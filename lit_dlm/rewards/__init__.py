@@ -2,13 +2,13 @@
 
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.filters import GroupFilter, MeanCorrectnessFilter, SpreadFilter
+from lit_dlm.rewards.form import FormatReward
 from lit_dlm.rewards.graded import Graded
 from lit_dlm.rewards.judge import HttpStepJudge, Judge, StepQuestion
 from lit_dlm.rewards.lockstep import LockstepReward
 from lit_dlm.rewards.process import ProcessReward
 from lit_dlm.rewards.reward_model import RewardModel
-from lit_dlm.rewards.rewarder import Rewarder, summarise
-from lit_dlm.rewards.shape import FormatReward, LengthPenalty
+from lit_dlm.rewards.rewarder import Rewarder
 
 __all__ = [
     "FormatReward",
@@ -16,7 +16,6 @@ __all__ = [
     "GroupFilter",
     "HttpStepJudge",
     "Judge",
-    "LengthPenalty",
     "LockstepReward",
     "MeanCorrectnessFilter",
     "ProcessReward",
@@ -27,5 +26,4 @@ __all__ = [
     "Rollout",
     "SpreadFilter",
     "StepQuestion",
-    "summarise",
 ]

@@ -24,28 +24,20 @@ class Rollout:
     """One response to a prompt, as rewards see it."""
 
     trajectory: Trajectory
-    """The decode, with the response's tokens and the step that wrote each of them."""
     example: PromptExample
-    """The problem that was put."""
     text: str
     """The completion as graders take it: decoded and cut at the first end of text."""
     is_overlong: bool
     """Whether the response filled its budget without coming to an end."""
-    length: int | None = None
-    """Response tokens up to and including the first end of text; ``None`` counts all cells."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Turns token ids into text, as ``text`` was made; only process rewards need it."""
+    num_tokens: int
+    """Response tokens up to and including the first end of text."""
+    decode: Callable[[Sequence[int]], str]
+    """Turns token ids into text, as ``text`` was made."""
     verdict: Verdict | None = None
     """What the task says of it; filled in by the rewarder before any reward sees the rollout."""
 
     @property
-    def num_tokens(self) -> int:
-        """Response tokens up to and including the first end of text."""
-        return self.trajectory.num_generated if self.length is None else self.length
-
-    @property
     def is_correct(self) -> bool:
-        """Whether the task calls the response right."""
         return self.verdict is not None and self.verdict.is_correct
 
 
@@ -61,7 +53,6 @@ class RewardScore:
     parts: dict[str, float] = field(default_factory=dict)
     """What each reward gave by its name, unweighted; for logs only."""
     verdict: Verdict | None = None
-    """What the task says of the response; ``None`` if it was not graded."""
     is_correct: bool = False
     """Whether the response is right; filters and accuracies read this, never ``total``."""
 
@@ -90,15 +81,7 @@ class Reward(Plug):
 
     @abstractmethod
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Scores all responses to one prompt.
+        """One unweighted score for each response, in order; all have the same ``example``.
 
-        Args:
-            group: the responses; all have the same ``example``.
-
-        Returns:
-            One score per response, unweighted, in the same order. Only ``total`` and
-            ``token_rewards`` are read, and ``parts`` for the logs if there are any.
-
-        Raises:
-            ValueError: naming the sample that cannot be scored.
+        Only ``total`` and ``token_rewards`` are read, and ``parts`` for the logs.
         """

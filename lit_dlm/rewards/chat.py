@@ -33,15 +33,12 @@ class ChatEndpoint:
     """Asks one model for replies.
 
     Args:
-        url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
-        model: name of the model to ask.
+        url: such as ``http://localhost:8000/v1/chat/completions``.
+        model: its name there.
         timeout_s: seconds to wait for one reply, all of it.
         deadline_s: seconds for which an endpoint that does not answer is asked again, counted from
             its first failure behind its last reply, over all threads; 0 asks once.
         api_key_env: environment variable whose value is sent as the bearer token.
-
-    Raises:
-        ValueError: for a URL of another scheme, negative seconds, or a variable that is not set.
     """
 
     pause_s = 1.0
@@ -73,20 +70,11 @@ class ChatEndpoint:
         self._silent_since: float | None = None
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        """Asks once; safe to call from several threads.
+        """The reply to a conversation; safe to call from several threads.
 
         Args:
-            messages: the conversation, each with ``role`` and ``content``
-                (a text, or parts of texts and pictures).
+            messages: each with ``role`` and ``content`` (a text, or parts of texts and pictures).
             **settings: sampling settings of the protocol: ``temperature``, ``max_tokens``, ...
-
-        Returns:
-            The text of the reply.
-
-        Raises:
-            UnavailableError: naming the endpoint, if it does not answer before the deadline.
-            ValueError: naming the endpoint, if it refuses or replies otherwise than the protocol
-                says.
         """
         body = {"model": self.model, **settings, "messages": list(messages)}
         reply = self._post(json.dumps(body).encode())
@@ -139,11 +127,11 @@ class _Bounded(urllib.request.AbstractHTTPHandler):
 
 
 class _Http(_Bounded, urllib.request.HTTPHandler):
-    """Of plain addresses."""
+    pass
 
 
 class _Https(_Bounded, urllib.request.HTTPSHandler):
-    """Of encrypted ones."""
+    pass
 
 
 class _Reply(HTTPResponse):

@@ -28,12 +28,7 @@ class GroupFilter(Plug):
 
 
 class MeanCorrectnessFilter(GroupFilter):
-    """Keeps prompts that are answered right neither too rarely nor too often (dLLM-RL, math).
-
-    Args:
-        min: least share of right responses, inclusive.
-        max: greatest share of right responses, inclusive.
-    """
+    """Keeps prompts whose share of right responses is from ``min`` to ``max`` (dLLM-RL, math)."""
 
     needs_verdict = True
 
@@ -46,7 +41,6 @@ class MeanCorrectnessFilter(GroupFilter):
         self.max = max
 
     def keep(self, scores: Sequence[RewardScore]) -> bool:
-        """Whether the share of right responses lies within the bounds."""
         num_right = sum(score.is_correct for score in scores)
         # In whole responses: 0.2 of 15 is 3 responses, although 3 / 15 rounds to less than 0.2.
         num = len(scores)
@@ -57,7 +51,6 @@ class SpreadFilter(GroupFilter):
     """Keeps groups whose rewards differ at all (dLLM-RL, code; dynamic sampling in general)."""
 
     def keep(self, scores: Sequence[RewardScore]) -> bool:
-        """Whether the rewards spread."""
         totals = np.array([score.total for score in scores], dtype=np.float64)
         # Equal numbers can have a tiny spread after rounding, but never a range.
         return bool(len(totals) and np.ptp(totals) > 0 and totals.std() > 0)

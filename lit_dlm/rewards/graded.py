@@ -13,14 +13,10 @@ Credit = Literal["all", "fraction", "tests"]
 class Graded(Reward):
     """Pays for right answers by the verdict of the task.
 
-    The task grades: mathematics by math-verify in child processes, code in the sandbox, puzzles by
-    their rules. Nothing but that verdict enters.
-
     Args:
         credit: ``all`` pays 1 for a right response and 0 else; ``fraction`` pays the share of tests
-            that passed, where the task counts them; ``tests`` pays their number (dLLM-RL), which
-            differs from ``fraction`` by a factor per prompt and hence not at all once rewards are
-            standardised within a group.
+            that passed, where the task counts them; ``tests`` pays their number (dLLM-RL), the same
+            as ``fraction`` once rewards are standardised within a group.
         weight: factor in the sum of all rewards.
     """
 
@@ -32,7 +28,6 @@ class Graded(Reward):
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Pays every response by its own verdict."""
         return [RewardScore(total=self._pay(rollout)) for rollout in group]
 
     def _pay(self, rollout: Rollout) -> float:
@@ -51,7 +46,6 @@ class Graded(Reward):
 
 
 def _num_tests(rollout: Rollout) -> int:
-    """The number of tests of a problem."""
     for key in ("test_list", "test_input"):
         tests = rollout.example.reference.get(key)
         if isinstance(tests, list) and tests:

@@ -1,8 +1,4 @@
-r"""Judges of steps: is a response right so far?
-
-A judge sees the problem with its pictures, the true answer, whether the final answer is right, the
-whole response and the part of it to judge. It says 1 or -1, several times independently.
-"""
+"""Judges of steps, each asked several times independently: is a response right so far?"""
 
 from __future__ import annotations
 
@@ -35,19 +31,17 @@ class StepQuestion:
     """One part of a response, to be judged."""
 
     uid: str
-    """The sample."""
     part: int
     """Number of the part within the response, from 0."""
     problem: str
     """What was asked."""
     pictures: tuple[str, ...] = ()
-    """What it asks about, as ``data:`` addresses of PNG files."""
+    """``data:`` addresses of PNG files."""
     truth: str
     """The true answer or a reference solution; empty if there is none."""
     is_correct: bool
     """Whether the final answer is right."""
     response: str
-    """The whole response."""
     shown: str
     """The response up to the end of the part."""
 
@@ -57,15 +51,9 @@ class Judge(Plug):
 
     @abstractmethod
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        """Judges once.
+        """1 or -1, or ``None`` if the reply says neither.
 
-        Args:
-            question: what is judged.
-            sample: number of this opinion from 0; opinions with different numbers are independent,
-                the same number gives the same opinion.
-
-        Returns:
-            1 or -1, or ``None`` if the reply says neither.
+        Opinions with different ``sample`` numbers are independent, the same number gives the same.
         """
 
 
@@ -73,13 +61,11 @@ class HttpStepJudge(Judge):
     """A reasoning model behind an HTTP endpoint as the judge (dLLM-RL, section "process reward").
 
     Args:
-        url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
-        model: name of the model to ask.
+        url: such as ``http://localhost:8000/v1/chat/completions``.
+        model: its name there.
         temperature: of its sampling.
         top_p: of its sampling.
         max_tokens: longest reply, thinking included.
-        seed: with the sample, the part and the opinion's number it gives the seed of each request;
-            servers that honour seeds then reply the same again.
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which an endpoint that does not answer is asked again. With several
             processes it should be less than the timeout of their group, 30 minutes by default,
@@ -97,7 +83,6 @@ class HttpStepJudge(Judge):
         temperature: float = 0.6,
         top_p: float = 0.95,
         max_tokens: int = 10_000,
-        seed: int = 0,
         timeout_s: float = 600.0,
         deadline_s: float = 900.0,
         on_silence: Literal["error", "outcome"] = "error",
@@ -110,16 +95,10 @@ class HttpStepJudge(Judge):
         self.temperature = temperature
         self.top_p = top_p
         self.max_tokens = max_tokens
-        self.seed = seed
 
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        """Asks the model once.
-
-        Raises:
-            ValueError: naming the sample and the endpoint, if it refuses or, with ``on_silence:
-                error``, does not answer in time.
-        """
-        key = f"{self.seed}/{question.uid}/{question.part}/{sample}".encode()
+        # Each request has a seed of its own: servers that honour seeds then reply the same again.
+        key = f"0/{question.uid}/{question.part}/{sample}".encode()
         try:
             reply = self.endpoint.ask(
                 [

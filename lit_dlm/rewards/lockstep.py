@@ -28,11 +28,6 @@ class LockstepReward(Reward):
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Pays every response by its own decode.
-
-        Raises:
-            ValueError: the layout does not fit a response.
-        """
         return [RewardScore(total=self._pay(rollout)) for rollout in group]
 
     def _pay(self, rollout: Rollout) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,9 @@ from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
+
+_NUM_REQUESTS = 16
+"""Opinions that are asked for at the same time, over all groups."""
 
 
 class ProcessReward(Reward):
@@ -37,11 +39,8 @@ class ProcessReward(Reward):
         judge: gives the opinions.
         reward_chunk_length: tokens per chunk.
         k_sample: opinions per chunk.
-        block_size: cells per block of the decoder; ``None`` takes chunks as they are.
-        block_origin: where block 0 begins: at the ``sequence``'s first token or the ``response``'s,
-            as for the decoder's window.
-        num_requests: opinions that are asked for at the same time, over all groups.
-        weight: factor of the rewards per token.
+        block_size: cells per block of the decoder, from the sequence's first token on; ``None``
+            takes chunks as they are.
     """
 
     name = "process"
@@ -55,32 +54,20 @@ class ProcessReward(Reward):
         reward_chunk_length: int = 200,
         k_sample: int = 3,
         block_size: int | None = None,
-        block_origin: Literal["sequence", "response"] = "sequence",
-        num_requests: int = 16,
-        weight: float = 1.0,
     ) -> None:
         at_least(
             1,
             of="ProcessReward.",
             reward_chunk_length=reward_chunk_length,
             k_sample=k_sample,
-            num_requests=num_requests,
             block_size=block_size,
         )
         self.judge = checked_plug(judge, Judge, option="judge")
         self.reward_chunk_length = reward_chunk_length
         self.k_sample = k_sample
         self.block_size = block_size
-        self.block_origin = block_origin
-        self.num_requests = num_requests
-        self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Has all chunks of a group judged and places their numbers.
-
-        Raises:
-            ValueError: naming the sample, if its tokens cannot be read or the judge fails.
-        """
         chunks = [self._chunks(rollout) for rollout in group]
         pictures = tuple(as_text(picture.decoded()) for picture in group[0].example.images)
         asked = [(row, part) for row, ends in enumerate(chunks) for part in range(len(ends))]
@@ -115,7 +102,6 @@ class ProcessReward(Reward):
         ]
 
     def _ask(self, questions: Sequence[tuple[StepQuestion, int]]) -> list[Grade | None]:
-        """The judge's opinions, in order."""
         futures = [self._pool.submit(self.judge.grade, *question) for question in questions]
         try:
             return [future.result() for future in futures]
@@ -126,8 +112,8 @@ class ProcessReward(Reward):
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        """Threads that wait for the judge, common to all groups."""
-        return ThreadPoolExecutor(self.num_requests, thread_name_prefix="judge")
+        """Common to all groups."""
+        return ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="judge")
 
     def _place(
         self,
@@ -152,7 +138,7 @@ class ProcessReward(Reward):
 
     def _final_block(self, rollout: Rollout, end: int, size: int) -> tuple[int, int]:
         """First cell of the block that holds a chunk's last token, and the cell behind it."""
-        offset = rollout.trajectory.num_prompt if self.block_origin == "sequence" else 0
+        offset = rollout.trajectory.num_prompt
         begin = (offset + end - 1) // size * size - offset
         return max(begin, 0), min(begin + size, rollout.num_tokens)
 
@@ -186,11 +172,8 @@ def _written_last(rollout: Rollout, first: int, last: int) -> NDArray[np.int64]:
 
 
 def _question(rollout: Rollout, part: int, end: int, pictures: tuple[str, ...]) -> StepQuestion:
-    uid = rollout.trajectory.uid
-    if rollout.decode is None:
-        raise ValueError(f"{uid}: a process reward needs the rollout's decode function, got none")
     return StepQuestion(
-        uid=uid,
+        uid=rollout.trajectory.uid,
         part=part,
         problem=rollout.example.text,
         pictures=pictures,

@@ -14,9 +14,11 @@ from transformers import (
 
 from lit_dlm.backbones.decoder import DType
 from lit_dlm.backbones.location import load_tokenizer, locate
-from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+
+_BATCH_SIZE = 16
+"""Responses of a group read together."""
 
 
 class RewardModel(Reward):
@@ -24,13 +26,11 @@ class RewardModel(Reward):
 
     The model is any ``AutoModelForSequenceClassification`` without code of its own, in safetensors,
     with a tokenizer that has a chat template. It reads one user turn with the problem and one
-    assistant turn with the response's text, and its logit is the reward. It is loaded at the first
-    rollout.
+    assistant turn with the response's text, and its first logit is the reward. It is loaded at the
+    first rollout.
 
     Args:
         path: folder or hub id.
-        label: which of its logits counts, from 0.
-        batch_size: responses of a group read together.
         dtype: of its weights.
         device: where it stands, such as ``cuda:1``; that of the rollouts by default.
         weight: factor in the sum of all rewards.
@@ -42,23 +42,17 @@ class RewardModel(Reward):
         self,
         path: str,
         *,
-        label: int = 0,
-        batch_size: int = 16,
         dtype: DType = "bfloat16",
         device: str | None = None,
         weight: float = 1.0,
     ) -> None:
-        at_least(1, of="RewardModel.", batch_size=batch_size)
         self.path = path
-        self.label = label
-        self.batch_size = batch_size
         self.dtype = dtype
         self.device = device
         self.weight = weight
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's own tokenizer."""
         tokenizer = load_tokenizer(self.path)
         if tokenizer.chat_template is None:
             raise ValueError(f"{self.path}: expected a tokenizer with a chat template")
@@ -67,7 +61,6 @@ class RewardModel(Reward):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The classifier, in evaluation mode on its device."""
         model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
             locate(self.path),
             dtype=getattr(torch, self.dtype),
@@ -75,20 +68,13 @@ class RewardModel(Reward):
             use_safetensors=True,
             local_files_only=True,
         )
-        num_labels = int(model.config.num_labels or 0)
-        if not 0 <= self.label < num_labels:
-            raise ValueError(
-                f"RewardModel.label: expected 0 to {num_labels - 1}, the labels of {self.path}, "
-                f"got {self.label}"
-            )
         model.config.pad_token_id = self.tokenizer.pad_token_id
         return model.eval().to(self.device or "cpu")
 
     @torch.no_grad()
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        """Reads all responses to one prompt, ``batch_size`` at a time."""
         found: list[float] = []
-        for first in range(0, len(group), self.batch_size):
+        for first in range(0, len(group), _BATCH_SIZE):
             texts = [
                 self.tokenizer.apply_chat_template(
                     [
@@ -98,7 +84,7 @@ class RewardModel(Reward):
                     ],
                     tokenize=False,
                 )
-                for rollout in group[first : first + self.batch_size]
+                for rollout in group[first : first + _BATCH_SIZE]
             ]
             batch = self.tokenizer(
                 texts, add_special_tokens=False, padding=True, return_tensors="pt"
@@ -108,5 +94,5 @@ class RewardModel(Reward):
                 logits = self.model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
                 ).logits
-            found += logits[:, self.label].float().tolist()
+            found += logits[:, 0].float().tolist()
         return [RewardScore(total=value) for value in found]

@@ -31,21 +31,15 @@ class Rewarder:
     the sum of all rewards by their weights, and so are the rewards per token.
 
     Args:
-        rewards: the rewards of the run, with different names.
-        tasks: the tasks of the prompts, by name.
-        filters: filters of the run. They decide here only whether there are verdicts and which
-            groups are worth the rewards that ask to come after them; dropping a group is left to
-            the caller.
+        rewards: with different names.
+        tasks: those of the prompts, by name.
+        filters: decide here only whether there are verdicts and which groups are worth the rewards
+            that ask to come after them; dropping a group is left to the caller.
         overlong_is_wrong: scores truncated responses as incorrect without grading them, as dLLM-RL
             does in training.
         num_workers: threads that grade at the same time.
         require_isolation: the least that model-written code must run in: it attacks its grader
             as training goes on.
-
-    Raises:
-        ValueError: without rewards, for names that repeat, if a task would run model-written
-            code without permission or in less isolation than wanted, or if a filter needs
-            verdicts that a task does not give.
     """
 
     def __init__(
@@ -83,19 +77,9 @@ class Rewarder:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
-        """Scores groups of rollouts, each group holding all responses to one prompt.
+        """Scores groups, each of all responses to one prompt, in the order given.
 
-        Args:
-            groups: the groups.
-
-        Returns:
-            One list of scores per group, in the same order as the rollouts. A group that the
-            filters drop has no share of the rewards that come after them.
-
-        Raises:
-            ValueError: naming the sample, for a task that is not in the run, a response that
-                cannot be scored, or a reward that is not finite.
-            SandboxError: naming the sample, if no sandbox can be set up.
+        A group that the filters drop has no share of the rewards that come after them.
         """
         groups = self._graded(groups)
         early = [reward for reward in self.rewards if not reward.after_filters]
@@ -169,11 +153,7 @@ class Rewarder:
 
 
 def _add(reward: Reward, scores: list[RewardScore], group: Sequence[Rollout]) -> list[RewardScore]:
-    """The scores with the share of one reward added.
-
-    Raises:
-        ValueError: naming the sample, if the share is not finite or has the wrong shape.
-    """
+    """The scores with the share of one reward added."""
     shares = reward.score(group)
     if len(shares) != len(group):
         raise ValueError(
@@ -203,37 +183,3 @@ def _sum(reward: Reward, score: RewardScore, share: RewardScore, rollout: Rollou
         token_rewards=token_rewards,
         parts={**score.parts, name: share.total, **share.parts},
     )
-
-
-def summarise(groups: Sequence[Sequence[RewardScore]]) -> dict[str, float]:
-    """Sums up the scores of many groups.
-
-    Args:
-        groups: the scores, one group per prompt.
-
-    Returns:
-        ``mean`` (of the totals), ``group_std`` (mean population deviation within a group),
-        ``correct``, and as shares of all responses ``timeout`` (graders that ran out of time),
-        ``no_answer`` (nothing to grade), ``overlong`` (called wrong unread), then the mean of
-        each reward as ``part/{name}`` over the responses that have it. Empty without a score.
-    """
-    scores = [score for group in groups for score in group]
-    if not scores:
-        return {}
-    status = [score.verdict.status if score.verdict else "" for score in scores]
-    values = {
-        "mean": float(np.mean([score.total for score in scores])),
-        "group_std": float(
-            np.mean([np.std([s.total for s in group]) for group in groups if group])
-        ),
-        "correct": float(np.mean([score.is_correct for score in scores])),
-        "timeout": status.count("timeout") / len(scores),
-        "no_answer": (status.count("no_answer") + status.count("syntax_error")) / len(scores),
-        "overlong": float(
-            np.mean([s.verdict is not None and s.verdict.detail == OVERLONG for s in scores])
-        ),
-    }
-    for name in dict.fromkeys(name for score in scores for name in score.parts):
-        given = [score.parts[name] for score in scores if name in score.parts]
-        values[f"part/{name}"] = float(np.mean(given))
-    return values

@@ -316,7 +316,7 @@ class RolloutEngine:
             example=prompt.example,
             text=text,
             is_overlong=length >= self.response_length - self.overlong_margin,
-            length=min(length + 1, self.response_length),  # the end of text included
+            num_tokens=min(length + 1, self.response_length),  # the end of text included
             decode=self._text,
         )
 

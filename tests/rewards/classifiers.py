@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from lit_dlm.backbones import load_tokenizer
 
 
-def save_classifier(folder: Path, *, num_labels: int = 1) -> Path:
+def save_classifier(folder: Path) -> Path:
     """Writes a classifier of two layers that reads the embedded model's vocabulary."""
     tokenizer = load_tokenizer("tiny")
     config = Qwen2Config(
@@ -20,7 +20,7 @@ def save_classifier(folder: Path, *, num_labels: int = 1) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        num_labels=num_labels,
+        num_labels=1,
         initializer_range=0.5,
         pad_token_id=None,
         bos_token_id=None,

@@ -15,6 +15,10 @@ from lit_dlm.trajectories.record import Trajectory
 SUM = PromptExample(uid="sums/train/0", task="sums", text="3+4?", reference={"answer": "7"})
 
 
+def decode(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
+
+
 def rollout(
     text: str = "",
     *,
@@ -34,7 +38,7 @@ def rollout(
         mask_id=999,
         vocab_size=999,
     )
-    fields = {"is_overlong": False, **fields}
+    fields = {"is_overlong": False, "num_tokens": len(steps), "decode": decode, **fields}
     return Rollout(trajectory=trajectory, example=example, text=text, **fields)
 
 

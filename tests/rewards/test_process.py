@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,29 +27,23 @@ class Table(Judge):
         return self.opinions.get(key, [1, 1, 1])[sample]
 
 
-def decode(ids: Any) -> str:
-    return " ".join(map(str, ids))
-
-
 def tokens(reward: ProcessReward, *group: Rollout) -> list[list[float]]:
     return [s.token_rewards.tolist() for s in reward.score(group)]  # type: ignore[union-attr]
 
 
 def test_numbers_stand_on_the_last_written_tokens_of_the_final_block_and_of_the_response() -> None:
-    """Chunks of 4, blocks of 2 from the response's start, 7 tokens: chunks end at 4 and 7.
+    """Chunks of 4, blocks of 2 behind a prompt of 2, 7 tokens: chunks end at 4 and 7.
 
     Grades of chunk 0: 1 and -1, so numbers 1 and -1. Its final block is cells 2 and 3: in the first
     response cell 2 is written last (step 3), in the second both at step 1. Chunk 1 ends the
     response: the last step of all is 6 at cell 5, and 4 at cells 0 and 6. Grades -1, 1.
     """
     group = [
-        right(number=0, steps=[0, 1, 3, 2, 4, 6, 5], decode=decode),
-        wrong(number=1, steps=[4, 0, 1, 1, 2, 3, 4], decode=decode),
+        right(number=0, steps=[0, 1, 3, 2, 4, 6, 5]),
+        wrong(number=1, steps=[4, 0, 1, 1, 2, 3, 4]),
     ]
     judge = Table(r1p0=[-1, -1, -1], r0p1=[-1, -1, -1])
-    reward = ProcessReward(
-        judge, reward_chunk_length=4, block_size=2, block_origin="response", num_requests=3
-    )
+    reward = ProcessReward(judge, reward_chunk_length=4, block_size=2)
     assert tokens(reward, *group) == [[0, 0, 1, 0, 0, -1, 0], [1, 0, -1, -1, 0, 0, 1]]
     assert [s.parts["process"] for s in reward.score(group)] == [0.0, 0.0]
     assert all(s.total == 0 for s in reward.score(group))
@@ -65,7 +58,7 @@ def test_blocks_that_begin_with_the_sequence_are_shifted_by_the_prompt() -> None
     each chunk give numbers 1 and -1, and those on cell 7 add up.
     """
     steps = list(range(9))
-    group = [n(number=i, steps=steps, num_prompt=3, length=8, decode=decode)
+    group = [n(number=i, steps=steps, num_prompt=3, num_tokens=8)
              for i, n in enumerate((right, wrong))]  # fmt: skip
     judge = Table(**{f"r1p{p}": [-1, -1, -1] for p in range(3)})
     reward = ProcessReward(judge, reward_chunk_length=3, block_size=4)
@@ -75,8 +68,8 @@ def test_blocks_that_begin_with_the_sequence_are_shifted_by_the_prompt() -> None
 
 def test_without_blocks_every_chunk_is_its_own_final_block() -> None:
     """The last chunk, too: cell 0 was written last of all in the first response."""
-    group = [right(number=0, steps=[3, 0, 1, 2], decode=decode),
-             wrong(number=1, steps=[0, 1, 2, 3], decode=decode)]  # fmt: skip
+    group = [right(number=0, steps=[3, 0, 1, 2]),
+             wrong(number=1, steps=[0, 1, 2, 3])]  # fmt: skip
     reward = ProcessReward(Table(r1p0=[-1] * 3, r0p1=[-1] * 3), reward_chunk_length=2)
     assert tokens(reward, *group) == [[1, 0, 0, -1], [0, -1, 0, 1]]
 
@@ -84,7 +77,7 @@ def test_without_blocks_every_chunk_is_its_own_final_block() -> None:
 @pytest.mark.parametrize("opinions", [[1, -1, 1], [1, None, 1], [None, None, None]])
 def test_opinions_that_do_not_agree_fall_back_to_the_outcome(opinions: list[Grade | None]) -> None:
     judge = Table(r0p0=opinions, r1p0=opinions)
-    group = [right(number=0, decode=decode), wrong(number=1, decode=decode)]
+    group = [right(number=0), wrong(number=1)]
     scores = ProcessReward(judge).score(group)
     assert [s.parts["process"] for s in scores] == [1.0, -1.0]
     assert [s.parts["process_agreement"] for s in scores] == [0.0, 0.0]
@@ -94,9 +87,9 @@ def test_chunks_are_compared_only_with_chunks_of_the_same_number() -> None:
     """Chunk 0 of three responses: 1, 1, -1 with mean 1/3 and deviation sqrt(8)/3: numbers
     1/sqrt(2), 1/sqrt(2) and -sqrt(2). Only the first has a chunk 1, whose grade stays -1."""
     group = [
-        right(number=0, steps=[0, 1, 2], decode=decode),
-        right(number=1, steps=[0, 1, 2], length=2, decode=decode),
-        wrong(number=2, steps=[0, 1, 2], length=2, decode=decode),
+        right(number=0, steps=[0, 1, 2]),
+        right(number=1, steps=[0, 1, 2], num_tokens=2),
+        wrong(number=2, steps=[0, 1, 2], num_tokens=2),
     ]
     reward = ProcessReward(Table(r2p0=[-1] * 3, r0p1=[-1] * 3), reward_chunk_length=2)
     found = np.array(tokens(reward, *group))
@@ -108,10 +101,10 @@ def test_chunks_are_compared_only_with_chunks_of_the_same_number() -> None:
 
 def test_the_judge_sees_the_text_up_to_the_end_of_each_chunk_and_the_outcome() -> None:
     judge = Table()
-    ProcessReward(judge, reward_chunk_length=2, k_sample=1, num_requests=1).score(
-        [wrong(number=0, steps=[0, 1, 2], decode=decode)]
+    ProcessReward(judge, reward_chunk_length=2, k_sample=1).score(
+        [wrong(number=0, steps=[0, 1, 2])]
     )
-    assert [q.shown for q in judge.questions] == ["0 1", "0 1 2"]
+    assert sorted(q.shown for q in judge.questions) == ["0 1", "0 1 2"]
     question = judge.questions[0]
     assert (question.problem, question.truth, question.response) == ("3+4?", "7", "8")
     assert not question.is_correct
@@ -119,30 +112,21 @@ def test_the_judge_sees_the_text_up_to_the_end_of_each_chunk_and_the_outcome() -
 
 def test_an_empty_response_is_never_judged() -> None:
     judge = Table()
-    (score,) = ProcessReward(judge).score([wrong(length=0, decode=decode)])
+    (score,) = ProcessReward(judge).score([wrong(num_tokens=0)])
     assert score.token_rewards.tolist() == [0, 0, 0]  # type: ignore[union-attr]
     assert judge.questions == []
 
 
-def test_a_failing_judge_stops_the_rest_and_missing_text_is_named() -> None:
+def test_a_failing_judge_stops_the_rest() -> None:
     class Failing(Judge):
         def grade(self, question: StepQuestion, sample: int) -> Grade | None:
             raise ValueError(f"{question.uid}: did not answer")
 
     with pytest.raises(ValueError, match="sums/train/0#0: did not answer"):
-        ProcessReward(Failing(), num_requests=1).score([right(decode=decode)])
-    with pytest.raises(ValueError, match="sums/train/0#0: a process reward needs"):
-        ProcessReward(Table()).score([right()])
+        ProcessReward(Failing()).score([right()])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reward_chunk_length": 0}, "reward_chunk_length: expected at least 1, got 0"),
-        ({"k_sample": 0}, "k_sample: expected at least 1"),
-        ({"block_size": 0}, "block_size: expected at least 1"),
-    ],
-)
-def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ProcessReward(Table(), **settings)
+@pytest.mark.parametrize("option", ["reward_chunk_length", "k_sample", "block_size"])
+def test_bad_settings_are_named(option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        ProcessReward(Table(), **{option: 0})  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import pytest
 
 from lit_dlm.grading import SandboxError, Verdict, launch
 from lit_dlm.rewards import (
-    FormatReward,
     Graded,
     MeanCorrectnessFilter,
     Reward,
@@ -44,6 +43,16 @@ class Sums:
         return Verdict(status="right" if right else "wrong", answer=completion)
 
 
+class Boxed(Reward):
+    """Pays for a box."""
+
+    name = "boxed"
+    weight = 0.5
+
+    def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
+        return [RewardScore(total=float("boxed" in one.text)) for one in group]
+
+
 class TokenShare(Reward):
     """Pays by the text's length and per token, and comes after the filters."""
 
@@ -73,13 +82,13 @@ def test_totals_are_weighted_sums_and_parts_stay_unweighted() -> None:
     group = [rollout("7", number=0), rollout(r"\boxed{8}", number=1), rollout("8", number=2)]
     example = PromptExample(uid="b", task="sums", text="", reference={"answer": r"\boxed{1}"})
     boxed = rollout(r"\boxed{1}", example=example)
-    rewards = [Graded(weight=2.0), FormatReward("boxed", weight=0.5)]
+    rewards = [Graded(weight=2.0), Boxed()]
     rewarder = Rewarder(rewards, {"sums": task})
     scores = rewarder.score([group, [boxed]])
     rewarder.close()
     assert [s.total for s in scores[0]] == [2.0, 0.5, 0.0]
     assert scores[1][0].total == 2.5
-    assert scores[1][0].parts == {"graded": 1.0, "format_boxed": 1.0}
+    assert scores[1][0].parts == {"graded": 1.0, "boxed": 1.0}
     assert [s.is_correct for s in scores[0]] == [True, False, False]
     assert scores[0][0].token_rewards is None
     assert scores[0][1].verdict is not None
@@ -145,15 +154,15 @@ def test_rewards_per_token_add_up_by_weight() -> None:
 
 def test_without_a_reward_that_needs_verdicts_nothing_is_graded() -> None:
     task = Sums()
-    (score,) = Rewarder([FormatReward("marked")], {"sums": task}).score([[rollout("#### 7")]])[0]
-    assert (score.total, score.verdict, task.graded) == (0.1, None, [])
+    (score,) = Rewarder([Boxed()], {"sums": task}).score([[rollout(r"\boxed{7}")]])[0]
+    assert (score.total, score.verdict, task.graded) == (0.5, None, [])
 
 
 def test_a_filter_that_looks_at_what_is_right_has_it_graded() -> None:
     """One right of two is kept, although the reward looks at the format only."""
     task = Sums()
     keep = MeanCorrectnessFilter()
-    rewarder = Rewarder([FormatReward("boxed")], {"sums": task}, filters=[keep])
+    rewarder = Rewarder([Boxed()], {"sums": task}, filters=[keep])
     (scores,) = rewarder.score([[rollout("7", number=0), rollout("8", number=1)]])
     rewarder.close()
     assert [score.is_correct for score in scores] == [True, False]
@@ -242,11 +251,7 @@ def test_rewards_that_wait_for_others_see_all_groups_at_the_same_time() -> None:
     rewarder = Rewarder([Meeting()], {"sums": Sums()})
     groups = [[rollout("7" * length)] for length in (1, 2, 3, 4)]
     found = rewarder.score(groups)
-    expected = [TokenShare().score(group)[0].token_rewards for group in groups]
-    assert [score.token_rewards.tolist() for (score,) in found] == [  # type: ignore[union-attr]
-        rewards.tolist()  # type: ignore[union-attr]
-        for rewards in expected
-    ]
+    assert [score.parts["share_raw"] for (score,) in found] == [1, 2, 3, 4]
     rewarder.close()
 
 
