@@ -1,9 +1,8 @@
 """Countdown: reach a target from three to five numbers, each used once.
 
 The prompt is the numbers and, last, the target: ``15,44,79,50``. The completion is one step for
-each operation, ``44-15=29,79-29=50``; a single expression is accepted as well. Training problems
-never meet a test problem: the digests of all public ones (d1, 256 problems; Dream, 3,000) are
-shipped next to the task.
+each operation, ``44-15=29,79-29=50``; a single expression is accepted as well. Public problems are
+those of d1 (256) and Dream (3,000).
 """
 
 from __future__ import annotations
@@ -65,10 +64,6 @@ def draw_countdown(rng: random.Random, *, counts: Sequence[int] = (3, 4)) -> Pro
 
     Numbers are 1 to 99, results whole and not negative, the target 10 to 100, as in the public
     sets. When only sums and differences occur, the sums come first.
-
-    Args:
-        rng: the generator that decides everything.
-        counts: how many numbers, each with equal chance.
     """
     while True:
         numbers = [rng.randint(1, 99) for _ in range(rng.choice(counts))]
@@ -111,14 +106,10 @@ def _random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step] | No
 
 
 def read_problems(path: str | Path) -> list[tuple[list[int], int, str | None]]:
-    """Reads a JSON-lines file of problems.
+    """Numbers, target and, where there is one, the solution of each line of a JSON-lines file.
 
-    Args:
-        path: rows with ``input`` and ``output``. Where ``output`` is a number it is the target
-            (d1); else the last number of ``input`` is the target and ``output`` a solution (Dream).
-
-    Returns:
-        Numbers, target and the solution where the file has one.
+    Where a row's ``output`` is a number it is the target (d1); else the last number of ``input`` is
+    the target and ``output`` a solution (Dream).
     """
     problems: list[tuple[list[int], int, str | None]] = []
     with Path(path).open(encoding="utf-8") as lines:
@@ -155,12 +146,11 @@ class Countdown(PuzzleTask):
 
     Args:
         split: ``train`` or ``test``.
-        path: a file of problems (see :func:`read_problems`); ``None`` generates them.
+        path: a file of problems (:func:`read_problems`); ``None`` generates them.
         counts: how many numbers a generated problem has, each with equal chance.
         style: how training solutions are written. An ``expression`` is easier for a very small
             model, which need not compute the values in between; ``worked`` puts the four sums that
             decide it before the expression (:func:`write_worked`).
-        **options: see :class:`PuzzleTask`.
     """
 
     name = "countdown"
@@ -181,7 +171,6 @@ class Countdown(PuzzleTask):
         super().__init__(split, path, **options)
 
     def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of either split."""
         return draw_countdown(rng, counts=self.counts)
 
     def read(self, path: str | Path) -> list[Problem]:

@@ -26,32 +26,25 @@ MAX_DRAWS_PER_EXAMPLE = 5_000
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One generated problem."""
+    """One generated problem; see :class:`PromptExample`."""
 
     key: str
     """What makes the problem this problem; equal keys are the same problem in other words."""
     text: str
-    """The user turn."""
     reference: dict[str, Any]
-    """What grading needs (JSON types only)."""
     images: tuple[Picture, ...] = ()
-    """What the text asks about."""
 
 
 class TrainingSource(Protocol):
     """What pretraining needs of a task: endless pairs of prompt and right completion."""
 
-    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training problem: the user turn, and a right completion in a random style."""
-        ...
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]: ...
 
 
 class DrillSource(Protocol):
-    """A task that also offers drills: lines of arithmetic without a prompt."""
+    """A task that also offers drills: lines of equations ``a<op>b=c`` without a prompt."""
 
-    def draw_drill(self, rng: random.Random) -> str:
-        """Draws one line of equations, each written ``a<op>b=c``."""
-        ...
+    def draw_drill(self, rng: random.Random) -> str: ...
 
 
 def is_held_out(key: str) -> bool:
@@ -67,8 +60,8 @@ class GeneratedTask(Task):
         split: ``train`` or ``test``; a hash of the problem decides, the seed does not.
         num_examples: how many distinct problems :meth:`examples` lists.
         seed: seed of that list.
-        template: how a problem becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`); the problem itself by default.
+        template: how a problem becomes a prompt (:func:`~lit_dlm.tasks.templates.template_text`);
+            the problem itself by default.
     """
 
     splits: tuple[str, ...] = ("train", "test")
@@ -84,8 +77,6 @@ class GeneratedTask(Task):
         if split not in self.splits:
             known = " or ".join(map(repr, self.splits))
             raise ValueError(f"{self.name}.split: expected {known}, got {split!r}")
-        if num_examples < 0:
-            raise ValueError(f"{self.name}.num_examples: expected 0 or more, got {num_examples}")
         self.split = split
         self.num_examples = num_examples
         self.seed = seed
@@ -101,7 +92,6 @@ class GeneratedTask(Task):
         return False
 
     def draw_training(self, rng: random.Random) -> Problem:
-        """Draws a problem of the training split."""
         return self._draw_of_split(rng, "train")
 
     def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
@@ -114,10 +104,7 @@ class GeneratedTask(Task):
         )
 
     def examples(self) -> Sequence[PromptExample]:
-        """Lists the problems, no two with the same key, in a stable order.
-
-        Problem ``i`` depends on the seed and ``i`` only, never on how many are asked for.
-        """
+        """Problems of different keys; number ``i`` depends on the seed and ``i`` only."""
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
         seen: dict[str, Problem] = {}
         repeats = 0

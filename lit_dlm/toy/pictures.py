@@ -55,6 +55,8 @@ _ANSWER = re.compile(r"[a-z]+|\d+")
 
 Pixels = NDArray[np.uint8]
 Kind = Literal["digit", "sum", "colour", "count"]
+Shape = tuple[int, int, int, str, str]
+"""Quarter of the picture in reading order, offset down and across in it, colour and name."""
 
 
 def split_of(data: bytes) -> str:
@@ -85,11 +87,7 @@ def digits(split: str) -> list[tuple[Pixels, int]]:
 
 
 def stored_digits(path: Path) -> list[tuple[Pixels, int]]:
-    """Digits of a sheet with a row of them for 0, one for 1 and so on, black where there is none.
-
-    Args:
-        path: of the sheet.
-    """
+    """Digits of a sheet: a row of them for 0, one for 1 and so on, black where there is none."""
     with Image.open(path) as image:
         sheet = np.array(image)
     tiles = sheet.reshape(10, SIDE, -1, SIDE).transpose(0, 2, 1, 3)
@@ -115,13 +113,8 @@ def augmented(digit: Pixels, rng: random.Random) -> Pixels:
     return np.round(ink * 255 / 16).astype(np.uint8)
 
 
-def draw_shapes(shapes: Sequence[tuple[int, int, int, str, str]]) -> Pixels:
-    """Pixels ``(8, 8, 3)`` of shapes on black.
-
-    Args:
-        shapes: quarter of the picture in reading order, offset down and across in it, colour and
-            shape of each.
-    """
+def draw_shapes(shapes: Sequence[Shape]) -> Pixels:
+    """Pixels ``(8, 8, 3)`` of shapes on black."""
     pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
     for quarter, down, across, colour, shape in shapes:
         top, left = 4 * (quarter // 2) + down, 4 * (quarter % 2) + across
@@ -156,7 +149,6 @@ class _PictureTask(GeneratedTask):
         return self._drawn(rng, split)[0]
 
     def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of the task's split."""
         return self._draw_of_split(rng, self.split)
 
     def _drawn(
@@ -165,7 +157,6 @@ class _PictureTask(GeneratedTask):
         raise NotImplementedError
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The answer as it is written in training."""
         return str(example.reference["completion"])
 
 
@@ -181,14 +172,13 @@ class PictureQuestions(_PictureTask):
         self,
         kind: Kind,
         split: str = "test",
-        num_examples: int = 200,
-        seed: int = 0,
         *,
-        template: str | None = None,
+        num_examples: int = 200,
+        **options: Any,
     ) -> None:
         self.kind = kind
         self.name = f"picture_{kind}"
-        super().__init__(split, num_examples, seed, template=template)
+        super().__init__(split, num_examples, **options)
 
     def _drawn(
         self, rng: random.Random, split: str, *, augments: bool = False
@@ -220,12 +210,10 @@ class PictureQuestions(_PictureTask):
         return f"{asked}{shown}{problem.text}", str(problem.reference["completion"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The last word or number."""
         found = _ANSWER.findall(completion)
         return found[-1] if found else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right if the last word or number is the answer."""
         return grade_exactly(
             self.extract(example, completion),
             example.reference["answer"],
@@ -233,7 +221,7 @@ class PictureQuestions(_PictureTask):
         )
 
 
-def _shapes(rng: random.Random, split: str) -> list[tuple[int, int, int, str, str]]:
+def _shapes(rng: random.Random, split: str) -> list[Shape]:
     while True:
         quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
         shapes = [
@@ -245,9 +233,7 @@ def _shapes(rng: random.Random, split: str) -> list[tuple[int, int, int, str, st
             return shapes
 
 
-def _colour(
-    rng: random.Random, shapes: Sequence[tuple[int, int, int, str, str]]
-) -> tuple[str, str]:
+def _colour(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
     kinds = [shape for *_, shape in shapes]
     alone = [one for one in shapes if kinds.count(one[-1]) == 1]
     if not alone:  # two of each
@@ -257,7 +243,7 @@ def _colour(
     return f"What colour is the {shape}?", colour
 
 
-def _count(rng: random.Random, shapes: Sequence[tuple[int, int, int, str, str]]) -> tuple[str, str]:
+def _count(rng: random.Random, shapes: Sequence[Shape]) -> tuple[str, str]:
     wanted = rng.choice([None, None, *COLOURS, *(colour for *_, colour, _ in shapes)])
     listed = [one for one in shapes if wanted in (None, one[-2])]
     named = ", ".join(f"{colour} {shape}" for *_, colour, shape in listed) or "none"
@@ -269,7 +255,6 @@ class PictureDrills:
     """Drills for the start: lines of three pictures, each with what it shows behind a ``=``."""
 
     def draw_drill(self, rng: random.Random) -> str:
-        """Draws one line, of digits or of shapes."""
         _, start, end = PICTURE_MARKS
         line = ""
         for _ in range(3):
@@ -300,40 +285,25 @@ class DigitScorer(PictureScorer):
         return classifier.requires_grad_(False)
 
     def seen(self, picture: Picture) -> int:
-        """The digit that the classifier sees."""
         grey = np.array(picture.decoded().convert("L").resize((SIDE, SIDE)), np.float32) / 255.0
         return int(self._classifier(torch.from_numpy(grey).flatten()).argmax())
 
     def score(self, picture: Picture, example: PromptExample) -> float:
-        """1 if it is the digit of the prompt, else 0."""
         return float(self.seen(picture) == example.reference["digit"])
 
 
 class DigitDrawings(_PictureTask):
-    """Asks for pictures of digits, graded by :class:`DigitScorer`.
+    """Ten prompts that ask for pictures of digits, graded by :class:`DigitScorer`.
 
-    Other options are those of any generated task. There are ten prompts; several responses to each
-    are asked for with ``responses_per_prompt``.
+    Several responses to each are asked for with ``responses_per_prompt``.
     """
 
     name = "digit_drawings"
     scorer = DigitScorer()
 
-    def __init__(
-        self,
-        split: str = "test",
-        num_examples: int = 10,
-        seed: int = 0,
-        *,
-        template: str | None = None,
-    ) -> None:
-        super().__init__(split, num_examples, seed, template=template)
-
     def examples(self) -> Sequence[PromptExample]:
-        """The first of the ten prompts, in order."""
-        return [self._example(_drawing(digit), str(digit)) for digit in range(10)][
-            : self.num_examples
-        ]
+        num = min(self.num_examples, 10)
+        return [self._example(_drawing(digit), str(digit)) for digit in range(num)]
 
     def _drawn(
         self, rng: random.Random, split: str, *, augments: bool = False
@@ -348,12 +318,10 @@ class DigitDrawings(_PictureTask):
         return text, as_tokens(pixels)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The digit that the classifier sees."""
         picture = drawn_picture(completion)
         return None if picture is None else str(self.scorer.seen(picture))
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right if the classifier sees the digit that was asked for."""
         return grade_exactly(
             self.extract(example, completion), example.reference["digit"], missing="no picture"
         )

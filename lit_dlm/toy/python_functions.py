@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from lit_dlm.grading import SandboxLimits, Verdict, run_python_check
+from lit_dlm.grading import Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
 
@@ -20,22 +20,8 @@ TEMPORARIES = ("t", "r", "z")
 _VERBS = {"+": "add", "-": "minus", "*": "times"}
 
 
-def draw_function(rng: random.Random) -> Problem:
-    """Draws one function of either split, a list function or a chain with equal chance.
-
-    Its reference holds the description ``spec``, ``entry_point`` and ``check``.
-    """
-    spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
-    key = repr(sorted(spec.items()))
-    return Problem(
-        key=key,
-        text=describe(spec),
-        reference={"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)},
-    )
-
-
 def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
-    """Draws a fold: what to collect, of which values, over which elements."""
+    """A fold: what to collect, of which values, over which elements."""
     test = rng.choice(("even", "odd", "positive", "negative", "above", "below", "divisible"))
     # Bounds that would say "positive", "negative" or "even" in other words are left out.
     bound = {"above": rng.randint(1, 9), "below": rng.randint(1, 9), "divisible": rng.randint(3, 9)}
@@ -57,7 +43,7 @@ def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_chain_spec(rng: random.Random) -> dict[str, Any]:
-    """Draws two or three operations on x and y."""
+    """Two or three operations on x and y."""
     start = rng.choice("xy")
     operations = []
     for _ in range(rng.randint(2, 3)):
@@ -91,12 +77,7 @@ def describe(spec: dict[str, Any]) -> str:
 
 
 def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
-    """Computes what the function must return, without running generated code.
-
-    Args:
-        spec: the description of the function.
-        *arguments: ``xs`` for a list function, ``x, y`` for a chain.
-    """
+    """What the function must return for ``xs`` or ``x, y``, without running generated code."""
     if spec["kind"] == "chain":
         names = dict(zip("xy", arguments, strict=True))
         total = names[spec["start"]]
@@ -213,36 +194,34 @@ def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
 
 
 class PythonFunctions(GeneratedTask):
-    """Generated Python functions, see the module; other options as for any :class:`GeneratedTask`.
+    """Generated Python functions, see the module.
+
+    A reference holds the description ``spec``, ``entry_point`` and ``check``.
 
     Args:
-        allow_code_execution: permission to run model-written code, needed by :meth:`grade`.
-        limits: what one completion may use; ``None`` takes the sandbox's defaults.
+        split: ``train`` or ``test``.
+        allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
     """
 
     name = "python_functions"
     runs_code = True
 
     def __init__(
-        self,
-        split: str = "test",
-        num_examples: int = 500,
-        seed: int = 0,
-        *,
-        allow_code_execution: bool = False,
-        limits: SandboxLimits | None = None,
-        template: str | None = None,
+        self, split: str = "test", *, allow_code_execution: bool = False, **options: Any
     ) -> None:
-        super().__init__(split, num_examples, seed, template=template)
+        super().__init__(split, **options)
         self.allow_code_execution = allow_code_execution
-        self.limits = limits
 
     def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of either split."""
-        return draw_function(rng)
+        spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
+        key = repr(sorted(spec.items()))
+        return Problem(
+            key=key,
+            text=describe(spec),
+            reference={"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)},
+        )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training problem and a function in a random style."""
         problem = self.draw_training(rng)
         return problem.text, write_function(problem.reference["spec"], rng)
 
@@ -251,11 +230,9 @@ class PythonFunctions(GeneratedTask):
         return write_function(example.reference["spec"], random.Random(example.uid))
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Takes the completion as the program when it defines the function."""
         return completion if f"def {example.reference['entry_point']}(" in completion else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the ``check`` on the function, in the sandbox."""
         code = self.extract(example, completion)
         if code is None:
             return Verdict(status="no_answer", detail="the function is not defined")
@@ -263,6 +240,5 @@ class PythonFunctions(GeneratedTask):
             code,
             example.reference["check"],
             example.reference["entry_point"],
-            limits=self.limits,
             allow_code_execution=self.allow_code_execution,
         )

@@ -1,9 +1,8 @@
 """4x4 Sudoku: the public test puzzles, and training puzzles made from the 288 complete grids.
 
 A puzzle is four rows of four digits with 0 for a blank; a completion repeats the grid with the
-blanks filled. Any valid grid that keeps the givens is right, whether or not it is the one the
-source lists. Training puzzles never meet a test puzzle: the digests of all public ones (d1, 500
-puzzles; Dream, nine files of 108) are shipped next to the task.
+blanks filled. Any valid grid that keeps the givens is right. Public puzzles are those of d1 (500)
+and Dream (nine files of 108).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _GRID_RUN = re.compile(r"\d[\d\s|,+-]*")
 
 @lru_cache(maxsize=1)
 def complete_grids() -> tuple[str, ...]:
-    """Lists the 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
+    """The 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
     rows = ["".join(p) for p in itertools.permutations("1234")]
     grids: list[str] = []
     for top in itertools.product(rows, repeat=2):
@@ -71,14 +70,6 @@ def as_rows(grid: str) -> str:
     return "\n".join(grid[i : i + 4] for i in range(0, CELLS, 4))
 
 
-def draw_puzzle(rng: random.Random) -> Problem:
-    """Blanks out random cells of a random complete grid, whose puzzle is the problem's key."""
-    solution = rng.choice(complete_grids())
-    blanks = set(rng.sample(range(CELLS), rng.randint(MIN_BLANKS, MAX_BLANKS)))
-    puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))
-    return _problem(puzzle, solution)
-
-
 def _problem(puzzle: str, solution: str) -> Problem:
     return Problem(
         key=puzzle, text=as_rows(puzzle), reference={"puzzle": puzzle, "solution": solution}
@@ -86,14 +77,10 @@ def _problem(puzzle: str, solution: str) -> Problem:
 
 
 def read_puzzles(path: str | Path) -> list[tuple[str, str]]:
-    """Reads a file of puzzles.
+    """Puzzles and solutions, 16 digits each, of a file.
 
-    Args:
-        path: a CSV with the columns ``Puzzle`` and ``Solution`` (d1) or a JSON-lines file with
-            ``input`` and ``output`` (Dream).
-
-    Returns:
-        Pairs of 16 digits: the puzzle with 0 for a blank, and a solution.
+    That is a CSV with the columns ``Puzzle`` and ``Solution`` (d1) or a JSON-lines file with
+    ``input`` and ``output`` (Dream).
     """
     path = Path(path)
     with path.open(encoding="utf-8", newline="") as lines:
@@ -119,31 +106,26 @@ class Sudoku(PuzzleTask):
     name = "sudoku"
 
     def draw(self, rng: random.Random) -> Problem:
-        """Draws a puzzle of either split."""
-        return draw_puzzle(rng)
+        solution = rng.choice(complete_grids())
+        blanks = set(rng.sample(range(CELLS), rng.randint(MIN_BLANKS, MAX_BLANKS)))
+        puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))
+        return _problem(puzzle, solution)
 
     def read(self, path: str | Path) -> list[Problem]:
-        """Reads the puzzles of a file."""
         return [_problem(puzzle, solution) for puzzle, solution in read_puzzles(path)]
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training puzzle and the grid it was made from."""
         problem = self.draw_training(rng)
         return problem.text, as_rows(problem.reference["solution"])
 
     def reference_completion(self, example: PromptExample) -> str:
-        """Writes the listed solution as four rows."""
         return as_rows(example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Finds the last grid.
+        """The last grid, inside the last ``<answer>`` tags when there are any.
 
-        Inside the last ``<answer>`` tags when there are any, else in the whole completion. A grid
-        is 16 digits 0 to 4 on one line, or four lines of four; spaces, commas and the signs that
+        It is 16 digits 0 to 4 on one line, or four lines of four; spaces, commas and the signs that
         draw boxes (bars, pluses, dashes) are ignored between them.
-
-        Returns:
-            16 digits, or ``None``.
         """
         tagged = _TAGGED.findall(completion)
         grids = []
@@ -152,10 +134,7 @@ class Sudoku(PuzzleTask):
         return grids[-1] if grids else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Checks that the last grid is complete, valid and keeps the givens.
-
-        The score is the share of blanks filled as in the listed solution.
-        """
+        """Any right grid is right; the score is the share of blanks filled as listed."""
         puzzle, solution = example.reference["puzzle"], example.reference["solution"]
         grid = self.extract(example, completion)
         if grid is None:

@@ -48,24 +48,18 @@ _PIECES = (
 )
 
 
+_NUM_PAIRS = 6_000
+
+
 def build_tokenizer(
-    sources: Sequence[TrainingSource],
-    *,
-    num_texts: int = 6_000,
-    seed: int = 0,
-    num_picture_tokens: int = 0,
+    sources: Sequence[TrainingSource], *, num_picture_tokens: int = 0
 ) -> PreTrainedTokenizerFast:
     """Builds the tokenizer of the embedded models. Equal arguments give equal files.
 
     Args:
         sources: tasks whose prompts and completions define the vocabulary, in equal shares.
-        num_texts: number of pairs it is trained on.
-        seed: seed of those pairs.
         num_picture_tokens: adds the marks of pictures and so many of their tokens, ``<|p0|>`` and
             so on, behind all others.
-
-    Returns:
-        A fast tokenizer with left padding and a chat template.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -82,7 +76,7 @@ def build_tokenizer(
         special_tokens=[PAD, END, MASK, USER, ASSISTANT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    core.train_from_iterator(_texts(sources, num_texts=num_texts, seed=seed), trainer=trainer)
+    core.train_from_iterator(_texts(sources), trainer=trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
@@ -101,9 +95,9 @@ def build_tokenizer(
     return tokenizer
 
 
-def _texts(sources: Sequence[TrainingSource], *, num_texts: int, seed: int) -> Iterator[str]:
-    """Yields prompts and completions of all sources in turn, without special tokens."""
-    rng = random.Random(f"vocabulary/{seed}")
-    for index in range(num_texts):
+def _texts(sources: Sequence[TrainingSource]) -> Iterator[str]:
+    """Prompts and completions of all sources in turn, without special tokens."""
+    rng = random.Random("vocabulary/0")
+    for index in range(_NUM_PAIRS):
         for text in sources[index % len(sources)].draw_pair(rng):
             yield re.sub(r"<\|\w+\|>", "", text)

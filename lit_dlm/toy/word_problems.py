@@ -28,40 +28,8 @@ MAX_COMPLETION_TOKENS = 31
 _ANSWER = re.compile(r"####\s*(-?\d{1,400})(?!\d)")
 
 
-def draw_word_problem(rng: random.Random) -> Problem:
-    """Draws one problem of either split; its reference holds ``start``, ``moves`` and ``answer``.
-
-    Seven in ten are small (numbers 1 to 9, two to four steps), the others start with a number
-    from 10 to 59 and have one to three steps. The running total stays within 0..99 and the
-    completion within :data:`MAX_COMPLETION_TOKENS`. Moves are signed.
-    """
-    while True:
-        if rng.random() < 0.7:
-            start, num_steps, low = rng.randint(1, 9), rng.randint(2, 4), 1
-        else:
-            start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
-        moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
-        totals = list(accumulate(moves, initial=start))[1:]
-        if (
-            min(totals) >= 0
-            and max(totals) <= 99
-            and _num_pieces(start, moves) <= MAX_COMPLETION_TOKENS
-        ):
-            break
-    item = rng.choice(ITEMS)
-    told = ", ".join(f"{rng.choice(GAINS if m > 0 else LOSSES)} {abs(m)}" for m in moves)
-    return Problem(
-        key=f"{start}" + "".join(f"{m:+d}" for m in moves),
-        text=f"{rng.choice(NAMES)} has {start} {item}, {told}. How many {item}?",
-        reference={"start": start, "moves": moves, "answer": totals[-1]},
-    )
-
-
 def write_solution(start: int, moves: Sequence[int], rng: random.Random) -> str:
-    """Writes a right solution, ending in ``#### n``, in a random style.
-
-    The free choices are the separator between steps and the order of the operands of each sum.
-    """
+    """Writes a right solution; separator and order of the operands of each sum are drawn."""
     steps, total = [], start
     for move in moves:
         left, right = f"{total}", f"{abs(move)}"
@@ -79,22 +47,36 @@ def _num_pieces(start: int, moves: Sequence[int]) -> int:
 
 
 class WordProblems(GeneratedTask):
-    """Generated word problems, see the module."""
+    """Generated word problems; a reference holds ``start``, signed ``moves`` and ``answer``."""
 
     name = "word_problems"
 
     def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of either split."""
-        return draw_word_problem(rng)
+        """The running total stays within 0..99, a solution within ``MAX_COMPLETION_TOKENS``."""
+        while True:
+            if rng.random() < 0.7:
+                start, num_steps, low = rng.randint(1, 9), rng.randint(2, 4), 1
+            else:
+                start, num_steps, low = rng.randint(10, 59), rng.randint(1, 3), 2
+            moves = [rng.choice((-1, 1)) * rng.randint(low, 9) for _ in range(num_steps)]
+            totals = list(accumulate(moves, initial=start))[1:]
+            is_short = _num_pieces(start, moves) <= MAX_COMPLETION_TOKENS
+            if min(totals) >= 0 and max(totals) <= 99 and is_short:
+                break
+        item = rng.choice(ITEMS)
+        told = ", ".join(f"{rng.choice(GAINS if m > 0 else LOSSES)} {abs(m)}" for m in moves)
+        return Problem(
+            key=f"{start}" + "".join(f"{m:+d}" for m in moves),
+            text=f"{rng.choice(NAMES)} has {start} {item}, {told}. How many {item}?",
+            reference={"start": start, "moves": moves, "answer": totals[-1]},
+        )
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training problem and a solution in a random style."""
         problem = self.draw_training(rng)
         reference = problem.reference
         return problem.text, write_solution(reference["start"], reference["moves"], rng)
 
     def draw_drill(self, rng: random.Random) -> str:
-        """Draws a line of five independent sums and differences."""
         equations = []
         for _ in range(5):
             a, b = rng.randint(0, 75), rng.randint(1, 9)
@@ -113,11 +95,10 @@ class WordProblems(GeneratedTask):
         return write_solution(reference["start"], reference["moves"], random.Random(example.uid))
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Finds the number after the last ``####``."""
+        """The number after the last ``####``."""
         found = _ANSWER.findall(completion)
         return str(int(found[-1])) if found else None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Compares that number with the answer, exactly."""
         answer = self.extract(example, completion)
         return grade_exactly(answer, example.reference["answer"], missing="no number after '####'")

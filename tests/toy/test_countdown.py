@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.countdown import (
     MAX_COMPLETION_TOKENS,
     Countdown,
-    canonical,
     draw_countdown,
     read_problems,
 )
@@ -30,10 +29,6 @@ EXAMPLE = PromptExample(  # first row of Dream's three-number file, Apache-2.0
     text="15,44,79,50",
     reference={"numbers": [15, 44, 79], "target": 50, "solution": "44-15=29,79-29=50"},
 )
-
-
-def test_it_is_a_task() -> None:
-    assert isinstance(Countdown(), Task)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +143,6 @@ def test_training_pairs_grade_right(style: str) -> None:
             uid="u", task="countdown", text=text, reference={"numbers": numbers, "target": target}
         )
         assert task.grade(example, completion).is_correct
-        assert canonical(numbers, target) not in task._excluded
 
 
 def test_sums_may_come_in_either_operand_order() -> None:
@@ -185,17 +179,3 @@ def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
         assert example.text == "15,44,79,50"
         assert example.uid == f"countdown/test/{path.stem}-00000"
         assert task.grade(example, task.reference_completion(example)).is_correct
-
-
-def test_a_wrong_solution_in_a_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"input": "15,44,79,50", "output": "44-15=29"}) + "\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl: row 0: solution '44-15=29': ends at 29"):
-        read_problems(path)
-
-
-def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"countdown\.counts: expected numbers from 2 to 5"):
-        Countdown(counts=(6,))
-    with pytest.raises(ValueError, match="files hold test problems"):
-        Countdown("train", str(tmp_path / "a.jsonl"))

@@ -1,17 +1,18 @@
 """Splits, stable numbering and determinism of the generated tasks."""
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
 from lit_dlm.toy.addition import Addition
-from lit_dlm.toy.countdown import Countdown, canonical
+from lit_dlm.toy.countdown import Countdown, canonical, read_problems
 from lit_dlm.toy.generated import Problem, is_held_out
 from lit_dlm.toy.python_functions import PythonFunctions
-from lit_dlm.toy.sudoku import Sudoku
+from lit_dlm.toy.sudoku import Sudoku, read_puzzles
 from lit_dlm.toy.word_problems import WordProblems
 
 TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown]
@@ -57,7 +58,7 @@ def test_no_completion_breaks_a_grader_or_keeps_it_for_minutes(task: type, compl
 @pytest.mark.parametrize("task", [WordProblems, PythonFunctions])
 def test_the_500_listed_test_problems_are_never_drawn_in_training(task: type) -> None:
     rng = random.Random(0)
-    held_out = {example.text for example in task("test", 500).examples()}
+    held_out = {example.text for example in task("test", num_examples=500).examples()}
     source = task("train")
     problems = [source.draw_training(rng) for _ in range(3_000)]
     assert not any(is_held_out(problem.key) for problem in problems)
@@ -97,10 +98,40 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
         Few("test", 40).examples()
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_an_unknown_split_is_named(task: type) -> None:
-    with pytest.raises(ValueError, match=rf"{task.name}\.split: expected 'train' or 'test'"):
-        task(split="dev")
+def _rows(folder: Path, text: str, name: str) -> Path:
+    (folder / name).write_text(text + "\n")
+    return folder / name
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    r"addition\.split": lambda folder: Addition("dev"),
+    r"sudoku\.split": lambda folder: Sudoku("dev"),
+    r"sudoku\.path": lambda folder: Sudoku("train", str(folder / "a.csv")),
+    r"countdown\.counts": lambda folder: Countdown(counts=(6,)),
+    r"b\.jsonl: row 0: solution '44-15=29'": lambda folder: read_problems(
+        _rows(folder, '{"input": "15,44,79,50", "output": "44-15=29"}', "b.jsonl")
+    ),
+    r"b\.jsonl: row 0: expected numbers": lambda folder: read_problems(
+        _rows(folder, '{"input": "15-44", "output": "44"}', "b.jsonl")
+    ),
+    r"c\.csv: row 0: '1111111111111111' does not": lambda folder: read_puzzles(
+        _rows(folder, f"Puzzle,Solution\n3102200002100320,{'1' * 16}", "c.csv")
+    ),
+    r"c\.csv: row 0: expected 16 digits": lambda folder: read_puzzles(
+        _rows(folder, f"Puzzle,Solution\n310,{'1' * 16}", "c.csv")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals_name_the_option_or_the_row(tmp_path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](tmp_path)
+
+
+@pytest.mark.parametrize("task", [*TASKS, Addition])
+def test_they_are_tasks(task: type) -> None:
+    assert isinstance(task(), Task)
 
 
 def test_canonical_ignores_the_order_of_the_numbers() -> None:
@@ -113,11 +144,3 @@ def test_names_of_tasks_are_distinct():
     ]
     names = [each.name for each in classes if hasattr(each, "name")]
     assert len(names) == len(set(names)) == 21
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_configurations_of_version_0_1_find_the_generated_tasks(task):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Task, "task")
-    old = parser.parse_object({"task": {"class_path": f"lit_dlm.tasks.{task.__name__}"}})
-    assert isinstance(parser.instantiate(old).task, task)

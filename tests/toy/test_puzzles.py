@@ -27,15 +27,14 @@ def test_digest_files_hold_all_public_problems() -> None:
 
 
 @needs_files
-def test_every_public_sudoku_is_covered() -> None:
+def test_every_public_problem_is_covered_and_never_drawn() -> None:
+    """3,256 rows of Countdown, of which eight repeat another one in a different order."""
+    rng = random.Random(0)
     puzzles = {p for path in PLANNING.glob("*sudoku*") for p, _ in read_puzzles(path)}
     assert len(puzzles) == 500 + 9 * 108
     assert {short_digest(p) for p in puzzles} == shipped_digests("sudoku")
-
-
-@needs_files
-def test_every_public_countdown_is_covered() -> None:
-    """3,256 rows, of which eight repeat another one in a different order."""
+    sudoku = Sudoku("train")
+    assert not puzzles & {sudoku.draw_pair(rng)[0].replace("\n", "") for _ in range(3_000)}
     problems = [
         canonical(numbers, target)
         for path in PLANNING.glob("*cd[345]_test.jsonl")
@@ -43,19 +42,6 @@ def test_every_public_countdown_is_covered() -> None:
     ]
     assert len(problems) == 3_256
     assert {short_digest(p) for p in problems} == shipped_digests("countdown")
-
-
-@needs_files
-def test_training_streams_hold_no_public_test_problem() -> None:
-    rng = random.Random(0)
-    puzzles = {p for path in PLANNING.glob("*sudoku*") for p, _ in read_puzzles(path)}
-    sudoku = Sudoku("train")
-    assert not puzzles & {sudoku.draw_pair(rng)[0].replace("\n", "") for _ in range(3_000)}
-    problems = {
-        canonical(numbers, target)
-        for path in PLANNING.glob("*cd[345]_test.jsonl")
-        for numbers, target, _ in read_problems(path)
-    }
     countdown = Countdown("train", counts=(3,))
     for _ in range(3_000):
         *numbers, target = map(int, countdown.draw_pair(rng)[0].split(","))
@@ -64,9 +50,9 @@ def test_training_streams_hold_no_public_test_problem() -> None:
 
 @needs_files
 def test_listed_solutions_of_the_public_files_grade_right() -> None:
-    tasks = [Sudoku("test", str(path), limit=20) for path in PLANNING.glob("*sudoku*")]
-    tasks += [Countdown("test", str(path), limit=40) for path in PLANNING.glob("*cd?_test.jsonl")]  # type: ignore[misc]
+    tasks = [Sudoku("test", str(path)) for path in PLANNING.glob("*sudoku*")]
+    tasks += [Countdown("test", str(path)) for path in PLANNING.glob("*cd?_test.jsonl")]  # type: ignore[misc]
     assert len(tasks) == 14
     for task in tasks:
-        for example in task.examples():
+        for example in task.examples()[:40]:
             assert task.grade(example, task.reference_completion(example)).is_correct

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.python_functions import (
     PythonFunctions,
     describe,
-    draw_function,
     evaluate,
     write_check,
     write_function,
@@ -28,10 +27,6 @@ def passes(code: str, check: str) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def test_it_is_a_task() -> None:
-    assert isinstance(PythonFunctions(), Task)
 
 
 def test_evaluate_by_hand() -> None:
@@ -67,7 +62,7 @@ def test_styles_of_a_chain_are_one_expression_or_a_temporary() -> None:
 def test_every_style_passes_its_check() -> None:
     rng = random.Random(0)
     for _ in range(300):
-        reference = draw_function(rng).reference
+        reference = PythonFunctions().draw(rng).reference
         assert passes(write_function(reference["spec"], rng), reference["check"])
 
 
@@ -85,7 +80,7 @@ def test_a_near_miss_fails_the_check(right: str, wrong: str) -> None:
 def test_different_list_functions_have_different_checks() -> None:
     """A completion for one description must not pass for another one."""
     rng = random.Random(1)
-    problems = {p.key: p for p in (draw_function(rng) for _ in range(120))}
+    problems = {p.key: p for p in (PythonFunctions().draw(rng) for _ in range(120))}
     functions = {
         key: write_function(p.reference["spec"], rng)
         for key, p in problems.items()

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample
+from lit_dlm.toy import puzzles
 from lit_dlm.toy.puzzles import short_digest
 from lit_dlm.toy.sudoku import (
     Sudoku,
     agrees,
     as_rows,
     complete_grids,
-    draw_puzzle,
     is_complete,
     read_puzzles,
 )
@@ -26,10 +26,6 @@ EXAMPLE = PromptExample(
     text=as_rows(PUZZLE),
     reference={"puzzle": PUZZLE, "solution": SOLUTION},
 )
-
-
-def test_it_is_a_task() -> None:
-    assert isinstance(Sudoku(), Task)
 
 
 def test_there_are_288_complete_grids() -> None:
@@ -49,7 +45,7 @@ def test_a_repeated_digit_in_a_row_column_or_box_is_not_complete() -> None:
 def test_puzzles_are_grids_with_4_to_12_blanks() -> None:
     rng = random.Random(0)
     for _ in range(100):
-        reference = draw_puzzle(rng).reference
+        reference = Sudoku().draw(rng).reference
         assert is_complete(reference["solution"])
         assert agrees(reference["solution"], reference["puzzle"])
         assert 4 <= reference["puzzle"].count("0") <= 12
@@ -110,29 +106,14 @@ def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
     assert (example.uid, example.text) == ("sudoku/test/a-00000", "3102\n2000\n0210\n0320")
 
 
-def test_a_wrong_solution_in_a_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(f"Puzzle,Solution\n{PUZZLE},{'1' * 16}\n")
-    with pytest.raises(ValueError, match=r"a\.csv: row 0: '1111111111111111' does not solve"):
-        read_puzzles(path)
-
-
-def test_training_never_draws_a_shipped_or_excluded_puzzle(tmp_path: Path) -> None:
-    """Puzzles that were drawn before are not drawn again from the same seeds once excluded."""
-    free = Sudoku("train")
-    drawn = [free.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
-    path = tmp_path / "extra.jsonl"
-    solved = {p: g for p in drawn for g in complete_grids() if agrees(g, p)}
-    path.write_text("".join(json.dumps({"input": p, "output": solved[p]}) + "\n" for p in drawn))
-    fenced = Sudoku("train", exclude_paths=[str(path)])
-    again = [fenced.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+def test_training_never_draws_a_public_puzzle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puzzles drawn before are not drawn again from the same seeds once they are public."""
+    task = Sudoku("train")
+    drawn = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+    public = frozenset(map(short_digest, drawn))
+    monkeypatch.setattr(puzzles, "shipped_digests", lambda task: public)
+    again = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
     assert not set(drawn) & set(again)
-    assert short_digest(PUZZLE) in fenced._excluded
-
-
-def test_training_on_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="files hold test problems"):
-        Sudoku("train", str(tmp_path / "a.csv"))
 
 
 def test_a_template_tells_what_the_rows_are() -> None:

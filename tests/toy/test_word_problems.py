@@ -6,12 +6,11 @@ from itertools import accumulate
 
 import pytest
 
-from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.word_problems import (
     MAX_COMPLETION_TOKENS,
     SEPARATORS,
     WordProblems,
-    draw_word_problem,
     write_solution,
 )
 
@@ -21,10 +20,6 @@ EXAMPLE = PromptExample(
     text="Tom has 34 pens, finds 7, loses 5. How many pens?",
     reference={"start": 34, "moves": [7, -5], "answer": 36},
 )
-
-
-def test_it_is_a_task() -> None:
-    assert isinstance(WordProblems(), Task)
 
 
 def test_the_free_choices_are_three_separators_and_the_operand_order() -> None:
@@ -68,7 +63,7 @@ def test_grades(completion: str, status: str, answer: str | None) -> None:
 def test_the_story_tells_the_numbers_of_the_reference() -> None:
     rng = random.Random(5)
     for _ in range(100):
-        problem = draw_word_problem(rng)
+        problem = WordProblems().draw(rng)
         told = [int(n) for n in re.findall(r"\d+", problem.text)]
         reference = problem.reference
         assert told == [reference["start"], *map(abs, reference["moves"])]
