@@ -1,8 +1,5 @@
 """Benchmarks and prompt sources, one file each, behind one base class."""
 
-from importlib import import_module
-from typing import Any
-
 from lit_dlm.tasks.alpaca import Alpaca
 from lit_dlm.tasks.base import PromptExample, Task, require_code_execution, tasks_by_name
 from lit_dlm.tasks.code_tests import CodeTests
@@ -40,12 +37,3 @@ __all__ = [
     "require_code_execution",
     "tasks_by_name",
 ]
-
-_TOY_TASKS = ("Addition", "Countdown", "PythonFunctions", "Sudoku", "WordProblems")
-
-
-def __getattr__(name: str) -> Any:
-    # Configurations saved by version 0.1 name these classes here.
-    if name in _TOY_TASKS:
-        return getattr(import_module("lit_dlm.toy"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

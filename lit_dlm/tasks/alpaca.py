@@ -10,15 +10,7 @@ from lit_dlm.tasks.sources import Row
 
 
 class Alpaca(DatasetTask):
-    """Instructions in the form of Alpaca.
-
-    Args:
-        path: a local file or folder with the fields ``instruction`` and ``output`` and, where there
-            is something to work on, ``input``; or a hub id.
-        split: name of the split.
-        template: how a row becomes a prompt: a shipped name, a file or a Jinja text
-            (:mod:`lit_dlm.tasks.templates`).
-    """
+    """Rows of ``instruction``, ``output`` and, where there is something to work on, ``input``."""
 
     name = "alpaca"
     is_graded = False
@@ -45,13 +37,10 @@ class Alpaca(DatasetTask):
         )
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The data set's answer."""
         return str(example.reference["output"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The whole text."""
         return completion.strip() or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Refuses to judge; ask ``is_graded`` first."""
         raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")

@@ -24,11 +24,10 @@ class PromptExample:
     """``{task}/{split}/{name}``, for example ``gsm8k/test/00012``; never depends on a limit. Of
     several responses to a prompt the second is ``gsm8k/test/00012#1``, and so on."""
     task: str
-    """Name of the task."""
     text: str
     """The user turn, before any chat template."""
     history: list[dict[str, str]] = field(default_factory=list)
-    """Turns before it, of ``role`` and ``content``; none by default."""
+    """Turns before it, of ``role`` and ``content``."""
     answer_start: str = ""
     """Text that the answer begins with, put behind the chat template: the model goes on from it. It
     is no part of the completion, but graders of code read it in front."""
@@ -41,11 +40,10 @@ class PromptExample:
 
     @property
     def prompt_uid(self) -> str:
-        """Uid of the prompt, which is that of its first response."""
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
     def responses(self, count: int) -> list[PromptExample]:
-        """The same problem ``count`` times, from the second on under another uid, so seed."""
+        """The same problem ``count`` times; another uid means another seed."""
         others = range(1, count)
         return [self, *(replace(self, uid=f"{self.uid}#{n}", response=n) for n in others)]
 
@@ -84,12 +82,10 @@ class Task(Plug):
 class DatasetTask(Task):
     """A task whose problems are the rows of a data set.
 
-    A subclass says how a row becomes a problem; it may choose among the rows first.
-
     Args:
         path: a local file or folder, or a hub id; the task's own data set by default.
-        split: name of the split, part of every uid.
-        limit: most examples to take; all by default.
+        split: part of every uid.
+        limit: most examples to take.
         seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the task's own by default.
@@ -102,9 +98,6 @@ class DatasetTask(Task):
     """The data set on the hub that is read without a ``path``."""
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
-    """Fields that every row must have."""
-    streamed: bool = False
-    """Whether no more of a data set is read than ``limit`` says, where nothing is shuffled."""
     own_template = "{{ question }}"
 
     def __init__(
@@ -132,15 +125,14 @@ class DatasetTask(Task):
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
-        rows = read_rows(
-            source,
-            config=self.hub_config,
-            split=split,
-            required=self.required_fields,
-            most=limit if self.streamed and seed is None else None,
+        rows = self._rows(source, split, option="path")
+        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+
+    def _rows(self, source: str, split: str, *, option: str) -> list[Row]:
+        required = self.required_fields
+        return self._usable(
+            read_rows(source, config=self.hub_config, split=split, required=required, option=option)
         )
-        chosen = pick_rows(self._usable(rows), seed=seed, limit=limit)
-        self._examples = [self._example(row) for row in chosen]
 
     def _shots(self, count: int, source: str, *, is_same: bool) -> str:
         """Worked examples as one text; ``is_same`` where the prompts have the same source."""
@@ -148,14 +140,7 @@ class DatasetTask(Task):
             raise ValueError(
                 f"shots_path: expected other problems than those of the task {self.name!r}"
             )
-        rows = read_rows(
-            source,
-            config=self.hub_config,
-            split="train",
-            required=self.required_fields,
-            option="shots_path",
-        )
-        rows = self._usable(rows)
+        rows = self._rows(source, "train", option="shots_path")
         if not 0 < count <= len(rows):
             raise ValueError(f"num_shots: expected 0 to {len(rows)} for {source}, got {count}")
         shots = [self._example(row) for row in rows[:count]]
@@ -163,7 +148,7 @@ class DatasetTask(Task):
         return "".join(texts)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
-        """The rows to choose from; all by default."""
+        """The rows to choose from."""
         return rows
 
     @abstractmethod
@@ -183,7 +168,6 @@ class DatasetTask(Task):
         )
 
     def examples(self) -> Sequence[PromptExample]:
-        """The chosen problems in a stable order."""
         return self._examples
 
 
@@ -194,7 +178,7 @@ class CodeTask(DatasetTask):
     ``check``, code put in front of the answer as ``stub``, and a ``solution``, perhaps empty.
 
     Args:
-        path: see :class:`DatasetTask`, as for the other options.
+        path: a local file or folder, or a hub id.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
         limits: what one sample may use.
     """
@@ -214,13 +198,12 @@ class CodeTask(DatasetTask):
         super().__init__(path, **options)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The data set's solution in a fenced block."""
         if not example.reference["solution"]:
             raise ValueError(f"{example.uid}: the row has no field 'solution'")
         return python_block(example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The module that is run: the stub, if any, and the code of the completion."""
+        """The module that is run: the stub and the code of the completion."""
         return self._found(example, completion).code
 
     @staticmethod
@@ -230,7 +213,6 @@ class CodeTask(DatasetTask):
         return extract_code(answer, reference["entry_point"], stub=reference["stub"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
         reference = example.reference
         return grade_by_tests(
             example.answer_start + completion,
@@ -242,7 +224,6 @@ class CodeTask(DatasetTask):
         )
 
     def _limits_of(self, example: PromptExample) -> SandboxLimits | None:
-        """What the answer to a problem may use."""
         return self.limits
 
 
@@ -267,12 +248,7 @@ def require_code_execution(
 ) -> IsolationLevel | None:
     """Refuses tasks that could not be graded as wanted, before the first decode.
 
-    Args:
-        tasks: the tasks of a run.
-        isolation: the least that model-written code must run in.
-
-    Returns:
-        What it will run in; ``None`` if no task runs code.
+    Model-written code must run in ``isolation`` at least; it will in what is returned.
     """
     running = [task for task in tasks if task.runs_code]
     for task in running:

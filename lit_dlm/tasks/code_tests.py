@@ -37,28 +37,20 @@ class CodeTests(CodeTask):
     A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
     for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
     answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
-    ``solution`` may hold code that passes.
+    ``solution`` may hold code that passes. A problem's time limit replaces those of ``limits``.
 
     Args:
         path: a local file or folder, or a hub id.
-        name: name of the task in results and uids, to tell several files apart.
-        limits: what one run may use; each problem's own time limit replaces its times.
+        name: of the task in results and uids, to tell several files apart.
     """
 
     name = "code_tests"
     required_fields: tuple[str, ...] = ("question", "test_method")
     own_template = _TEMPLATE
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        name: str = "code_tests",
-        limits: SandboxLimits | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, path: str, *, name: str = "code_tests", **options: Any) -> None:
         self.name = name
-        super().__init__(path, limits=limits, **options)
+        super().__init__(path, **options)
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
@@ -72,13 +64,13 @@ class CodeTests(CodeTask):
             "solution": row.fields.get("solution") or "",
         }
         if method == "function":
-            tests = reference["test_list"] = self._texts(row, "test_list")
+            tests = reference["test_list"] = row.texts("test_list")
             reference["check"] = "\n".join(tests)
             reference["entry_point"] = _entry_point(tests, row.origin)
             reference["stub"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
         else:
-            reference["test_input"] = self._texts(row, "test_input")
-            reference["test_output"] = self._texts(row, "test_output")
+            reference["test_input"] = row.texts("test_input")
+            reference["test_output"] = row.texts("test_output")
             if len(reference["test_input"]) != len(reference["test_output"]):
                 raise ValueError(
                     f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
@@ -86,25 +78,12 @@ class CodeTests(CodeTask):
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
-    @staticmethod
-    def _texts(row: Row, name: str) -> list[str]:
-        values = row.fields.get(name)
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(isinstance(v, str) for v in values)
-        ):
-            raise ValueError(f"{row.origin}: field {name!r} must be a list of at least one text")
-        return values
-
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The code of the completion."""
         if example.reference["test_method"] == "stdio":
             return extract_program(example.answer_start + completion).code
         return super().extract(example, completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Runs the tests, in the sandbox; the verdict's score is the share that passed."""
         reference = example.reference
         if reference["test_method"] == "function":
             return super().grade(example, completion)
@@ -125,7 +104,6 @@ class CodeTests(CodeTask):
 
 
 def _seconds(row: Row) -> float:
-    """The time limit of a row."""
     value = row.fields.get("test_time_limit", _DEFAULT_SECONDS)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
         raise ValueError(

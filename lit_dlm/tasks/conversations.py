@@ -25,16 +25,13 @@ Turns = list[dict[str, str]]
 def conversation(
     row: Row, *, needs_answer: bool = True, short: bool = False
 ) -> tuple[Turns, str | None]:
-    """Reads a row.
+    """The turns up to the last of the user, and the answer to it.
 
     Args:
         row: of any of the forms.
         needs_answer: whether a prompt alone is an error.
         short: takes ``answer`` before the others, to compare with: a row may hold a worked
             response as well.
-
-    Returns:
-        The turns up to the last of the user, and the answer to it.
     """
     fields = row.fields
     chat = next((name for name in CHATS if name in fields), None)

@@ -17,21 +17,11 @@ class PictureScorer(Plug):
 
     @abstractmethod
     def score(self, picture: Picture, example: PromptExample) -> float:
-        """How well a picture fits its prompt.
-
-        Args:
-            picture: as it was drawn.
-            example: what was asked for.
-
-        Returns:
-            0 to 1, higher is better.
-        """
+        """How well a picture fits its prompt, 0 to 1."""
 
 
 class DrawingPrompts(PromptsFile):
     """Prompts of your own that ask for pictures, whose mean score counts.
-
-    Other options are those of :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
 
     Args:
         path: see :class:`~lit_dlm.tasks.prompts_file.PromptsFile`.
@@ -47,7 +37,6 @@ class DrawingPrompts(PromptsFile):
         self.is_graded = self.is_soft = True
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The score of the picture."""
         picture = drawn_picture(completion)
         return None if picture is None else f"{self.scorer.score(picture, example):.4f}"
 

@@ -17,10 +17,7 @@ _CALCULATOR = re.compile(r"<<[^>]*>>")
 
 
 class GSM8K(DatasetTask):
-    """The GSM8K questions, of the split ``test`` or ``train``; see :class:`DatasetTask`.
-
-    A local file has the fields ``question`` and ``answer``.
-    """
+    """The GSM8K questions, of the split ``test`` or ``train``."""
 
     name = "gsm8k"
     hub_id = "openai/gsm8k"
@@ -45,9 +42,7 @@ class GSM8K(DatasetTask):
         return _CALCULATOR.sub("", example.reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The final number of a solution."""
         return extract_number(completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right if the final number equals the reference exactly."""
         return grade_numeric(completion, example.reference["answer"])

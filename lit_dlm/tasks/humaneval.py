@@ -18,11 +18,9 @@ _TEMPLATE = (
 
 
 class HumanEval(CodeTask):
-    """The 164 problems of HumanEval; see :class:`CodeTask`.
+    """The 164 problems of HumanEval.
 
-    A local file has the fields ``task_id``, ``prompt``, ``entry_point``, ``canonical_solution`` and
-    ``test``. With a template that shows ``test``, such as ``tracelock-code``, scores are not
-    HumanEval scores.
+    With a template that shows ``test``, such as ``tracelock-code``, scores are none of HumanEval.
     """
 
     name = "humaneval"

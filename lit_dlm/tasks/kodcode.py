@@ -67,12 +67,11 @@ class KodCode(CodeTask):
     or pytest's fixtures leave a problem ungraded. The answer runs in a process of its own, so tests
     of what it prints or does to a list that it was given fail: with the 232 rows of KodCode's demo
     218 solutions are right, 6 ungraded and 8 wrong for these reasons. Templates are also given
-    ``test`` and ``entry_point``. See :class:`CodeTask` for the other options.
+    ``test`` and ``entry_point``.
 
     Args:
         path: a local file or folder, or a hub id, such as the TraceLock release's
             ``BOB12311/kodcode-humaneval-like``.
-        split: name of the split.
     """
 
     name = "kodcode"
@@ -103,7 +102,6 @@ class KodCode(CodeTask):
         return self._prompt(row, key, question, reference, test=test, entry_point=entry_point)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """As for other code, unless the tests of the problem cannot be run."""
         if problem := example.reference["problem"]:
             return Verdict(status="ungraded", detail=problem)
         return super().grade(example, completion)
@@ -131,12 +129,8 @@ def checks(test_code: str, entry_point: str) -> str:
     """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`.
 
     Imports of the answer and of pytest go, since the grader binds the answer's names itself and
-    :data:`PYTEST` stands for the other; every test function becomes one assertion.
-
-    Args:
-        test_code: functions named ``test_...``; tests that define ``check(candidate)`` stay as
-            they are.
-        entry_point: the function under test.
+    :data:`PYTEST` stands for the other; every function named ``test_...`` becomes one assertion.
+    Tests that define ``check(candidate)`` stay as they are.
     """
     if not entry_point:
         raise ValueError("nothing tells the name of the function under test")

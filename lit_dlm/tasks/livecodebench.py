@@ -26,13 +26,10 @@ class LiveCodeBench(CodeTests):
     """Problems of LiveCodeBench's ``code_generation`` and ``code_generation_lite`` files.
 
     A problem without starter code is answered by a program, one with it by a class ``Solution``.
-    Public and private tests count. Templates are also given ``starter_code``. Options are those of
-    :class:`CodeTests`.
+    Public and private tests count. Templates are also given ``starter_code``.
 
     Args:
         path: a local ``.jsonl``, such as ``test6.jsonl`` of a release, or a folder with them.
-        name: name of the task in results and uids.
-        since: problems of contests before this day are left out, such as ``2024-08-01``.
     """
 
     name = "livecodebench"
@@ -44,19 +41,8 @@ class LiveCodeBench(CodeTests):
         "Answer with the whole program in one fenced python block.{% endif %}"
     )
 
-    def __init__(
-        self, path: str, *, name: str = "livecodebench", since: str | None = None, **options: Any
-    ) -> None:
-        self._since = since
+    def __init__(self, path: str, *, name: str = "livecodebench", **options: Any) -> None:
         super().__init__(path, name=name, **options)
-
-    def _usable(self, rows: list[Row]) -> list[Row]:
-        if self._since is None:
-            return rows
-        kept = [row for row in rows if row.text("contest_date")[:10] >= self._since]
-        if not kept:
-            raise ValueError(f"since: no problem is of {self._since} or later")
-        return kept
 
     def _example(self, row: Row) -> PromptExample:
         tests = [*_tests(row, "public_test_cases"), *_tests(row, "private_test_cases")]

@@ -23,7 +23,7 @@ class MATH(DatasetTask):
         path: a local file or folder with the fields ``problem`` and ``answer`` or ``solution``
             (whose last box is then the answer), or with dLLM-RL's names ``question`` and
             ``ground_truth_answer``; or a hub id.
-        name: name of the task in results and uids, to tell several files apart.
+        name: of the task in results and uids, to tell several files apart.
     """
 
     name = "math"
@@ -70,14 +70,11 @@ class MATH(DatasetTask):
         return self._prompt(row, f"{row.index:05d}", problem.strip(), reference)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The data set's solution; with only an answer given, that answer in a box."""
         answer, solution = example.reference["answer"], example.reference["solution"]
         return solution if last_boxed(solution) == answer else f"\\boxed{{{answer}}}"
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The content of the last box."""
         return extract_math(completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right if the boxed expression equals the reference mathematically."""
         return grade_math(completion, example.reference["answer"])

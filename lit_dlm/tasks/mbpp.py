@@ -31,9 +31,6 @@ _TEMPLATE = (
     "{{ question }}\n\nThe code must pass these tests:\n"
     "```python\n{{ test_list | join('\n') | trim }}\n```\n\n" + _INSTRUCTION
 )
-_TEMPLATE_WITHOUT_TESTS = (
-    "{{ question }}\n\nThe function must be called as {{ signature }}.\n\n" + _INSTRUCTION
-)
 # Problem 123 takes 8 s with its canonical solution.
 _LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
 
@@ -45,9 +42,6 @@ class MBPP(CodeTask):
         path: a local file or folder with the fields ``task_id``, ``text``, ``code`` and
             ``test_list``, or a hub id. Rows of other splits in the file are left out.
         split: ``test``, ``train``, ``validation`` or ``prompt``.
-        tests_in_prompt: shows the assertions, as the benchmark is meant: they alone say how the
-            function is called. Without them the prompt gives the function's name and arguments
-            (``signature``). It chooses between two templates of the task's own.
         limits: what one sample may use.
     """
 
@@ -55,19 +49,18 @@ class MBPP(CodeTask):
     hub_id = "google-research-datasets/mbpp"
     hub_config = "full"
     required_fields = ("task_id", "text", "code", "test_list")
+    own_template = _TEMPLATE
 
     def __init__(
         self,
         path: str | None = None,
         *,
         split: str = "test",
-        tests_in_prompt: bool = True,
         limits: SandboxLimits | None = None,
         **options: Any,
     ) -> None:
         if split not in _SPLITS:
             raise ValueError(f"split: expected {', '.join(_SPLITS)}, got {split!r}")
-        self.own_template = _TEMPLATE if tests_in_prompt else _TEMPLATE_WITHOUT_TESTS
         super().__init__(path, split=split, limits=limits or _LIMITS, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
@@ -80,20 +73,15 @@ class MBPP(CodeTask):
         return usable
 
     def _example(self, row: Row) -> PromptExample:
-        tests = row.fields["test_list"]
-        if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
-            raise ValueError(f"{row.origin}: field 'test_list' must be a list of assertions")
-        code = row.text("code")
-        entry_point, signature = _entry_point(code, tests, row.origin)
+        tests, code = row.texts("test_list"), row.text("code")
         reference = {
             "task_id": _number(row),
-            "entry_point": entry_point,
+            "entry_point": _entry_point(code, tests, row.origin),
             "check": "\n".join([row.fields.get("test_setup_code") or "", *tests]),
             "stub": "",
             "solution": code,
         }
-        question = row.text("text").strip()
-        return self._prompt(row, f"{_number(row):05d}", question, reference, signature=signature)
+        return self._prompt(row, f"{_number(row):05d}", row.text("text").strip(), reference)
 
 
 class MBPPPlus(PlusTask):
@@ -138,8 +126,8 @@ def _number(row: Row) -> int:
     return value
 
 
-def _entry_point(code: str, tests: Sequence[str], origin: str) -> tuple[str, str]:
-    """The function under test, and how it is called: defined by the solution, used by the tests."""
+def _entry_point(code: str, tests: Sequence[str], origin: str) -> str:
+    """The function under test: the last that the solution defines and the tests use."""
     try:
         defined = ast.parse(code, CANDIDATE_FILE).body
         used = {
@@ -150,11 +138,10 @@ def _entry_point(code: str, tests: Sequence[str], origin: str) -> tuple[str, str
         }
     except SyntaxError as error:
         raise ValueError(f"{origin}: the code or a test does not parse ({error.msg})") from None
-    functions = [n for n in defined if isinstance(n, ast.FunctionDef) and n.name in used]
-    if functions:
-        chosen = functions[-1]
-        return chosen.name, f"{chosen.name}({ast.unparse(chosen.args)})"
-    raise ValueError(f"{origin}: the tests call no function that the field 'code' defines")
+    names = [n.name for n in defined if isinstance(n, ast.FunctionDef) and n.name in used]
+    if not names:
+        raise ValueError(f"{origin}: the tests call no function that the field 'code' defines")
+    return names[-1]
 
 
 def _evalplus(module: str) -> Any:

@@ -32,7 +32,7 @@ class MultipleChoice(DatasetTask):
 
     Args:
         path: a local file or folder, or a hub id.
-        name: name of the task in results and uids, to tell several files apart.
+        name: of the task in results and uids, to tell several files apart.
     """
 
     name = "multiple_choice"
@@ -86,15 +86,12 @@ class MultipleChoice(DatasetTask):
         return given, answer
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The letter, in the sentence that is asked for."""
         return f"The answer is ({example.reference['answer']})."
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The letter of the chosen option."""
         return extract_choice(completion, example.reference["num_options"])
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right if the letter is that of the right option."""
         reference = example.reference
         return grade_choice(completion, reference["answer"], reference["num_options"])
 

@@ -20,8 +20,7 @@ class PlusTask(CodeTask):
     """Base of the EvalPlus tasks; a subclass says how a row becomes a prompt and a problem.
 
     Args:
-        path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release; see :class:`CodeTask` for
-            the other options.
+        path: a local ``.jsonl`` or ``.jsonl.gz`` of the EvalPlus release.
     """
 
     required_fields = ("task_id", "prompt", "entry_point", "canonical_solution")
@@ -48,7 +47,7 @@ class PlusTask(CodeTask):
         """The reference solution as a whole module."""
 
     def _stub(self, row: Row) -> str:
-        """What the prompt shows of the module; nothing by default."""
+        """What the prompt shows of the module."""
         return ""
 
     @abstractmethod
@@ -56,7 +55,7 @@ class PlusTask(CodeTask):
         """How outputs are compared, and what else is right for the rule ``either``."""
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
-        """Inputs with the types that JSON lacks; as they are by default."""
+        """Inputs with the types that JSON lacks."""
         return inputs
 
     def _example(self, row: Row) -> PromptExample:
@@ -70,7 +69,6 @@ class PlusTask(CodeTask):
         return self._prompt(row, problem_number(row), self._question(row), reference)
 
     def problem(self, example: PromptExample) -> PlusProblem:
-        """The problem in the form the grader takes."""
         reference = example.reference
         rule, alternative = self._rule(reference["entry_point"])
         return PlusProblem(
@@ -85,7 +83,6 @@ class PlusTask(CodeTask):
         )
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Compares the completion's outputs with the reference solution's on all inputs."""
         found = self._found(example, completion)
         if (verdict := ungradable(found)) is not None:
             return verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,13 @@ from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.conversations import conversation
 from lit_dlm.tasks.sources import Row
 
+_GRADERS: dict[str, Callable[[str, str], Verdict]] = {
+    "exact": grade_exact,
+    "numeric": grade_numeric,
+    "math": grade_math,
+    "chartqa": grade_relaxed,
+}
+
 
 class PromptsFile(DatasetTask):
     """Prompts passed to the model as they are unless a template is given.
@@ -30,13 +38,11 @@ class PromptsFile(DatasetTask):
     Args:
         path: a file, a folder with a file for each split, or a data set on the hub
             (:func:`~lit_dlm.tasks.sources.read_rows`); to grade, with answers.
-        config: configuration on the hub.
-        streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
         grading: how a completion is judged: ``none`` never calls anything right or wrong,
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
             expression, ``vqa`` a short answer with the row's ``answers`` of several people (texts,
             or objects with an ``answer``), ``chartqa`` a short answer that may be off by 5 %.
-        name: name of the task in results and uids, to tell several files apart.
+        name: of the task in results and uids, to tell several files apart.
     """
 
     def __init__(
@@ -45,16 +51,12 @@ class PromptsFile(DatasetTask):
         *,
         grading: Literal["none", "exact", "numeric", "math", "vqa", "chartqa"] = "none",
         name: str = "prompts",
-        config: str | None = None,
-        streamed: bool = False,
         **options: Any,
     ) -> None:
         self.name = name
         self.grading = grading
         self.is_graded = grading != "none"
         self.is_soft = grading == "vqa"
-        self.hub_config = config
-        self.streamed = streamed
         super().__init__(path, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
@@ -88,12 +90,10 @@ class PromptsFile(DatasetTask):
         return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
-        """The answer in the form that grades as right."""
         answer = self._answer(example)
         return f"\\boxed{{{answer}}}" if self.grading == "math" else answer
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """What is compared: the number, the box, or the whole text."""
         if self.grading == "numeric":
             return extract_number(completion)
         if self.grading == "math":
@@ -101,17 +101,10 @@ class PromptsFile(DatasetTask):
         return completion.strip() or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Judges by the chosen rule."""
         if self.grading == "vqa":
             return grade_vqa(completion, example.reference["answers"])
         answer = self._answer(example)
-        if self.grading == "chartqa":
-            return grade_relaxed(completion, answer)
-        if self.grading == "numeric":
-            return grade_numeric(completion, answer)
-        if self.grading == "math":
-            return grade_math(completion, answer)
-        return grade_exact(completion, answer)
+        return _GRADERS[self.grading](completion, answer)
 
     def _answer(self, example: PromptExample) -> str:
         if not self.is_graded:

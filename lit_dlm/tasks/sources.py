@@ -29,7 +29,6 @@ class Row:
     origin: str
     """File and line (or data set and row), for error messages."""
     fields: dict[str, Any]
-    """The record."""
 
     def text(self, name: str) -> str:
         """A field that must be a text."""
@@ -39,13 +38,21 @@ class Row:
             raise ValueError(f"{self.origin}: field {name!r} must be a text, but it {found}")
         return value
 
+    def texts(self, name: str) -> list[str]:
+        """A field that must be a list of texts, at least one."""
+        values = self.fields.get(name)
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(isinstance(v, str) for v in values)
+        ):
+            raise ValueError(f"{self.origin}: field {name!r} must be a list of at least one text")
+        return values
+
     def pictures(self, folder: Path) -> tuple[Picture, ...]:
         """The pictures of the field ``images`` (a list) or ``image``.
 
-        Each is a path, or bytes as data sets hold them (``{"bytes": ..., "path": ...}``).
-
-        Args:
-            folder: what paths are relative to.
+        Each is a path in ``folder``, or as data sets hold them (``{"bytes": ..., "path": ...}``).
         """
         given = self.fields.get("images") or self.fields.get("image") or []
         found = []
@@ -85,9 +92,6 @@ def read_rows(
         config: Configuration on the hub.
         option: Name of the setting that holds ``source``, for error messages.
         most: Rows to read; a data set on the hub is then streamed, and only their part fetched.
-
-    Returns:
-        The rows in the order of the source; never an empty list.
     """
     path = Path(source).expanduser()
     if path.is_dir():

@@ -26,13 +26,7 @@ def shipped_templates(kind: Literal["prompt", "chat"]) -> dict[str, str]:
 
 
 def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = "template") -> str:
-    """The text of a template.
-
-    Args:
-        given: a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``).
-        kind: which of the shipped ones.
-        option: name of the setting, for errors.
-    """
+    """The text of a shipped name, a file, or the text itself (which holds ``{{`` or ``{%``)."""
     shipped = shipped_templates(kind)
     if given in shipped:
         return shipped[given]
@@ -54,7 +48,7 @@ class PromptTemplate:
 
     Args:
         given: the task's option, see :func:`template_text`.
-        default: the task's own template, taken where ``given`` is ``None``.
+        default: the task's own template.
     """
 
     def __init__(self, given: str | None, *, default: str = "{{ question }}") -> None:
@@ -70,14 +64,7 @@ class PromptTemplate:
             raise ValueError(f"template: {error} in {given!r}") from None
 
     def render(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fills the template.
-
-        Args:
-            fields: ``question`` and the fields of the data set's row.
-
-        Returns:
-            ``text`` and ``answer_start``, as :class:`~lit_dlm.tasks.base.PromptExample` takes them.
-        """
+        """``text`` and ``answer_start`` of a :class:`~lit_dlm.tasks.base.PromptExample`."""
         try:
             filled = self._template.make_module(dict(fields))
         except TemplateError as error:

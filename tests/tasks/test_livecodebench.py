@@ -27,14 +27,12 @@ def one(given: str, wanted: str, kind: str = "stdin") -> dict[str, str]:
 PROGRAM = {
     "question_content": "Print the sum of two numbers.",
     "starter_code": "",
-    "contest_date": "2024-09-01T00:00:00",
     "public_test_cases": json.dumps([one("1 2\n", "3\n")]),
     "private_test_cases": packed([one("5 7\n", "12\n"), one("0 0\n", "0\n")]),
 }
 CLASS = {
     "question_content": "Add the numbers of a list to k.",
     "starter_code": "class Solution:\n    def total(self, nums: List[int], k: int):\n        ",
-    "contest_date": "2023-05-07T00:00:00",
     "public_test_cases": json.dumps([one("[1, 2]\n4", "7", "functional")]),
     "private_test_cases": json.dumps([one("[]\n1", "1", "functional")]),
 }
@@ -45,10 +43,9 @@ TOTAL = (
 )
 
 
-def task(folder: Path, *rows: dict[str, Any], **options: Any) -> LiveCodeBench:
-    return LiveCodeBench(
-        write_jsonl(folder / "t.jsonl", list(rows)), allow_code_execution=True, **options
-    )
+def task(folder: Path, *rows: dict[str, Any]) -> LiveCodeBench:
+    path = write_jsonl(folder / "t.jsonl", list(rows))
+    return LiveCodeBench(path, allow_code_execution=True)
 
 
 def test_programs_and_classes_are_run_on_all_tests(tmp_path: Path):
@@ -62,13 +59,6 @@ def test_programs_and_classes_are_run_on_all_tests(tmp_path: Path):
     assert made.grade(method, TOTAL).is_correct
     wrong = made.grade(method, TOTAL.replace("start=k", "start=3"))
     assert (wrong.is_correct, wrong.score) == (False, 0.0)
-
-
-def test_the_day_of_a_contest_may_be_asked_for(tmp_path: Path):
-    late = task(tmp_path, CLASS, PROGRAM, since="2024-08-01")
-    assert [example.uid for example in late.examples()] == ["livecodebench/test/00001"]
-    with pytest.raises(ValueError, match="since: no problem is of 2025-01-01 or later"):
-        task(tmp_path, CLASS, since="2025-01-01")
 
 
 @pytest.mark.parametrize("text", ["?", base64.b64encode(b"x").decode(), "[{}]"])

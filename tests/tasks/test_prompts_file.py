@@ -97,13 +97,3 @@ def test_turns_before_the_last_are_its_history(tmp_path):
     assert (example.text, example.history) == ("2+3", [SYSTEM])
     with pytest.raises(ValueError, match="line 1: the last of 'messages' must be the assistant's"):
         PromptsFile(path, grading="exact")
-
-
-def test_a_streamed_file_is_read_up_to_its_limit(tmp_path):
-    path = _file(tmp_path, {"prompt": "a"}, {"prompt": "b"})
-    with open(path, "a") as file:
-        file.write("{oops")
-    task = PromptsFile(path, streamed=True, limit=2)
-    assert [example.text for example in task.examples()] == ["a", "b"]
-    with pytest.raises(ValueError, match="line 3"):
-        PromptsFile(path, limit=2)
