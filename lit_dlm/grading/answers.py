@@ -48,9 +48,9 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def text_after_marker(text: str, marker: str = "####") -> str | None:
-    """The rest of the line after the last ``marker``, stripped; ``None`` if there is none."""
-    _, found, rest = text.rpartition(marker)
+def text_after_marker(text: str) -> str | None:
+    """The rest of the line after the last ``####``, stripped."""
+    _, found, rest = text.rpartition("####")
     if not found:
         return None
     stripped = rest.strip()
@@ -58,16 +58,10 @@ def text_after_marker(text: str, marker: str = "####") -> str | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Reads one number, as a person would write it as an answer.
+    r"""The exact value of the last number of a short answer such as ``18 \text{ dollars}``.
 
     Currency signs, thousands separators (also LaTeX's ``{,}``), a percent sign, a final full stop
     and words around the number do not matter; ``\frac{a}{b}`` and ``a/b`` are exact fractions.
-
-    Args:
-        text: A short text such as ``$1,234.50`` or ``18 \text{ dollars}``.
-
-    Returns:
-        The exact value of the only or last number, or ``None`` without one.
     """
     plain = re.sub(r"\\[!,;: ]", "", _without_currency(text))
     if fraction := _FRACTION.fullmatch(plain.strip()):
@@ -139,24 +133,20 @@ def format_number(value: Fraction) -> str:
 
 
 def grade_numeric(completion: str, gold: str) -> Verdict:
-    """Grades a worked solution by its final number, exactly.
-
-    Args:
-        completion: A model's solution; see :func:`extract_number`.
-        gold: The true number, in any form :func:`parse_number` reads (``18.0`` equals ``18``).
-
-    Returns:
-        ``right``, ``wrong`` or ``no_answer``.
-    """
+    """Grades a worked solution by its final number, exactly (``18.0`` equals ``18``)."""
     truth = parse_number(gold)
     if truth is None:
         raise ValueError(f"the reference answer must hold a number, got {gold!r}")
     answer = extract_number(completion)
     if answer is None:
         return Verdict(status="no_answer", detail="no number in the text")
-    right = parse_number(answer) == truth
-    detail = "" if right else f"expected {format_number(truth)}"
-    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+    return _judged(parse_number(answer) == truth, answer, format_number(truth))
+
+
+def _judged(right: bool, answer: str, expected: str) -> Verdict:
+    if right:
+        return Verdict(status="right", answer=answer)
+    return Verdict(status="wrong", answer=answer, detail=f"expected {expected}")
 
 
 def grade_exact(completion: str, gold: str) -> Verdict:
@@ -164,9 +154,7 @@ def grade_exact(completion: str, gold: str) -> Verdict:
     answer = completion.strip()
     if not answer:
         return Verdict(status="no_answer", detail="the completion is empty")
-    right = answer == gold.strip()
-    detail = "" if right else f"expected {gold.strip()}"
-    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+    return _judged(answer == gold.strip(), answer, gold.strip())
 
 
 _VQA_NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4"}
@@ -210,10 +198,6 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
     Its score is the mean over all people of ``min(n / 3, 1)``, where ``n`` of the others gave the
     same answer; right is what has half a point or more. Answers of both sides are
     normalised; the evaluation code leaves those of people who all agree as they are.
-
-    Args:
-        completion: A model's answer and nothing else.
-        answers: Those of people, usually ten.
     """
     answer = normalised_vqa(completion)
     if not answer:
@@ -224,7 +208,7 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
         score = float(total)
     else:
         score = sum(min((total - one) / 3, 1.0) for one in same) / len(same)
-    detail = "" if total else f"expected {max(set(answers), key=[*answers].count)}"
+    detail = "" if total else f"expected {max(answers, key=[*answers].count)}"
     return Verdict(
         status="right" if score >= 0.5 else "wrong", answer=answer, detail=detail, score=score
     )
@@ -244,8 +228,7 @@ def grade_relaxed(completion: str, gold: str) -> Verdict:
         right = abs(found - truth) <= abs(truth) / 20
     else:
         right = answer.lower() == gold.strip().lower()
-    detail = "" if right else f"expected {gold.strip()}"
-    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+    return _judged(right, answer, gold.strip())
 
 
 def _plain_number(text: str) -> Fraction | None:
@@ -277,9 +260,7 @@ def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
     answer = extract_choice(completion, num_options)
     if answer is None:
         return Verdict(status="no_answer", detail="no letter of an option")
-    right = answer == gold
-    detail = "" if right else f"expected {gold}"
-    return Verdict(status="right" if right else "wrong", answer=answer, detail=detail)
+    return _judged(answer == gold, answer, gold)
 
 
 def extract_math(completion: str) -> str | None:
@@ -294,16 +275,8 @@ def extract_math(completion: str) -> str | None:
 def grade_math(completion: str, gold: str) -> Verdict:
     r"""Grades a solution by mathematical equality of its final expression.
 
-    Only the extracted expression is passed on to math-verify, never the whole text, which could
-    keep it busy for minutes.
-
-    Args:
-        completion: A model's solution; see :func:`extract_math`.
-        gold: The true answer in LaTeX, without ``\boxed``.
-
-    Returns:
-        ``right``, ``wrong``, ``no_answer``, or ``timeout`` if the comparison did not end within
-        :data:`MATH_SECONDS`.
+    Only that is passed on to math-verify, never the whole text, which could keep it busy for
+    minutes. ``gold`` is LaTeX without ``\boxed``.
     """
     answer = extract_math(completion)
     if answer is None:
@@ -318,8 +291,7 @@ def grade_math(completion: str, gold: str) -> Verdict:
         equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
     if equal is None:
         return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
-    detail = "" if equal else f"expected {gold}"
-    return Verdict(status="right" if equal else "wrong", answer=answer, detail=detail)
+    return _judged(equal, answer, gold)
 
 
 def _squeeze(text: str) -> str:

@@ -22,8 +22,6 @@ _START_SECONDS = 120.0
 
 
 class _Process:
-    """One answering process and the pipe to it."""
-
     def __init__(self, kind: Kind) -> None:
         # Extraction needs the standard library alone and starts in milliseconds.
         flags = ["-I", "-X", "utf8"] if kind == "math" else ["-I", "-S", "-X", "utf8"]
@@ -78,12 +76,8 @@ class _Process:
 class BoundedProcesses:
     """A pool of answering processes: one per thread that asks at the same time.
 
-    Idle processes are kept for the next question; one that overran its time is killed and a fresh
-    one is started when next needed. Safe to share between threads; a forked child starts processes
-    of its own.
-
-    Args:
-        kind: what is asked: ``extraction`` of code, or equality of ``math``.
+    Idle processes are kept for the next question; one that overran its time is killed. Safe to
+    share between threads; a forked child starts processes of its own.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -96,9 +90,7 @@ class BoundedProcesses:
     def ask(self, question: dict[str, str], *, seconds: float) -> Any:
         """The answer to a question, or ``None`` if there was none within the limits.
 
-        Args:
-            question: arguments of the answering function of :mod:`.child.bounded`.
-            seconds: wall limit.
+        Its items are the arguments of the answering function of :mod:`.child.bounded`.
         """
         process = self._take()
         answer = None
@@ -113,7 +105,6 @@ class BoundedProcesses:
         return answer
 
     def close(self) -> None:
-        """Ends all idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         if self._owner == os.getpid():

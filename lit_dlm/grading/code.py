@@ -58,16 +58,8 @@ def grade_by_tests(
 ) -> Verdict:
     """Extracts the code of a completion and runs trusted tests against it.
 
-    Args:
-        completion: What the model wrote.
-        check: The tests; see :func:`lit_dlm.grading.run_python_check`.
-        entry_point: The function under test.
-        stub: What the prompt showed of the module (trusted; its helpers serve the tests too).
-        limits: What the sample may use.
-        allow_code_execution: Must be ``True``.
-
-    Returns:
-        The verdict; ``no_answer`` if there is no code or it does not define the entry point.
+    ``stub`` is what the prompt showed of the module (trusted; its helpers serve the tests too);
+    for the others see :func:`lit_dlm.grading.run_python_check`.
     """
     found = extract_code(completion, entry_point, stub=stub)
     if (verdict := ungradable(found)) is not None:
@@ -94,18 +86,8 @@ def grade_by_outputs(
     """Runs the program of a completion once per input and compares what it prints.
 
     The expected outputs never leave this process. Outputs are compared word by word: the amount of
-    white space does not matter.
-
-    Args:
-        completion: What the model wrote.
-        inputs: Standard input of each test.
-        outputs: Expected standard output of each test.
-        limits: What each run may use.
-        allow_code_execution: Must be ``True``.
-
-    Returns:
-        The verdict; its ``score`` is the share of tests that passed, its ``status`` and ``detail``
-        tell of the first that did not.
+    white space does not matter. The verdict's ``score`` is the share of tests that passed, its
+    ``status`` and ``detail`` tell of the first that did not; ``limits`` hold for each run.
     """
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(

@@ -85,11 +85,10 @@ class SandboxLimits:
 
 @functools.cache
 def isolation_method() -> IsolationMethod:
-    """Probes once what this machine allows, the strongest first, and logs it.
+    """What this machine allows, the strongest first; probed once, and logged.
 
-    Returns:
-        ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
-        ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
+    That is ``bubblewrap`` or ``namespaces`` (own file system view, processes and network), or
+    ``landlock`` (only the interpreter's files can be opened, and for root an own user id).
     """
     reasons = []
     methods: tuple[IsolationMethod, ...] = ("bubblewrap", "namespaces", "landlock")
@@ -136,8 +135,7 @@ def run_job(
     """Runs one job in a driver behind the strongest walls there are.
 
     Args:
-        job: What the driver reads: ``mode`` (``check``, ``record``, ``compare`` or ``program``)
-            and its data.
+        job: ``mode`` (``check``, ``record``, ``compare`` or ``program``) and its data.
         limits: What the candidate may use.
         values: Expected values, for ``compare``.
 

@@ -34,20 +34,15 @@ _REFERENCE_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlusProblem:
-    """One problem with its inputs."""
+    """One problem with its inputs, argument lists of the original and of the added tests."""
 
     name: str
-    """Such as ``HumanEval/0``; used in messages."""
     entry_point: str
-    """The function under test."""
     reference_code: str
     """A module whose ``entry_point`` is right by definition."""
     base_inputs: Sequence[Sequence[Any]]
-    """Argument lists of the original tests."""
     plus_inputs: Sequence[Sequence[Any]]
-    """Argument lists of the added tests."""
     atol: float = 0.0
-    """Absolute tolerance of floats."""
     rule: Rule = "close"
     """How outputs are compared, see :data:`.child.compare.RULES`."""
     alternative: Callable[..., Any] | None = None
@@ -66,12 +61,7 @@ _LEFT_OUT = zlib.compress(b"", 1)
 
 
 class PlusGrader:
-    """Grades candidates against reference solutions.
-
-    Args:
-        limits: memory and the like for each run; its wall time bounds one run over all inputs.
-        allow_code_execution: must be true to grade.
-    """
+    """Grades candidates against reference solutions; ``limits`` hold for a run over all inputs."""
 
     def __init__(self, *, limits: SandboxLimits | None = None, allow_code_execution: bool) -> None:
         self._limits = limits or SandboxLimits(
@@ -88,13 +78,7 @@ class PlusGrader:
     def grade(self, code: str, problem: PlusProblem) -> Verdict:
         """Runs a candidate on the original inputs and, if it passes them all, on the added ones.
 
-        Args:
-            code: A module that should define the entry point.
-            problem: What to compare with.
-
-        Returns:
-            ``right`` if every output matches; ``score`` is the share of matching outputs among
-            all inputs that count, those not run for an earlier failure counted as failed.
+        The score is the share of matching outputs; what was not run for a failure has failed.
         """
         require_permission(self._allow)
         parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))

@@ -27,7 +27,6 @@ class ProgramResult:
     status: Status
     """``right`` if it ended by itself without an error."""
     detail: str
-    """The exception or the limit, else empty."""
     stdout: str
     """What it printed; empty unless ``status`` is ``right``."""
 
@@ -46,16 +45,13 @@ def run_python_check(
     Args:
         code: The candidate, untrusted: a module that defines ``entry_point``.
         check: The tests, trusted: either top-level assertions that call ``entry_point`` or a
-            function ``check(candidate)`` that does.
+            function ``check(candidate)`` that does. Of assertions ``score`` is the share that
+            passed.
         entry_point: Name of the function under test.
-        limits: What the sample may use; ``None`` takes the defaults.
+        limits: What the sample may use.
         allow_code_execution: Must be ``True``, the caller's word that running code is wanted.
         preamble: Trusted code that runs before the tests, outside the candidate: imports and
             helper functions the tests use. The candidate cannot replace what it defines.
-
-    Returns:
-        The verdict, with ``code`` as answer. For top-level assertions ``score`` is the share that
-        passed.
     """
     require_permission(allow_code_execution)
     for name, source in (("check", check), ("preamble", preamble)):
@@ -86,17 +82,7 @@ def run_python_program(
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
 ) -> ProgramResult:
-    """Runs untrusted code as a program with given standard input.
-
-    Args:
-        code: The candidate, run as ``__main__``; ``sys.exit(0)`` counts as a normal end.
-        stdin: What it can read.
-        limits: What the run may use; ``None`` takes the defaults.
-        allow_code_execution: Must be ``True``.
-
-    Returns:
-        How it ended and what it printed; the caller compares.
-    """
+    """Runs untrusted code as ``__main__``; ``sys.exit(0)`` counts as a normal end."""
     require_permission(allow_code_execution)
     job = {"mode": "program", "code": code, "stdin": stdin}
     head, _ = run_job(job, limits or SandboxLimits())

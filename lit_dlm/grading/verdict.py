@@ -17,7 +17,6 @@ class Verdict:
     status: Status
     """``right`` is the only status that counts as correct; ``ungraded`` has no grader."""
     answer: str | None = None
-    """The extracted answer or code that was graded."""
     detail: str = ""
     """One line for a person: the failing assertion, the exception, the limit that was hit."""
     score: float | None = None
@@ -33,5 +32,4 @@ class Verdict:
 
     @property
     def is_correct(self) -> bool:
-        """Whether the completion is right."""
         return self.status == "right"

@@ -10,14 +10,12 @@ from . import wire
 
 
 class Case(NamedTuple):
-    """What a rule may look at besides the two values."""
+    """What a rule may look at besides the two values; inputs and alternative are encoded."""
 
     inputs: Any
-    """The arguments, encoded."""
     alternative: Any
-    """Another right output, encoded, for the rule ``either``."""
+    """Another right output, for the rule ``either``."""
     atol: float
-    """Absolute tolerance of the problem."""
 
 
 Rule = Callable[[Any, Any, Case], bool]
@@ -25,13 +23,10 @@ Rule = Callable[[Any, Any, Case], bool]
 
 
 def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str] | None:
-    """Says how a reply fails, as status and detail, or ``None``.
+    """Says how a reply of the candidate fails, as status and detail, or ``None``.
 
-    Args:
-        rule: Decides whether a value is right.
-        reply: What :meth:`~.remote.Remote.call_encoded` gave for the candidate.
-        truth: The same for the reference solution.
-        case: The call.
+    ``reply`` and ``truth``, that of the reference solution, are as
+    :meth:`~.remote.Remote.call_encoded` gives them.
     """
     # Equal bytes are equal values. Some problems return megabytes for each of a thousand inputs:
     # decode only what may differ.
@@ -49,12 +44,9 @@ def judge(rule: Rule, reply: bytes, truth: bytes, case: Case) -> tuple[str, str]
 
 
 def read_reply(reply: bytes) -> tuple[bool, Any]:
-    """Opens what :meth:`~.remote.Remote.call_encoded` gave.
+    """``(True, value)``, of builtin types, or ``(False, "Type: message")``.
 
-    Returns:
-        ``(True, value)``, made of builtin types, or ``(False, "Type: message")`` for an exception
-        or a value that cannot be sent. What did not leave the worker, such as the match of a
-        regular expression, is equal to nothing.
+    What did not leave the worker, such as the match of a regular expression, is equal to nothing.
     """
     try:
         message = wire.parse(b"{" + reply)

@@ -28,11 +28,10 @@ class ExtractedCode:
     """Code found in a completion."""
 
     code: str | None
-    """What to run, or the best there is; ``None`` if there is nothing."""
+    """What to run, or the best there is."""
     problem: str = ""
-    """Why it cannot be graded: a syntax error or a missing entry point; empty if it can."""
+    """Why it cannot be graded: a syntax error or a missing entry point."""
     is_syntax_error: bool = False
-    """Whether the problem is that nothing parses."""
 
 
 def fenced_blocks(text: str) -> list[str]:
@@ -59,14 +58,9 @@ def extract_code(completion: str, entry_point: str, *, stub: str = "") -> Extrac
     """Finds the code of an answer: the last fenced block that defines the entry point.
 
     Without such a block every block, last first, and then the whole text is tried, both as a
-    module and as the continuation of ``stub``; text after the code is cut off.
-
-    Args:
-        completion: What the model wrote.
-        entry_point: The function (or class) that must be defined.
-        stub: Beginning of the module that the prompt showed: imports, helpers, signature and
-            docstring; it may end within a definition. Its imports and helpers are put in front in
-            any case.
+    module and as the continuation of ``stub``; text after the code is cut off. The stub is the
+    beginning of the module that the prompt showed and may end within a definition; its imports and
+    helpers are put in front in any case.
     """
     pieces = _pieces(completion)
     if not pieces:

@@ -39,7 +39,6 @@ class Handle:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the object in the worker."""
         return self._remote.call(self._number, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +60,6 @@ class RemoteFunction:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function in the worker."""
         return self._remote.call(self.__name__, args, kwargs)
 
 
@@ -76,15 +74,8 @@ class Remote:
         value_bytes: int,
         explain_end: Callable[[], tuple[str, str]],
     ) -> None:
-        """Takes the channel over.
-
-        Args:
-            channel: To the worker.
-            wall_seconds: Time for everything after the worker is ready: its walls cost the
-                candidate nothing, however busy the machine.
-            value_bytes: Largest value sent either way.
-            explain_end: Asked for a status and a detail when the worker has ended.
-        """
+        # The seconds begin when the worker is ready: its walls cost the candidate nothing, however
+        # busy the machine. ``explain_end`` is asked for a status and a detail when it has ended.
         self._explain_end = explain_end
         self._channel = channel
         self._wall_seconds = wall_seconds

@@ -154,10 +154,10 @@ _VIEWS: tuple[tuple[Any, str], ...] = (
 def encode(
     value: Any, *, max_bytes: int = 1 << 26, to_handle: Callable[[Any], int] | None = None
 ) -> Any:
-    """Turns a value into JSON types.
+    """Turns a value, any nesting of the types in the module's table, into JSON types.
 
     Args:
-        value: Any nesting of the types in the module's table.
+        value: The value.
         max_bytes: Rough bound on the size of the result; larger values are refused.
         to_handle: Registers an object that cannot be sent and returns its number; without it such
             an object is an error.
@@ -169,14 +169,9 @@ def encode(
 
 
 def decode(wire: Any, *, from_handle: Callable[[int], Any] | None = None) -> Any:
-    """Rebuilds a value from :func:`encode`'s structure.
+    """Rebuilds a value, of exact builtin types only, from a structure that may be hostile.
 
-    Args:
-        wire: JSON types as they came from ``json.loads``; may be hostile.
-        from_handle: Makes the object that stands for a handle; without it handles are an error.
-
-    Returns:
-        The value, made of exact builtin types only (besides what ``from_handle`` returns).
+    ``from_handle`` makes the object that stands for a handle; without it handles are an error.
     """
     try:
         return _decode(wire, from_handle)
@@ -261,18 +256,15 @@ class Channel:
     """JSON messages over two file descriptors, each with a 4-byte big-endian length in front."""
 
     def __init__(self, read_fd: int, write_fd: int, *, max_bytes: int) -> None:
-        """Takes the descriptors over; ``max_bytes`` is the largest message in either direction."""
         self._read_fd = read_fd
         self._write_fd = write_fd
         self._max_bytes = max_bytes
 
     def send(self, message: Any, *, deadline: float | None = None) -> None:
-        """Writes one message.
+        """Writes one message of JSON types.
 
-        Args:
-            message: JSON types.
-            deadline: ``time.monotonic()`` value by which the other end must have taken it; the
-                descriptor must then be non-blocking.
+        By the ``deadline``, a value of ``time.monotonic()``, the other end must have taken it; the
+        descriptor must then be non-blocking.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > self._max_bytes:

@@ -1,8 +1,7 @@
 """The untrusted side: loads the candidate's code and answers calls until it is killed.
 
-Nothing here is secret: the process knows no expected value, no test and no token, only the code it
-was given and the arguments of the present call. Whatever the candidate does to this process, all
-it can change is which plain values go back.
+Nothing here is secret: the process knows the code and the arguments of the present call. Whatever
+the candidate does to it, all that can change is which plain values go back.
 """
 
 from __future__ import annotations
