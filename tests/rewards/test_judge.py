@@ -80,14 +80,6 @@ def test_the_judge_sees_the_pictures_as_the_model_does(server: JudgeServer) -> N
     assert asked["text"].startswith("Problem:\n3+4?")
 
 
-def test_an_endpoint_that_recovers_is_asked_again(server: JudgeServer) -> None:
-    server.num_failures = 1
-    judge = HttpStepJudge(url=server.url, model="judge")
-    judge.endpoint.pause_s = 0.01
-    assert judge.grade(QUESTION, 0) == -1
-    assert len(server.requests) == 2
-
-
 def test_a_judge_that_is_busy_for_longer_than_three_attempts_is_waited_for(
     server: JudgeServer,
 ) -> None:
@@ -163,12 +155,3 @@ def test_a_reply_of_another_protocol_is_an_error(server: JudgeServer, body: byte
 )  # fmt: skip
 def test_only_boxed_grades_count(reply: str, grade: int | None) -> None:
     assert read_grade(reply) == grade
-
-
-def test_bad_endpoints_are_named() -> None:
-    with pytest.raises(ValueError, match="url: expected http"):
-        HttpStepJudge(url="localhost", model="m")
-    with pytest.raises(ValueError, match="deadline_s: expected 0 or more"):
-        HttpStepJudge(url="http://x", model="m", deadline_s=-1)
-    with pytest.raises(ValueError, match="the environment variable NO_SUCH_KEY is not set"):
-        HttpStepJudge(url="http://x", model="m", api_key_env="NO_SUCH_KEY")

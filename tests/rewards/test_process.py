@@ -124,9 +124,3 @@ def test_a_failing_judge_stops_the_rest() -> None:
 
     with pytest.raises(ValueError, match="sums/train/0#0: did not answer"):
         ProcessReward(Failing()).score([right()])
-
-
-@pytest.mark.parametrize("option", ["reward_chunk_length", "k_sample", "block_size"])
-def test_bad_settings_are_named(option: str) -> None:
-    with pytest.raises(ValueError, match=option):
-        ProcessReward(Table(), **{option: 0})  # type: ignore[arg-type]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lit_dlm.tasks import Alpaca
+from tests.e2e.runs import write_jsonl
 
 
 def alpaca(folder: Path, *rows: dict) -> Alpaca:
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "train.jsonl", list(rows))
     return Alpaca(str(folder))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.gsm8k import GSM8K
+from tests.e2e.runs import write_jsonl
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 ROWS = [
@@ -20,9 +20,7 @@ ROWS = [
 
 @pytest.fixture
 def path(tmp_path):
-    file = tmp_path / "test.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return str(file)
+    return write_jsonl(tmp_path / "test.jsonl", ROWS)
 
 
 def test_prompt_asks_for_the_answer_line_and_uid_is_the_place_in_the_file(path):
@@ -53,10 +51,9 @@ def test_grades(path):
 
 
 def test_a_row_without_an_answer_line_is_named(tmp_path):
-    file = tmp_path / "bad.jsonl"
-    file.write_text(json.dumps({"question": "q", "answer": "five"}))
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 1: field 'answer' must end in '####"):
-        GSM8K(str(file))
+    path = write_jsonl(tmp_path / "bad.jsonl", [{"question": "q", "answer": "five"}])
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 1: field 'answer'"):
+        GSM8K(path)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="no GSM8K files here")

@@ -19,8 +19,6 @@ pytestmark = [
 
 PLAIN = str(FOLDER / "HumanEval.jsonl.gz")
 MINI = str(FOLDER / "HumanEvalPlus-Mini.jsonl.gz")
-# Helpers in the prompt (32, 38, 50), random inputs (33), nested types (95), the quick rest.
-SAMPLE = (0, 2, 4, 32, 33, 38, 50, 53, 95, 127, 160)
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +48,6 @@ def test_prompt_shows_the_stub_and_no_test(plain):
     assert "function `has_close_elements` exactly" in shown.text
 
 
-def test_canonical_solutions_of_a_sample_are_right_and_stubs_wrong(plain):
-    examples = [plain.examples()[i] for i in SAMPLE]
-    right = _grade(plain, [(e, plain.reference_completion(e)) for e in examples])
-    assert [v.status for v in right] == ["right"] * len(SAMPLE)
-    stubs = _grade(plain, [(e, "    pass\n") for e in examples])
-    assert not any(v.is_correct for v in stubs)
-
-
-@pytest.mark.slow
 def test_all_canonical_solutions_are_right_and_all_stubs_wrong(plain):
     examples = plain.examples()
     right = _grade(plain, [(e, plain.reference_completion(e)) for e in examples])
@@ -76,12 +65,6 @@ def test_a_helper_of_the_prompt_cannot_be_replaced(plain):
         "```python\ndef poly(xs, x):\n    return 0.0\n\ndef find_zero(xs):\n    return 0.0\n```"
     )
     assert not plain.grade(example, forged).is_correct
-
-
-def test_grading_needs_permission():
-    task = HumanEval(PLAIN, limit=1)
-    with pytest.raises(ValueError, match="allow_code_execution: true"):
-        task.grade(task.examples()[0], "    pass\n")
 
 
 def test_plus_agrees_with_evalplus_but_for_its_known_defect(mini):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from lit_dlm.tasks import KodCode
 from lit_dlm.tasks.kodcode import checks
+from tests.e2e.runs import write_jsonl
 
 DEMO = (
     Path(__file__).parents[2].parent / "shared" / "data" / "kodcode" / "kodcode_demo_232.jsonl.gz"
@@ -37,9 +37,7 @@ ROW = {"question": "Halve it.", "solution": SOLUTION, "test_code": TESTS, "test_
 
 
 def kodcode(folder: Path, row: dict, **options) -> KodCode:
-    path = folder / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    return KodCode(str(path), **options)
+    return KodCode(write_jsonl(folder / "rows.jsonl", [row]), **options)
 
 
 @pytest.mark.parametrize(

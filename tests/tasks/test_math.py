@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from lit_dlm.grading import answers
 from lit_dlm.tasks.base import Task, tasks_by_name
 from lit_dlm.tasks.math import MATH
+from tests.e2e.runs import write_jsonl
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "math"
 
@@ -22,9 +22,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _file(folder, *rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(folder / "rows.jsonl", list(rows))
 
 
 def test_answer_field_or_box_and_rows_without_either(tmp_path, caplog):

@@ -58,14 +58,6 @@ def test_prompt_shows_the_tests():
     assert "assert remove_Occ" in example.text
 
 
-def test_canonical_solutions_of_a_sample_are_right():
-    """367 builds a tree of the solution's own class, 64 sorts pairs, 20 takes big integers."""
-    task = MBPP(PLAIN, allow_code_execution=True)
-    verdicts = _grade_references(task, (11, 20, 64, 367, 400, 510))
-    assert [v.status for v in verdicts] == ["right"] * 6
-    assert [v.score for v in verdicts] == [1.0] * 6
-
-
 def test_partial_credit_counts_assertions():
     task = MBPP(PLAIN, split="prompt", allow_code_execution=True)
     example = _by_number(task)[3]  # is_not_prime: tests want False, True, True
@@ -73,7 +65,6 @@ def test_partial_credit_counts_assertions():
     assert (verdict.status, round(verdict.score * 4) / 4) == ("wrong", 0.75)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", ["test", "train", "validation", "prompt"])
 def test_all_canonical_solutions_are_right(split):
     """Problem 123 takes 7 s on a machine that does nothing else; the limit of users is 20 s."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from lit_dlm.tasks.base import Task
 from lit_dlm.tasks.prompts_file import PromptsFile
+from tests.e2e.runs import write_jsonl
 
 ROWS = [{"id": "a", "prompt": "Say 2.\n", "answer": 2}, {"id": 7, "prompt": "b", "answer": "x"}]
 
 
 def _file(folder, *rows):
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(folder / "prompts.jsonl", list(rows))
 
 
 def test_prompts_pass_unchanged_and_need_no_answers(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
+from tests.e2e.runs import write_jsonl
 
 QUESTION = {"question": " 1+1? ", "answer": "#### 2"}
 FUNCTION = {
@@ -43,9 +43,7 @@ SENTENCE = {
 
 
 def write(folder: Path, *rows: dict) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(folder / "rows.jsonl", list(rows))
 
 
 @pytest.mark.parametrize(
