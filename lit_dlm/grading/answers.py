@@ -18,8 +18,8 @@ _BOX = re.compile(r"\\(?P<name>f?box(?:ed)?)(?![a-zA-Z])\s*")
 _CHOICE = re.compile(r"[Aa]nswer(?: is|:)[\s:*]*(\(?[A-Z]\)?(?![a-zA-Z]))")
 _LETTER = re.compile(r"(?:\\text\s*\{)?\(?([A-Z])\)?[.}]?")
 _BRACE = re.compile(r"(?<!\\)[{}]")
+# Longer digit strings are no answer; parsing them costs quadratic time.
 _MAX_DIGITS = 400
-"""Longer digit strings are no answer; parsing them costs quadratic time."""
 MAX_ANSWER_CHARACTERS = 1000
 """Longer formulas are wrong without a comparison; gold answers of MATH have at most about 150."""
 MATH_SECONDS = 5.0

@@ -42,8 +42,8 @@ BOOT = (
 """Runs ``main`` of a module of :mod:`.child` in a bare interpreter, as a package of its own."""
 
 _READY = wire.pack([b"ready"])
+# Time for interpreter start and walls on a busy machine, outside the candidate's own limit.
 _SETUP_SECONDS = 30.0
-"""Time for interpreter start and walls on a busy machine, outside the candidate's own limit."""
 _TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
 
 _next_user = itertools.count(os.getpid() * 1000)

@@ -25,10 +25,10 @@ Rule = Literal["close", "same_set", "found_alike", "either", "root", "anything"]
 
 _LEAST_SECONDS = 1.0
 _REFERENCE_FACTOR = 4.0
+# EvalPlus 0.3.1: each call may take 1 s or 4 times the reference, all calls together 60 s.
 _MOST_SECONDS = 60.0
-"""EvalPlus 0.3.1: each call may take 1 s or 4 times the reference, all calls together 60 s."""
+# Here all calls may always take twice as long as the reference did: some take a minute.
 _RUN_FACTOR = 2.0
-"""Here all calls may always take twice as long as the reference did: some take a minute."""
 _REFERENCE_SECONDS = 600.0
 
 
@@ -56,8 +56,8 @@ class _Expected:
     seconds: list[float]
 
 
+# Stands for a value of the reference solution that is too large to be sent.
 _LEFT_OUT = zlib.compress(b"", 1)
-"""Stands for a value of the reference solution that is too large to be sent."""
 
 
 class PlusGrader:

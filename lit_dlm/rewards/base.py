@@ -58,7 +58,6 @@ class RewardScore:
 
     @property
     def is_graded(self) -> bool:
-        """Whether anything said if the response is right."""
         return self.verdict is not None and self.verdict.status != "ungraded"
 
 
@@ -72,7 +71,6 @@ class Reward(Plug):
     name: str
     """Key of the reward in :attr:`RewardScore.parts`; must differ between the rewards of a run."""
     weight: float = 1.0
-    """Factor in the sum of all rewards."""
     needs_verdict: bool = False
     """Whether the task must have graded the rollouts first."""
     after_filters: bool = False

@@ -34,7 +34,6 @@ class StepQuestion:
     part: int
     """Number of the part within the response, from 0."""
     problem: str
-    """What was asked."""
     pictures: tuple[str, ...] = ()
     """``data:`` addresses of PNG files."""
     truth: str

@@ -16,8 +16,8 @@ from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
 
+# Opinions that are asked for at the same time, over all groups.
 _NUM_REQUESTS = 16
-"""Opinions that are asked for at the same time, over all groups."""
 
 
 class ProcessReward(Reward):
@@ -112,7 +112,6 @@ class ProcessReward(Reward):
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        """Common to all groups."""
         return ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="judge")
 
     def _place(
@@ -122,7 +121,6 @@ class ProcessReward(Reward):
         numbers: Sequence[float],
         grades: Sequence[tuple[Grade, bool]],
     ) -> RewardScore:
-        """Puts the numbers of a response's chunks on its tokens."""
         rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
         for part, (end, number) in enumerate(zip(ends, numbers, strict=True)):
             if self.block_size is None:

@@ -17,8 +17,8 @@ from lit_dlm.backbones.location import load_tokenizer, locate
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
+# Responses of a group read together.
 _BATCH_SIZE = 16
-"""Responses of a group read together."""
 
 
 class RewardModel(Reward):

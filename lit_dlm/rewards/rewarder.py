@@ -19,8 +19,8 @@ from lit_dlm.tasks import Task, require_code_execution
 OVERLONG = "the response fills its budget"
 """Detail of the verdict on an overlong response."""
 
+# Groups at the same time whose costly rewards are waited for.
 _GROUPS = 64
-"""Groups at the same time whose costly rewards are waited for."""
 
 
 class Rewarder:
@@ -107,11 +107,9 @@ class Rewarder:
             return list(pool.map(with_late, scored, groups))
 
     def close(self) -> None:
-        """Stops the threads; what has not begun is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
     def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
-        """The groups with a verdict on every rollout."""
         askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
         if not any(asker.needs_verdict for asker in askers):
             return [list(group) for group in groups]
@@ -153,7 +151,6 @@ class Rewarder:
 
 
 def _add(reward: Reward, scores: list[RewardScore], group: Sequence[Rollout]) -> list[RewardScore]:
-    """The scores with the share of one reward added."""
     shares = reward.score(group)
     if len(shares) != len(group):
         raise ValueError(

@@ -34,7 +34,6 @@ class PromptExample:
     reference: dict[str, Any] = field(default_factory=dict)
     """What grading needs (JSON types only)."""
     images: tuple[Picture, ...] = ()
-    """Pictures that the text asks about, in the order of their places in it."""
     response: int = 0
     """Number of the response, of several to one prompt."""
 
@@ -95,7 +94,6 @@ class DatasetTask(Task):
     """
 
     hub_id: str | None = None
-    """The data set on the hub that is read without a ``path``."""
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
     own_template = "{{ question }}"
@@ -148,7 +146,6 @@ class DatasetTask(Task):
         return "".join(texts)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
-        """The rows to choose from."""
         return rows
 
     @abstractmethod

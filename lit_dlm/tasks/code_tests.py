@@ -25,8 +25,8 @@ _TEMPLATE = (
     "Write a Python program that reads from standard input and prints its result. Answer with the "
     "whole program in one fenced python block.{% endif %}"
 )
+# On top of the time limit of a list of assertions, as in dLLM-RL.
 _EXTRA_SECONDS = 2.0
-"""On top of the time limit of a list of assertions, as in dLLM-RL."""
 _DEFAULT_SECONDS = 8.0
 _BUILTINS = set(dir(builtins))
 

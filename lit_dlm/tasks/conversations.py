@@ -85,7 +85,6 @@ def _split(row: Row, chat: str, *, needs_answer: bool) -> tuple[Turns, str | Non
 
 
 def _renamed(turn: Any) -> Any:
-    """A turn of ``conversations`` as one of ``messages``."""
     if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
         return None
     return {"role": _ROLES[turn["from"]], "content": turn.get("value")}

@@ -41,7 +41,6 @@ class DrawingPrompts(PromptsFile):
         return None if picture is None else f"{self.scorer.score(picture, example):.4f}"
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Right from a score of 0.5 on."""
         answer = self.extract(example, completion)
         if answer is None:
             return Verdict(status="no_answer", detail="the response is no picture", score=0.0)

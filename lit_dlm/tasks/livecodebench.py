@@ -14,12 +14,12 @@ from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.code_tests import CodeTests
 from lit_dlm.tasks.sources import Row
 
+# What answers to problems with starter code may take for granted.
 _IMPORTS = (
     "from typing import *\nfrom collections import *\nfrom itertools import *\n"
     "from functools import *\nfrom heapq import *\nfrom bisect import *\n"
     "import math, re, string, sys\n"
 )
-"""What answers to problems with starter code may take for granted."""
 
 
 class LiveCodeBench(CodeTests):
@@ -70,7 +70,6 @@ class LiveCodeBench(CodeTests):
 
 
 def _values(text: str) -> list[Any]:
-    """Arguments of a call, one JSON value a line."""
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 

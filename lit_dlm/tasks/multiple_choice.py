@@ -62,7 +62,6 @@ class MultipleChoice(DatasetTask):
         return self._prompt(row, key, question, reference, options=lettered)
 
     def _options(self, row: Row, key: str) -> tuple[list[str], int]:
-        """The texts of the options, and which of them is right."""
         fields = row.fields
         if "Correct Answer" in fields:
             texts = [row.text(name).strip() for name in ("Correct Answer", *_WRONG)]

@@ -25,7 +25,6 @@ class PlusTask(CodeTask):
 
     required_fields = ("task_id", "prompt", "entry_point", "canonical_solution")
     _file: str
-    """Name of the release's file, for messages."""
 
     def __init__(self, path: str | None = None, **options: Any) -> None:
         if path is None:

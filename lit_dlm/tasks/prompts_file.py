@@ -118,7 +118,6 @@ class PromptsFile(DatasetTask):
 
 
 def _answers(row: Row) -> list[str]:
-    """Those of several people."""
     given = row.fields.get("answers")
     found = [one.get("answer") if isinstance(one, dict) else one for one in given or []]
     texts = [one for one in found if isinstance(one, str)]

@@ -31,7 +31,6 @@ class Row:
     fields: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """A field that must be a text."""
         value = self.fields.get(name)
         if not isinstance(value, str):
             found = "is missing" if name not in self.fields else f"is {type(value).__name__}"

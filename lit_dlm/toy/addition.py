@@ -49,7 +49,6 @@ class Addition(GeneratedTask):
         return str(example.reference["answer"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The first run of digits."""
         found = _ANSWER.search(completion)
         return found[0] if found else None
 

@@ -174,11 +174,9 @@ class Countdown(PuzzleTask):
         return draw_countdown(rng, counts=self.counts)
 
     def read(self, path: str | Path) -> list[Problem]:
-        """Reads the problems of a file."""
         return [_problem(*fields) for fields in read_problems(path)]
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training problem and a solution; steps come in random operand order."""
         problem = self.draw_training(rng)
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
@@ -188,7 +186,6 @@ class Countdown(PuzzleTask):
         return problem.text, write(problem.reference["numbers"], steps)
 
     def draw_drill(self, rng: random.Random) -> str:
-        """Draws a line of independent equations in the number range of the problems."""
         if self.style == "worked":
             pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(3)]
             return ",".join(write_sum_and_difference(*pair) for pair in pairs)
@@ -209,7 +206,6 @@ class Countdown(PuzzleTask):
         return write_steps(steps)
 
     def reference_completion(self, example: PromptExample) -> str:
-        """Writes the listed solution, or searches for one."""
         reference = example.reference
         if reference.get("solution"):
             return str(reference["solution"])
@@ -242,7 +238,6 @@ class Countdown(PuzzleTask):
         return ",".join(reversed(kept)) or None
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
-        """Checks every step (or the expression), that each number is used once, and the target."""
         answer = self.extract(example, completion)
         if answer is None:
             return Verdict(status="no_answer", detail="no computation found")
@@ -258,7 +253,6 @@ class Countdown(PuzzleTask):
 
 
 def _swapped(step: Step, rng: random.Random) -> Step:
-    """Swaps the operands of a sum or product half of the time."""
     a, sign, b, result = step
     if sign in "+*" and rng.random() < 0.5:
         return (b, sign, a, result)

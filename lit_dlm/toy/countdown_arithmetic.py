@@ -122,7 +122,6 @@ def solve(numbers: Sequence[int], target: int) -> list[Step] | None:
 
 
 def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
-    """Yields the chains that lead from the items to the target."""
     if len(items) == 1:
         if items[0] == target:
             yield []
@@ -199,7 +198,6 @@ def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
 
 
 def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
-    """Evaluates a checked expression tree exactly, and notes the numbers it uses."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)

@@ -37,7 +37,6 @@ from lit_dlm.toy.vocabulary import PICTURE_MARKS
 FOLDER = ASSETS / "tiny-pictures"
 SPLITS = ("train", "validation", "test")
 SIDE = 8
-"""Pixels on each side of a picture."""
 COLOURS = {
     "red": (230, 40, 40),
     "green": (40, 200, 60),
@@ -203,7 +202,6 @@ class PictureQuestions(_PictureTask):
         return Problem(key=key, text=question, reference=reference, images=images), pictures
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a training question, its pictures in front as tokens, and the answer."""
         problem, pictures = self._drawn(rng, "train", augments=True)
         asked, start, end = PICTURE_MARKS
         shown = "".join(f"{start}{as_tokens(one)}{end}" for one in pictures)
@@ -312,7 +310,6 @@ class DigitDrawings(_PictureTask):
         return _drawing(label), [pixels]
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        """Draws a prompt and the tokens of a training digit; one in ten does not say which."""
         problem, (pixels,) = self._drawn(rng, "train")
         text = problem.text if rng.random() < 0.9 else "Draw a digit."
         return text, as_tokens(pixels)

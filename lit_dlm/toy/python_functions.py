@@ -21,7 +21,6 @@ _VERBS = {"+": "add", "-": "minus", "*": "times"}
 
 
 def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
-    """A fold: what to collect, of which values, over which elements."""
     test = rng.choice(("even", "odd", "positive", "negative", "above", "below", "divisible"))
     # Bounds that would say "positive", "negative" or "even" in other words are left out.
     bound = {"above": rng.randint(1, 9), "below": rng.randint(1, 9), "divisible": rng.randint(3, 9)}
@@ -43,7 +42,6 @@ def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_chain_spec(rng: random.Random) -> dict[str, Any]:
-    """Two or three operations on x and y."""
     start = rng.choice("xy")
     operations = []
     for _ in range(rng.randint(2, 3)):
@@ -171,7 +169,6 @@ def write_function(spec: dict[str, Any], rng: random.Random) -> str:
 
 
 def _write_chain(spec: dict[str, Any], rng: random.Random) -> str:
-    """Writes a chain as one expression, or with a temporary after one of its operations."""
     operations = spec["operations"]
     if rng.random() < 0.5:
         return f"def f(x,y):\n    return {_expression(spec['start'], operations)}"

@@ -95,7 +95,6 @@ class WordProblems(GeneratedTask):
         return write_solution(reference["start"], reference["moves"], random.Random(example.uid))
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """The number after the last ``####``."""
         found = _ANSWER.findall(completion)
         return str(int(found[-1])) if found else None
 

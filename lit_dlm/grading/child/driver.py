@@ -95,7 +95,6 @@ def _print(messages: list[bytes]) -> None:
 
 
 def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
-    """Forks the worker; returns the channel to it and its process id."""
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
     child = os.fork()
@@ -179,7 +178,6 @@ def _run_statements(
 
 
 def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
-    """Runs one test; returns ``None`` or how it failed."""
     remote.failure = None
     try:
         test()

@@ -19,8 +19,8 @@ CANDIDATE_FILE = "<candidate>"
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+.-]*)[^\n]*$", re.MULTILINE)
 _PYTHON_TAGS = {"", "python", "py", "python3", "python2", "py3"}
 _NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
+# How many places to cut trailing text off are tried; each costs one parse.
 _MAX_CUTS = 40
-"""How many places to cut trailing text off are tried; each costs one parse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,6 @@ def extract_program(completion: str) -> ExtractedCode:
 
 
 def _pieces(completion: str) -> list[str]:
-    """The fenced blocks, last first, else the whole text, if there is any."""
     pieces = [block for block in reversed(fenced_blocks(completion)) if block.strip()]
     return pieces or ([completion] if completion.strip() else [])
 
@@ -134,7 +133,6 @@ def _as_continuation(stub: str, piece: str) -> Iterator[str]:
 
 
 def _margin(stub: str) -> str:
-    """The indentation of what follows a stub's last line."""
     last = stub.rstrip().rpartition("\n")[2]
     margin = last[: len(last) - len(last.lstrip())]
     return f"{margin}    " if last.endswith(":") else margin

@@ -54,8 +54,8 @@ _SYS_LANDLOCK_CREATE_RULESET = 444  # since Linux 5.13
 _SYS_LANDLOCK_ADD_RULE = 445
 _SYS_LANDLOCK_RESTRICT_SELF = 446
 
+# Number of file rights by version of the interface; 16 from version 5 on.
 _LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of file rights by version of the interface; 16 from version 5 on."""
 _LANDLOCK_READ = 0b1101  # execute, read file, read folder
 _LANDLOCK_READ_FILE = 0b0100
 _LANDLOCK_WRITE_FILE = 0b0010
@@ -64,10 +64,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 
+# The driver, the worker and its threads; the kernel counts all of a user id alike.
 _TASKS = 18
-"""The driver, the worker and its threads; the kernel counts all of a user id alike."""
+# The same where the user id is that of the run, with all else that its owner runs.
 _TASKS_OF_A_PERSON = 4096
-"""The same where the user id is that of the run, with all else that its owner runs."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

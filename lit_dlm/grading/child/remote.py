@@ -105,16 +105,13 @@ class Remote:
         return text
 
     def call(self, target: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function of the candidate and rebuilds what it returned."""
         arguments = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
         return self._decoded({"op": "call", "target": target, **arguments})
 
     def get_attribute(self, target: int, name: str) -> Any:
-        """Reads an attribute of an object that stays in the worker."""
         return self._decoded({"op": "get", "target": target, "name": name})
 
     def set_attribute(self, target: int, name: str, value: Any) -> None:
-        """Sets an attribute of an object that stays in the worker."""
         request = {"op": "set", "target": target, "name": name, "args": self._encode((value,))}
         self._request(request)
 

@@ -128,8 +128,8 @@ _PRLIMIT64 = (302, 261)
 _SOCKETPAIR = (53, 199)
 _FCNTL = (72, 25)
 _IOCTL = (16, 29)
+# Calls from here on are newer than this table (Linux 6.18), or x32's, and said to be absent.
 _FIRST_UNKNOWN = 470
-"""Calls from here on are newer than this table (Linux 6.18), or x32's, and said to be absent."""
 
 
 def build_program(machine: str) -> bytes:
