@@ -6,9 +6,7 @@ worker runs the candidate and answers calls; the tests run in the driver against
 ``sys.exit``, printed markers, forged ``__eq__`` methods and reading frames have nothing to act on:
 the candidate's process holds no test, no expected value and no nonce, and the driver rebuilds
 results as exact builtin types. Nothing that a candidate wrote is compiled, taken apart or compared
-in the process of the run.
-
-This is a strong fence, not a virtual machine; ``SECURITY.md`` says what it is worth where.
+in the process of the run. ``SECURITY.md`` says what it is worth where.
 """
 
 from __future__ import annotations

@@ -62,13 +62,11 @@ class HttpStepJudge(Judge):
     Args:
         url: such as ``http://localhost:8000/v1/chat/completions``.
         model: its name there.
-        temperature: of its sampling.
-        top_p: of its sampling.
+        temperature: of its sampling, as ``top_p``.
         max_tokens: longest reply, thinking included.
         timeout_s: seconds to wait for one reply.
-        deadline_s: seconds for which an endpoint that does not answer is asked again. With several
-            processes it should be less than the timeout of their group, 30 minutes by default,
-            since the others wait.
+        deadline_s: seconds for which an endpoint that does not answer is asked again; less than
+            the timeout of the group of processes (30 minutes by default), which wait.
         on_silence: what a deadline that has passed does: ``error`` ends the run, ``outcome`` gives
             no opinion, so that the outcome counts instead, and says so in the log.
         api_key_env: environment variable whose value is sent as the bearer token.

@@ -26,9 +26,7 @@ _GROUPS = 64
 class Rewarder:
     """Turns groups of rollouts into scores: verdicts first, then every reward, then their sum.
 
-    Each rollout is graded once, in a thread (code and comparisons of formulas run in child
-    processes of their own); equal responses to a prompt are graded once together. The total is
-    the sum of all rewards by their weights, and so are the rewards per token.
+    Equal responses to a prompt are graded once, in a thread.
 
     Args:
         rewards: with different names.

@@ -83,7 +83,8 @@ class DatasetTask(Task):
 
     Args:
         path: a local file or folder, or a hub id; the task's own data set by default.
-        split: part of every uid.
+        name: of the task in results and uids, to tell several files apart.
+        split: part of every uid; that of the benchmark by default.
         limit: most examples to take.
         seed: shuffles before the limit; the file's order by default.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
@@ -102,17 +103,20 @@ class DatasetTask(Task):
         self,
         path: str | None = None,
         *,
-        split: str = "test",
+        name: str | None = None,
+        split: str | None = None,
         limit: int | None = None,
         seed: int | None = None,
         template: str | None = None,
         num_shots: int = 0,
         shots_path: str | None = None,
     ) -> None:
-        self.split = split
+        self.name = name or self.name
+        self.split = split or self.split
         self._template = PromptTemplate(template, default=self.own_template)
         source = path or self.hub_id
-        assert source is not None
+        if source is None:
+            raise ValueError(f"path: the task {self.name!r} needs a local file or a hub id")
         given = Path(source).expanduser()
         self._folder = given if given.is_dir() else given.parent
         if num_shots:
@@ -123,7 +127,7 @@ class DatasetTask(Task):
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
-        rows = self._rows(source, split, option="path")
+        rows = self._rows(source, self.split, option="path")
         self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
 
     def _rows(self, source: str, split: str, *, option: str) -> list[Row]:

@@ -38,19 +38,11 @@ class CodeTests(CodeTask):
     for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
     answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
     ``solution`` may hold code that passes. A problem's time limit replaces those of ``limits``.
-
-    Args:
-        path: a local file or folder, or a hub id.
-        name: of the task in results and uids, to tell several files apart.
     """
 
     name = "code_tests"
     required_fields: tuple[str, ...] = ("question", "test_method")
     own_template = _TEMPLATE
-
-    def __init__(self, path: str, *, name: str = "code_tests", **options: Any) -> None:
-        self.name = name
-        super().__init__(path, **options)
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")

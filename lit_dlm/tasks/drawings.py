@@ -29,11 +29,11 @@ class DrawingPrompts(PromptsFile):
             fraction``.
     """
 
-    def __init__(
-        self, path: str, *, scorer: PictureScorer, name: str = "drawings", **options: Any
-    ) -> None:
+    name = "drawings"
+
+    def __init__(self, path: str, *, scorer: PictureScorer, **options: Any) -> None:
         self.scorer = scorer
-        super().__init__(path, name=name, **options)
+        super().__init__(path, **options)
         self.is_graded = self.is_soft = True
 
     def extract(self, example: PromptExample, completion: str) -> str | None:

@@ -67,19 +67,13 @@ class KodCode(CodeTask):
     or pytest's fixtures leave a problem ungraded. The answer runs in a process of its own, so tests
     of what it prints or does to a list that it was given fail: with the 232 rows of KodCode's demo
     218 solutions are right, 6 ungraded and 8 wrong for these reasons. Templates are also given
-    ``test`` and ``entry_point``.
-
-    Args:
-        path: a local file or folder, or a hub id, such as the TraceLock release's
-            ``BOB12311/kodcode-humaneval-like``.
+    ``test`` and ``entry_point``. TraceLock's filtered set is ``BOB12311/kodcode-humaneval-like``.
     """
 
     name = "kodcode"
     hub_id = "KodCode/KodCode-V1"
+    split = "train"
     own_template = "{{ question }}\n\nAnswer with the code in one fenced python block."
-
-    def __init__(self, path: str | None = None, *, split: str = "train", **options: Any) -> None:
-        super().__init__(path, split=split, **options)
 
     def _example(self, row: Row) -> PromptExample:
         fields = row.fields

@@ -26,10 +26,8 @@ class LiveCodeBench(CodeTests):
     """Problems of LiveCodeBench's ``code_generation`` and ``code_generation_lite`` files.
 
     A problem without starter code is answered by a program, one with it by a class ``Solution``.
-    Public and private tests count. Templates are also given ``starter_code``.
-
-    Args:
-        path: a local ``.jsonl``, such as ``test6.jsonl`` of a release, or a folder with them.
+    Public and private tests count. Templates are also given ``starter_code``. A file is, for
+    example, ``test6.jsonl`` of the release.
     """
 
     name = "livecodebench"
@@ -40,9 +38,6 @@ class LiveCodeBench(CodeTests):
         "{% else %}Write a Python program that reads from standard input and prints its result. "
         "Answer with the whole program in one fenced python block.{% endif %}"
     )
-
-    def __init__(self, path: str, *, name: str = "livecodebench", **options: Any) -> None:
-        super().__init__(path, name=name, **options)
 
     def _example(self, row: Row) -> PromptExample:
         tests = [*_tests(row, "public_test_cases"), *_tests(row, "private_test_cases")]

@@ -19,11 +19,8 @@ logger = logging.getLogger(__name__)
 class MATH(DatasetTask):
     """Problems of the MATH family: MATH-500, or any file of the same form, such as AIME's.
 
-    Args:
-        path: a local file or folder with the fields ``problem`` and ``answer`` or ``solution``
-            (whose last box is then the answer), or with dLLM-RL's names ``question`` and
-            ``ground_truth_answer``; or a hub id.
-        name: of the task in results and uids, to tell several files apart.
+    A row has ``problem`` and ``answer`` or ``solution`` (whose last box is then the answer), or
+    dLLM-RL's names ``question`` and ``ground_truth_answer``.
     """
 
     name = "math"
@@ -32,10 +29,6 @@ class MATH(DatasetTask):
         "{{ question }}\n\n"
         "Reason step by step, and write your final answer, and nothing else, inside \\boxed{}."
     )
-
-    def __init__(self, path: str | None = None, *, name: str = "math", **options: Any) -> None:
-        self.name = name
-        super().__init__(path, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         for row in rows:

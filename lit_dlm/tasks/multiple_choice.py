@@ -29,10 +29,6 @@ class MultipleChoice(DatasetTask):
     number from 0 in ``answer_index`` or ``answer`` (MMLU-Pro, MMLU); or GPQA's fields ``Question``,
     ``Correct Answer`` and ``Incorrect Answer 1`` to ``3``, whose order is drawn from the uid.
     Templates are also given ``options``, texts such as ``(A) 4 m/s``.
-
-    Args:
-        path: a local file or folder, or a hub id.
-        name: of the task in results and uids, to tell several files apart.
     """
 
     name = "multiple_choice"
@@ -41,12 +37,6 @@ class MultipleChoice(DatasetTask):
         "Think step by step. End with a line that reads: The answer is (X), where X is the letter "
         "of the right option."
     )
-
-    def __init__(self, path: str | None = None, *, name: str | None = None, **options: Any) -> None:
-        self.name = name or self.name
-        if path is None and self.hub_id is None:
-            raise ValueError(f"path: the task {self.name!r} needs a local file or a hub id")
-        super().__init__(path, **options)
 
     def _example(self, row: Row) -> PromptExample:
         key = f"{row.index:05d}"
@@ -101,9 +91,7 @@ class GPQA(MultipleChoice):
     name = "gpqa"
     hub_id = "Idavidrein/gpqa"
     hub_config = "gpqa_main"
-
-    def __init__(self, path: str | None = None, *, split: str = "train", **options: Any) -> None:
-        super().__init__(path, split=split, **options)
+    split = "train"
 
 
 class MMLUPro(MultipleChoice):
@@ -154,18 +142,12 @@ class MMMU(MultipleChoice):
 
     name = "mmmu"
     hub_id = "MMMU/MMMU"
+    split = "validation"
     own_template = SEEDBench.own_template
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        subject: str = "Math",
-        split: str = "validation",
-        **options: Any,
-    ) -> None:
+    def __init__(self, path: str | None = None, *, subject: str = "Math", **options: Any) -> None:
         self.hub_config = subject
-        super().__init__(path, split=split, **options)
+        super().__init__(path, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         return [row for row in rows if row.fields.get("question_type") != "open"]

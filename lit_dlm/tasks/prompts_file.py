@@ -42,18 +42,17 @@ class PromptsFile(DatasetTask):
             ``exact`` compares the whole text, ``numeric`` the final number, ``math`` the boxed
             expression, ``vqa`` a short answer with the row's ``answers`` of several people (texts,
             or objects with an ``answer``), ``chartqa`` a short answer that may be off by 5 %.
-        name: of the task in results and uids, to tell several files apart.
     """
+
+    name = "prompts"
 
     def __init__(
         self,
         path: str,
         *,
         grading: Literal["none", "exact", "numeric", "math", "vqa", "chartqa"] = "none",
-        name: str = "prompts",
         **options: Any,
     ) -> None:
-        self.name = name
         self.grading = grading
         self.is_graded = grading != "none"
         self.is_soft = grading == "vqa"

@@ -215,13 +215,10 @@ class Countdown(PuzzleTask):
         return write_steps(steps)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        """Finds the answer: the last computations in a row, one a line or between commas.
+        """The last computations in a row, without spaces and joined by commas.
 
-        Inside the last ``<answer>`` tags when there are any, else in the whole completion. Words
-        around a computation are ignored; a line or part without one ends the search.
-
-        Returns:
-            The answer without spaces, steps joined by commas, or ``None``.
+        Inside the last ``<answer>`` tags when there are any. They stand one a line or between
+        commas; words around them are ignored, a line or part without one ends the search.
         """
         tagged = _TAGGED.findall(completion)
         text = tagged[-1] if tagged else completion

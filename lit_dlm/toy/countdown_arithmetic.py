@@ -25,11 +25,7 @@ Step = tuple[int, str, int, int]
 
 
 def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int]] | None:
-    """Follows the sign of every given number through sums and differences.
-
-    Returns:
-        Pairs of number and sign in the given order, or ``None`` when another operation occurs.
-    """
+    """Numbers with their signs in a sum, in the given order; ``None`` with other operations."""
     if any(sign in "*/" for _, sign, _, _ in steps):
         return None
     pool: list[tuple[int, list[tuple[int, int]]]] = [
@@ -171,16 +167,9 @@ def check_steps(steps: Sequence[Step], numbers: Sequence[int], target: int) -> s
 
 
 def check_expression(answer: str, numbers: Sequence[int], target: int) -> str:
-    """Checks that one expression of the numbers equals the target.
+    """What is wrong with an expression that should use each number once and equal the target.
 
-    Args:
-        answer: an expression of whole numbers, ``+ - * /`` and parentheses, perhaps followed by
-            an equals sign and the target.
-        numbers: the given numbers; each must be used exactly once.
-        target: the number to reach.
-
-    Returns:
-        What is wrong, in one line; empty when nothing is.
+    It may be followed by an equals sign and the target. One line; empty when nothing is wrong.
     """
     expression, equals, claimed = answer.partition("=")
     if equals and claimed != str(target):
