@@ -11,9 +11,8 @@ from __future__ import annotations
 import random
 import re
 
-from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
+from lit_dlm.toy.generated import GeneratedTask, Problem
 
 NUM_DIGITS = 8
 """Of both numbers; the sum has one more."""
@@ -27,6 +26,7 @@ class Addition(GeneratedTask):
     """Generated sums, see the module; a reference holds ``a``, ``b`` and ``answer``."""
 
     name = "addition"
+    missing = "no digit in the completion"
 
     def draw(self, rng: random.Random) -> Problem:
         columns = []
@@ -51,9 +51,3 @@ class Addition(GeneratedTask):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.search(completion)
         return found[0] if found else None
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        answer = self.extract(example, completion)
-        return grade_exactly(
-            answer, example.reference["answer"], missing="no digit in the completion"
-        )

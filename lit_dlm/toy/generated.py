@@ -65,6 +65,10 @@ class GeneratedTask(Task):
     """
 
     splits: tuple[str, ...] = ("train", "test")
+    missing: str
+    """What a completion without an answer lacks."""
+    answer_field = "answer"
+    """Where a reference has what :meth:`grade` compares with."""
 
     def __init__(
         self,
@@ -82,6 +86,14 @@ class GeneratedTask(Task):
         self.seed = seed
         self._template = PromptTemplate(template)
         self.template = self._template.given
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        answer, wanted = self.extract(example, completion), example.reference[self.answer_field]
+        if answer is None:
+            return Verdict(status="no_answer", detail=self.missing)
+        if answer == str(wanted):
+            return Verdict(status="right", answer=answer)
+        return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Problem:
@@ -129,12 +141,3 @@ class GeneratedTask(Task):
             images=problem.images,
             **self._template.render({**problem.reference, "question": problem.text}),
         )
-
-
-def grade_exactly(answer: str | None, wanted: Any, *, missing: str) -> Verdict:
-    """Right if the answer is the wanted one; ``missing`` says what it is that ``None`` lacks."""
-    if answer is None:
-        return Verdict(status="no_answer", detail=missing)
-    if answer == str(wanted):
-        return Verdict(status="right", answer=answer)
-    return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")

@@ -27,11 +27,10 @@ from torch import nn
 
 from lit_dlm.backbones.location import ASSETS
 from lit_dlm.backbones.patches import CODEBOOK, PatchTokenizer
-from lit_dlm.grading import Verdict
 from lit_dlm.pictures import Picture, drawn_picture
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.tasks.drawings import PictureScorer
-from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
+from lit_dlm.toy.generated import GeneratedTask, Problem
 from lit_dlm.toy.vocabulary import PICTURE_MARKS
 
 FOLDER = ASSETS / "tiny-pictures"
@@ -167,13 +166,10 @@ class PictureQuestions(_PictureTask):
             all shapes or those of a colour, which the answer lists first.
     """
 
+    missing = "no word in the completion"
+
     def __init__(
-        self,
-        kind: Kind,
-        split: str = "test",
-        *,
-        num_examples: int = 200,
-        **options: Any,
+        self, kind: Kind, split: str = "test", *, num_examples: int = 200, **options: Any
     ) -> None:
         self.kind = kind
         self.name = f"picture_{kind}"
@@ -210,13 +206,6 @@ class PictureQuestions(_PictureTask):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
         return found[-1] if found else None
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        return grade_exactly(
-            self.extract(example, completion),
-            example.reference["answer"],
-            missing="no word in the completion",
-        )
 
 
 def _shapes(rng: random.Random, split: str) -> list[Shape]:
@@ -297,6 +286,8 @@ class DigitDrawings(_PictureTask):
     """
 
     name = "digit_drawings"
+    missing = "no picture"
+    answer_field = "digit"
     scorer = DigitScorer()
 
     def examples(self) -> Sequence[PromptExample]:
@@ -317,11 +308,6 @@ class DigitDrawings(_PictureTask):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         picture = drawn_picture(completion)
         return None if picture is None else str(self.scorer.seen(picture))
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        return grade_exactly(
-            self.extract(example, completion), example.reference["digit"], missing="no picture"
-        )
 
 
 def _drawing(digit: int) -> Problem:

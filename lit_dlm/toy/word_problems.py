@@ -12,9 +12,8 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import GeneratedTask, Problem, grade_exactly
+from lit_dlm.toy.generated import GeneratedTask, Problem
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 ITEMS = ("pens", "cups", "eggs", "keys", "figs", "nuts", "hats", "toys")
@@ -50,6 +49,7 @@ class WordProblems(GeneratedTask):
     """Generated word problems; a reference holds ``start``, signed ``moves`` and ``answer``."""
 
     name = "word_problems"
+    missing = "no number after '####'"
 
     def draw(self, rng: random.Random) -> Problem:
         """The running total stays within 0..99, a solution within ``MAX_COMPLETION_TOKENS``."""
@@ -97,7 +97,3 @@ class WordProblems(GeneratedTask):
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
         return str(int(found[-1])) if found else None
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        answer = self.extract(example, completion)
-        return grade_exactly(answer, example.reference["answer"], missing="no number after '####'")
