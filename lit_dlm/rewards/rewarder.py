@@ -56,9 +56,6 @@ class Rewarder:
             raise ValueError("rewards: expected at least one reward, got none")
         if len(set(names)) < len(names):
             raise ValueError(f"rewards: names must differ, got {', '.join(names)}")
-        for reward in rewards:
-            if not math.isfinite(reward.weight):
-                raise ValueError(f"rewards: weight of {reward.name!r} is {reward.weight!r}")
         at_least(1, num_workers=num_workers)
         require_code_execution(tasks.values(), isolation=require_isolation)
         for task in tasks.values():

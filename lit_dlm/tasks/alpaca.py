@@ -15,17 +15,13 @@ class Alpaca(DatasetTask):
     name = "alpaca"
     is_graded = False
     hub_id = "yahma/alpaca-cleaned"
+    split = "train"
     required_fields = ("instruction", "output")
 
     def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str = "train",
-        template: str = "tracelock-alpaca",
-        **options: Any,
+        self, path: str | None = None, *, template: str = "tracelock-alpaca", **options: Any
     ) -> None:
-        super().__init__(path, split=split, template=template, **options)
+        super().__init__(path, template=template, **options)
 
     def _example(self, row: Row) -> PromptExample:
         return self._prompt(

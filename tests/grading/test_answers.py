@@ -149,10 +149,15 @@ def test_numeric_grades():
         grade_numeric("1", "x")
 
 
-def test_exact_grades():
-    assert grade_exact(" yes\n", "yes").is_correct
-    assert grade_exact("Yes", "yes").status == "wrong"
-    assert grade_exact(" \n", "yes").status == "no_answer"
+@pytest.mark.parametrize(
+    ("completion", "status"), [(" yes\n", "right"), ("Yes", "wrong"), (" \n", "no_answer")]
+)
+def test_exact_grades(completion: str, status: str):
+    assert grade_exact(completion, "yes").status == status
+
+
+def test_a_tie_of_answers_is_told_alike_in_every_process():
+    assert grade_vqa("red", ["blue", "green"]).detail == "expected blue"
 
 
 def test_math_falls_back_to_the_marker():

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.grading import SandboxError, SandboxLimits, launch
+from lit_dlm.grading.code import grade_by_outputs
+from lit_dlm.grading.plus import PlusGrader, PlusProblem
 from lit_dlm.grading.sandbox import run_python_check, run_python_program
 from tests.processes import no_sandbox_left
 
@@ -256,21 +258,32 @@ def test_many_threads_grade_at_once(nothing_left):
     assert [v.is_correct for v in verdicts] == [True, False] * 6
 
 
-def test_execution_must_be_allowed():
-    for value in (False, None, 1, "true"):
+@pytest.mark.parametrize("allowed", [False, None, 1, "true"])
+def test_execution_must_be_allowed(allowed):
+    problem = PlusProblem(
+        name="t", entry_point="f", reference_code="", base_inputs=[[1]], plus_inputs=[]
+    )
+    for run in (
+        lambda: run_python_check("", "assert f(1)", "f", allow_code_execution=allowed),
+        lambda: grade_by_outputs("```\n1\n```", ["1"], ["3"], allow_code_execution=allowed),
+        lambda: PlusGrader(allow_code_execution=allowed).grade("def f(x): pass", problem),
+    ):
         with pytest.raises(ValueError, match="allow_code_execution"):
-            run_python_check("", "assert f(1)", "f", allow_code_execution=value)
+            run()
 
 
-def test_bad_tests_and_limits_are_errors_of_the_caller():
-    with pytest.raises(ValueError, match="check must be valid Python"):
-        _check("def f(x): pass", "assert f(")
-    with pytest.raises(ValueError, match="at least one test"):
-        _check("def f(x): pass", " \n")
-    with pytest.raises(ValueError, match="wall_seconds: expected at least"):
-        SandboxLimits(wall_seconds=0)
-    with pytest.raises(ValueError, match="memory_bytes: expected at least"):
-        SandboxLimits(memory_bytes=1000)
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda: _check("def f(x): pass", "assert f("), "check must be valid Python"),
+        (lambda: _check("def f(x): pass", " \n"), "at least one test"),
+        (lambda: SandboxLimits(wall_seconds=0), "wall_seconds"),
+        (lambda: SandboxLimits(memory_bytes=1000), "memory_bytes"),
+    ],
+)
+def test_bad_tests_and_limits_are_errors_of_the_caller(fails, message):
+    with pytest.raises(ValueError, match=message):
+        fails()
 
 
 def test_programs_read_input_and_print():

@@ -49,7 +49,6 @@ LONG = RewardScore(total=0.0, token_rewards=np.zeros(4, dtype=np.float32))
 REFUSED: dict[str, Callable[[], object]] = {
     "^rewards: expected at least one": lambda: rewarder(),
     "names must differ, got graded, graded": lambda: rewarder(Graded(), Graded()),
-    "weight of 'graded' is inf": lambda: rewarder(Graded(weight=float("inf"))),
     "num_workers": lambda: rewarder(Graded(), num_workers=0),
     "allow_code_execution": lambda: rewarder(Graded(), tasks={"runs": Runs()}),
     "MeanCorrectnessFilter looks .* task 'sums'": lambda: rewarder(
