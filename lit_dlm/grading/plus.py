@@ -1,8 +1,7 @@
 """Grading by inputs and a reference solution: the tests of HumanEval+ and MBPP+ (arXiv 2305.01210).
 
-Both the candidate and the reference solution run in the sandbox, where what they returned is
-compared by EvalPlus's rules (:mod:`.child.compare`). Expected outputs are computed when a problem
-is first graded, and kept in memory. Nothing is pickled.
+Both solutions run in the sandbox, where their values are compared by EvalPlus's rules
+(:mod:`.child.compare`). Expected values are made when a problem is first graded, and kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a reward sees, what it returns, and the protocol between the two.
 
-A *rollout* is one response to a prompt; all G responses to one prompt are a *group*. Rewards are
-given to whole groups, because some compare the responses of a group with each other.
+A *rollout* is one response to a prompt, all G responses to one prompt are a *group*. Rewards see
+whole groups, because some compare the responses with each other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A language model behind an HTTP endpoint that speaks the chat-completions protocol.
 
-vLLM, SGLang and llama.cpp servers do. Nothing is sent anywhere unless a configuration names an
-endpoint.
+vLLM, SGLang and llama.cpp servers do.
 """
 
 from __future__ import annotations

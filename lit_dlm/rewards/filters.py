@@ -1,9 +1,4 @@
-"""Which groups are worth training on.
-
-A group whose responses are all worth the same has no advantage to learn from; one that is nearly
-always or nearly never right has little. A filter sees all scores of one prompt and keeps or drops
-them together.
-"""
+"""Which groups are worth training on: equal rewards have no advantage to learn from."""
 
 from __future__ import annotations
 

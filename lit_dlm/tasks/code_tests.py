@@ -1,8 +1,6 @@
 """Code problems with tests, in the JSON form of dLLM-RL (arXiv 2509.06949, its data folder).
 
-Each row is graded by one of two methods: ``function`` calls a function in assertions, ``stdio``
-runs a program on inputs and compares what it prints. The training sets of TraceRL and its
-benchmarks LiveCodeBench, LiveBench, MBPP and HumanEval have this form.
+Those of the method ``function`` are called in assertions, those of ``stdio`` run on inputs.
 """
 
 from __future__ import annotations

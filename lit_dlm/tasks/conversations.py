@@ -1,9 +1,8 @@
 """Rows of files of one's own: prompts, answered prompts and chats.
 
-A row holds ``messages`` (chat turns of ``role`` and ``content``), ``conversations`` (the same as
-turns of ``from`` and ``value``, as OpenHermes has them), or a prompt under ``prompt``,
-``instruction`` (with ``input`` below it where that is not empty) or ``question`` and an answer
-under ``response``, ``output``, ``completion`` or ``answer``.
+A row holds ``messages`` (turns of ``role`` and ``content``), ``conversations`` (of ``from`` and
+``value``, as OpenHermes has them), or a prompt and an answer under one of the names below;
+``input`` goes below an ``instruction``.
 """
 
 from __future__ import annotations

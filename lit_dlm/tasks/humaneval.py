@@ -1,7 +1,7 @@
 """HumanEval (arXiv 2107.03374) and HumanEval+ (arXiv 2305.01210): complete a Python function.
 
 HumanEval is graded by the data set's own ``check(candidate)``, HumanEval+ by its inputs and the
-reference solution. The two scores are different things and have different task names.
+reference solution.
 """
 
 from __future__ import annotations

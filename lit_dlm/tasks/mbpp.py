@@ -1,9 +1,8 @@
 """MBPP (arXiv 2108.07732) and MBPP+ (arXiv 2305.01210): a Python function from one sentence.
 
-MBPP is graded by its assertions, MBPP+ by inputs and the reference solution. MBPP+ stores its
-inputs as JSON, from which the ``evalplus`` package (extra ``code``) restores tuples, sets and
-complex numbers; its lists of problems with more than one right output are used as well. Nothing
-of it executes code here, and none of the functions called reads a file or the network.
+MBPP is graded by its assertions, MBPP+ by inputs and the reference solution. The ``evalplus``
+package (extra ``code``) restores the types of MBPP+'s inputs and lists the problems with more than
+one right output; none of its functions that are called here runs code or reads a file.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import csv
 import logging
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,8 +16,6 @@ from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
 
 logger = logging.getLogger(__name__)
-
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,30 +126,25 @@ def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> li
 
 def on_hub(source: str) -> bool:
     """Whether a source is looked for on the hub: it is no local file and does not look like one."""
-    looks_local = source.endswith(_SUFFIXES) or source.startswith(("/", ".", "~"))
+    looks_local = source.endswith(tuple(_READERS)) or source.startswith(("/", ".", "~"))
     return not (looks_local or source.count("/") > 1 or Path(source).expanduser().exists())
 
 
 def _file_of_split(folder: Path, split: str, option: str) -> Path:
-    for suffix in _SUFFIXES:
+    for suffix in _READERS:
         if (path := folder / f"{split}{suffix}").is_file():
             return path
     raise ValueError(
         f"{option}: the folder {str(folder)!r} holds no file for the split {split!r} "
-        f"(looked for {split} with {', '.join(_SUFFIXES)})"
+        f"(looked for {split} with {', '.join(_READERS)})"
     )
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _read_json_lines(path)
-    if path.suffix == ".json":
-        return _read_json(path)
-    if path.suffix == ".csv":
-        return _read_csv(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path)
-    raise ValueError(f"{path}: expected a file ending in {', '.join(_SUFFIXES)}")
+    for suffix, read in _READERS.items():
+        if path.name.endswith(suffix):
+            return read(path)
+    raise ValueError(f"{path}: expected a file ending in {', '.join(_READERS)}")
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -197,6 +190,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
     for index, fields in enumerate(table.to_pylist()):
         yield Row(index=index, origin=f"{path}, row {index + 1}", fields=fields)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_json_lines,
+    ".jsonl.gz": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 
 
 def _read_hub(

@@ -1,7 +1,6 @@
 """Templates of prompts: Jinja texts, shipped by name, from a file, or written out.
 
-A prompt decides a score as much as a decoder does, so none is fixed in code: every task has a
-default and takes a ``template``. Those of releases ship in ``lit_dlm/assets/templates.yaml``.
+Those of releases ship in ``lit_dlm/assets/templates.yaml``.
 """
 
 from __future__ import annotations

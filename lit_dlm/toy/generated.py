@@ -1,9 +1,7 @@
 """Problems made on the fly: how they are split, numbered and drawn for training.
 
-A generated task is a function that draws one :class:`Problem` from a random generator. The split
-is a property of the problem itself: a hash of its ``key`` (the numbers and operations, not the
-names around them) sends one problem in ten to the test split. So training can draw for ever
-without meeting a test problem, and nothing has to be stored.
+A hash of a problem's ``key`` (the numbers and operations, not the names around them) sends one in
+ten to the test split, so training can draw for ever without meeting one of these.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Small pictures for the embedded picture model: handwritten digits and drawn shapes.
 
-The digits are the 1,797 of scikit-learn's ``load_digits`` (8 x 8 pixels, 17 levels): "Optical
-Recognition of Handwritten Digits" of E. Alpaydin and C. Kaynak (UCI, 1998, CC BY 4.0). Shapes are
-drawn here, one in each quarter of 8 x 8 pixels. A digest of the pixels decides the split of a
-digit, one of the shapes and their colours that of a drawing. Digits of the splits ``test`` and
-``validation`` lie beside the model; those of ``train`` need scikit-learn.
+The digits are scikit-learn's ``load_digits`` ("Optical Recognition of Handwritten Digits" of
+E. Alpaydin and C. Kaynak, UCI, 1998, CC BY 4.0); those of ``train`` need scikit-learn, the others
+lie beside the model. A digest of the pixels, or of the shapes, decides the split.
 """
 
 from __future__ import annotations

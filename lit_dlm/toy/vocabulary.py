@@ -1,9 +1,7 @@
-"""The tokenizer of the embedded models, built from the texts of the generated tasks.
+"""The tokenizer of the embedded models, a byte-level BPE over pieces of the generated texts.
 
-Digits are single tokens, words keep the spaces around them, a newline takes its indentation, and a
-function header is one token. Inside these pieces a byte-level BPE is trained until every piece of
-the templates is one token, so that the longest prompt has 28 tokens and the longest completion 32
-with the end of text. Any other text still encodes, byte by byte.
+Digits are single tokens, words keep the spaces around them, a newline takes its indentation, a
+function header is one token: prompts have at most 28 tokens, completions 32 with their end.
 """
 
 from __future__ import annotations

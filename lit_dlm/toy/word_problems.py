@@ -1,8 +1,7 @@
 """Chains of additions and subtractions told as a story, graded like GSM8K.
 
-A small model can learn them, and the order of decoding matters: every partial sum needs the one
-before it. ``Tom has 34 pens, finds 7, loses 5. How many pens?`` is answered by
-``34+7=41 so 41-5=36`` and a last line ``#### 36``.
+``Tom has 34 pens, finds 7, loses 5. How many pens?`` is answered by ``34+7=41 so 41-5=36`` and a
+last line ``#### 36``; every partial sum needs the one before it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """What runs in processes of its own, beside the run: the sandbox, and the bounded answerers.
 
-These modules import one another relatively and nothing else of the project, because they run in a
-bare ``python -I`` that must start in milliseconds and must hold no secret when the graded code is
-forked off it.
+Nothing else of the project is imported: a bare ``python -I`` must start in milliseconds and hold no
+secret when the graded code is forked off it.
 """

@@ -1,8 +1,7 @@
 """Answers questions about untrusted text, one JSON line in, one out, until end of input.
 
-A process of its own because compiling a text or comparing two formulas can take any time and
-memory and can end the interpreter. Each question has an alarm of the kernel's, so that nothing runs
-on when the asker is gone.
+Compiling a text or comparing two formulas can take any time and memory and can end the
+interpreter. Each question has an alarm of the kernel's: nothing runs on when the asker is gone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The trusted process of one sample: forks the worker, then runs the tests against proxies.
 
 It stands behind the same walls as the worker and has limits of its own, because it takes apart and
-compares values that the candidate made: whatever these do to it, the run that waits for its result
-is not touched.
-
-Order matters. The worker is forked off a bare interpreter *before* the tests, the inputs and the
-nonce are read from standard input, so no copy of them ever exists in the process that runs the
-candidate; the candidate's code in turn never runs in this process.
+compares values that the candidate made. Order matters: the worker is forked off a bare interpreter
+*before* the tests, the inputs and the nonce are read from standard input, so no copy of them ever
+exists in the process that runs the candidate, whose code in turn never runs in this process.
 """
 
 from __future__ import annotations
