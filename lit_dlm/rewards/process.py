@@ -23,17 +23,13 @@ _NUM_REQUESTS = 16
 class ProcessReward(Reward):
     """Rewards the parts of a response by the opinions of a judge, on the step that completes each.
 
-    A response is cut in chunks of tokens. A judge grades each chunk several times as 1 or -1,
-    seeing the pictures of the problem and the response up to the chunk's end. If all opinions agree
-    they are the chunk's grade, else (or if one says neither) the outcome is: 1 for a right
-    response, -1 for a wrong one. The grades of the group's n-th chunks are standardised among each
-    other (population deviation; all 0 if there is none, and a grade without others stays). A
-    chunk's number stands on the tokens that were written last in the block which holds the chunk's
-    last token; the last chunk's on the tokens of the response's last step. Without blocks, as in
-    dLLM-RL's reward for pictures, every chunk's stands on those written last in the chunk. Numbers
-    that meet on a token add up, all other tokens get 0.
-
-    Gives nothing to ``total``. It comes after the filters, which thus save the judge's work.
+    A judge grades each chunk of tokens several times as 1 or -1. If all opinions agree they are the
+    chunk's grade, else (or if one says neither) the outcome is: 1 for a right response, -1 for a
+    wrong one. The grades of the group's n-th chunks are standardised among each other (population
+    deviation; all 0 if there is none, and a grade without others stays). A chunk's number stands on
+    the tokens that were written last in the block which holds the chunk's last token; the last
+    chunk's on the tokens of the response's last step. Without blocks, as in dLLM-RL's reward for
+    pictures, every chunk's stands on those written last in the chunk. Numbers that meet add up.
 
     Args:
         judge: gives the opinions.

@@ -25,8 +25,7 @@ class RewardModel(Reward):
     """Pays what a reward model of transformers says of a conversation.
 
     The model is any ``AutoModelForSequenceClassification`` without code of its own, in safetensors,
-    with a tokenizer that has a chat template. It reads one user turn with the problem and one
-    assistant turn with the response's text, and its first logit is the reward. It is loaded at the
+    with a tokenizer that has a chat template. Its first logit is the reward. It is loaded at the
     first rollout.
 
     Args:

@@ -38,8 +38,7 @@ class MBPP(CodeTask):
     """The 974 problems of MBPP in their official splits (11 to 510 are the test split).
 
     Args:
-        path: a local file or folder with the fields ``task_id``, ``text``, ``code`` and
-            ``test_list``, or a hub id. Rows of other splits in the file are left out.
+        path: a local file or folder, whose rows of other splits are left out, or a hub id.
         split: ``test``, ``train``, ``validation`` or ``prompt``.
         limits: what one sample may use.
     """
