@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from lit_dlm.grading import Verdict
+from lit_dlm.grading import SandboxError, Verdict
 from lit_dlm.rewards import Rollout
+from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.record import Trajectory
 
@@ -50,3 +52,43 @@ def right(**fields: Any) -> Rollout:
 def wrong(**fields: Any) -> Rollout:
     """A response that its task calls wrong."""
     return rollout("8", verdict=Verdict(status="wrong", answer="8"), **fields)
+
+
+class Sums:
+    name = "sums"
+    split = "train"
+    runs_code = False
+    is_graded = True
+
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+        self.threads: set[str] = set()
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        self.graded.append(completion)
+        self.threads.add(threading.current_thread().name)
+        if completion == "broken":
+            raise ValueError("the reference holds no number")
+        if completion == "no sandbox":
+            raise SandboxError("no process can be started")
+        right = completion == example.reference["answer"]
+        return Verdict(status="right" if right else "wrong", answer=completion)
+
+
+class Runs(Sums):
+    runs_code = True
+
+
+class Table(Judge):
+    """Opinions by (sample number, part); agreeing 1 where the table says nothing."""
+
+    def __init__(self, **opinions: list[Grade | None]) -> None:
+        self.opinions = opinions
+        self.questions: list[StepQuestion] = []
+        self._lock = threading.Lock()
+
+    def grade(self, question: StepQuestion, sample: int) -> Grade | None:
+        with self._lock:
+            self.questions.append(question)
+        key = f"r{question.uid.rpartition('#')[2]}p{question.part}"
+        return self.opinions.get(key, [1, 1, 1])[sample]

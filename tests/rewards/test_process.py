@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
 from lit_dlm.rewards import ProcessReward, Rollout
 from lit_dlm.rewards.judge import Grade, Judge, StepQuestion
-from tests.rewards.groups import right, wrong
-
-
-class Table(Judge):
-    """Opinions by (sample number, part); agreeing 1 where the table says nothing."""
-
-    def __init__(self, **opinions: list[Grade | None]) -> None:
-        self.opinions = opinions
-        self.questions: list[StepQuestion] = []
-        self._lock = threading.Lock()
-
-    def grade(self, question: StepQuestion, sample: int) -> Grade | None:
-        with self._lock:
-            self.questions.append(question)
-        key = f"r{question.uid.rpartition('#')[2]}p{question.part}"
-        return self.opinions.get(key, [1, 1, 1])[sample]
+from tests.rewards.groups import Table, right, wrong
 
 
 def tokens(reward: ProcessReward, *group: Rollout) -> list[list[float]]:

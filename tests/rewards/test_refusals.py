@@ -18,9 +18,7 @@ from lit_dlm.rewards import (
     RewardScore,
     Rollout,
 )
-from tests.rewards.groups import SUM, right, rollout
-from tests.rewards.test_process import Table
-from tests.rewards.test_rewarder import Runs, Sums
+from tests.rewards.groups import SUM, Runs, Sums, Table, right, rollout
 
 
 class Plain(Sums):

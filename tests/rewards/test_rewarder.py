@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lit_dlm.grading import SandboxError, Verdict, launch
+from lit_dlm.grading import SandboxError, launch
 from lit_dlm.rewards import (
     Graded,
     MeanCorrectnessFilter,
@@ -18,28 +18,7 @@ from lit_dlm.rewards import (
     Rollout,
 )
 from lit_dlm.tasks import PromptExample
-from tests.rewards.groups import SUM, rollout
-
-
-class Sums:
-    name = "sums"
-    split = "train"
-    runs_code = False
-    is_graded = True
-
-    def __init__(self) -> None:
-        self.graded: list[str] = []
-        self.threads: set[str] = set()
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        self.graded.append(completion)
-        self.threads.add(threading.current_thread().name)
-        if completion == "broken":
-            raise ValueError("the reference holds no number")
-        if completion == "no sandbox":
-            raise SandboxError("no process can be started")
-        right = completion == example.reference["answer"]
-        return Verdict(status="right" if right else "wrong", answer=completion)
+from tests.rewards.groups import SUM, Runs, Sums, rollout
 
 
 class Boxed(Reward):
@@ -178,10 +157,6 @@ def test_no_group_and_an_empty_group_are_nothing_to_score() -> None:
 def test_a_grader_that_fails_names_the_sample(text: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=rf"^sums/train/0#4: .*{'number' if kind is ValueError else ''}"):
         Rewarder([Graded()], {"sums": Sums()}).score([[rollout(text, number=4)]])
-
-
-class Runs(Sums):
-    runs_code = True
 
 
 def test_rewards_that_wait_for_others_see_all_groups_at_the_same_time() -> None:
