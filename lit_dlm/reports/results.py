@@ -6,8 +6,7 @@ Layout::
     results/{task}/{method}/part-r00000.jsonl    one line per sample, one file per process
     results/run.json                             date, device and versions, for the reader
 
-The last key of every line, and of the settings, is a digest of what stands before it, which is
-checked when it is read. Lines from before there were digests are read as they are.
+The last key of every line, and of the settings, is a digest of the others, checked on reading.
 """
 
 from __future__ import annotations
@@ -41,15 +40,13 @@ class ResultRow:
     verdict: str
     """The grader's status: ``right``, ``wrong``, ``no_answer``, ``timeout``, ..."""
     detail: str
-    """The grader's one-line reason."""
     answer: str | None
-    """What was extracted and graded."""
+    """What was extracted from the completion."""
     completion: str
     """The text that was decoded, cut at its first end of text."""
     nfe: int
     """Forwards of the backbone."""
     policy_forwards: int
-    """Forwards of a learned policy head."""
     idle_steps: int
     """Forwards that committed nothing."""
     stalled_steps: int
@@ -63,10 +60,8 @@ class ResultRow:
     status: str
     """How the decode ended: ``complete``, ``eos`` or ``step_limit``."""
     seed: int
-    """The sample's seed."""
     policy_seconds: float = 0.0
-    """The part of ``seconds`` that the commit policy took, a learned head included; 0 in results
-    from before it was measured."""
+    """The part of ``seconds`` that the commit policy took, a learned head included."""
     trajectory: dict[str, str] | None = None
     """The record of this very decode, where one was kept: ``set`` (folder, seen from the run
     folder), ``uid`` and content ``digest``."""
@@ -75,7 +70,6 @@ class ResultRow:
     lockstep: float | None = None
     """How closely the regions kept step, 0 to 1; ``None`` for a decoder without a layout."""
     prompt: str = ""
-    """Text of the prompt; empty in results from before it was kept."""
     response: int = 0
     """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
     score: float | None = None
@@ -88,18 +82,13 @@ class ResultRow:
 
 
 class ResultFolder:
-    """Reads and appends to a folder of results.
-
-    Args:
-        folder: the ``results`` folder; it need not exist yet.
-    """
+    """Reads and appends to a ``results`` folder, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._written: set[Path] = set()
 
     def method_folder(self, task: str, method: str) -> Path:
-        """Folder of one method on one task."""
         for kind, name in (("task", task), ("method", method)):
             if not _SAFE_NAME.fullmatch(name):
                 raise ValueError(
@@ -110,7 +99,7 @@ class ResultFolder:
     def claim(self, task: str, method: str, settings: Mapping[str, Any]) -> None:
         """Records all settings that decide a method's results, or checks the recorded ones."""
         path = self.method_folder(task, method) / "settings.json"
-        wanted = json.loads(json.dumps(settings))
+        wanted = json.loads(json.dumps(settings, sort_keys=True))
         if path.exists():
             found = self.settings(task, method)
             if found != wanted:
@@ -120,24 +109,21 @@ class ResultFolder:
                     "method name, or remove the folder"
                 )
             return
-        text = json.dumps(wanted, indent=2, sort_keys=True)
-        write_atomically(path, _with_digest(text, "\n") + "\n")
+        write_json(path, _with_digest(wanted))
 
     def settings(self, task: str, method: str) -> dict[str, Any]:
-        """The recorded settings of a method."""
         path = self.method_folder(task, method) / "settings.json"
         with _located(str(path)):
-            return _parsed(path.read_bytes().rstrip(b"\n"))
+            return _parsed(path.read_bytes())
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Notes what a reader wants to know of a run, beyond what decides its results."""
+        """Notes what a reader wants to know of a run and what does not decide its results."""
         write_json(self.folder / FACTS_FILE, facts)
 
     def facts(self) -> dict[str, Any]:
         """What was noted of the run, of its last part if it was resumed; empty if nothing was."""
         path = self.folder / FACTS_FILE
-        with _located(str(path)):
-            return _parsed(path.read_bytes()) if path.exists() else {}
+        return json.loads(path.read_bytes()) if path.exists() else {}
 
     def completed(self, task: str, method: str) -> set[str]:
         """Uids of the samples that are done."""
@@ -154,10 +140,7 @@ class ResultFolder:
     def drop_doubles(self) -> int:
         """Removes the second rows of samples, as two processes in one folder left them.
 
-        No other process may write meanwhile.
-
-        Returns:
-            How many rows were removed.
+        Returns how many. No other process may write meanwhile.
         """
         seen: set[tuple[Path, str]] = set()
 
@@ -204,7 +187,11 @@ class ResultFolder:
     def rows(self, task: str, method: str) -> list[ResultRow]:
         """All results of a method on a task, sorted by uid."""
         folder = self.method_folder(task, method)
-        rows = sorted((_row(line, folder) for line in self._lines(folder)), key=lambda row: row.uid)
+        try:
+            rows = [ResultRow(**line) for line in self._lines(folder)]
+        except TypeError as error:  # of another version
+            raise ValueError(f"{folder}: {error}") from None
+        rows.sort(key=lambda row: row.uid)
         for one, two in pairwise(rows):
             if one.uid == two.uid:
                 raise ValueError(f"{folder}: sample {one.uid} was written twice")
@@ -226,68 +213,32 @@ class ResultFolder:
         for number, line in enumerate(lines[:-1], start=1):
             with _located(f"{path}, line {number}"):
                 row = _parsed(line)
-                if not isinstance(row.get("uid"), str):
-                    raise ValueError("expected a uid")
             yield row
 
 
-# Of its shape alone: the name and the digits may be damaged, too.
-_DIGEST = re.compile(rb',\s*"[^"]{6}": "([^"]{16})"\s*}$')
+def _with_digest(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "digest": _digest(row)}
 
 
-def _with_digest(text: str, space: str = " ") -> str:
-    """A JSON object with the digest of its text as its last key."""
-    if text == "{}":
-        return text
-    body = text.removesuffix("}").rstrip()
-    indent = "  " if space == "\n" else ""
-    digest = hashlib.sha256(body.encode()).hexdigest()[:16]
-    return f'{body},{space}{indent}"digest": "{digest}"{space.strip(" ")}}}'
+def _digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:16]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return _with_digest(json.dumps(row, ensure_ascii=False)) + "\n"
+    return json.dumps(_with_digest(row), ensure_ascii=False) + "\n"
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object without its digest."""
-    found = _DIGEST.search(text)
-    if found is not None:
-        text = text[: found.start()]
-        if hashlib.sha256(text).hexdigest()[:16].encode() != found.group(1):
-            raise ValueError("damaged: it has another digest")
-        text += b"}"
+    """A JSON object, whose digest is checked and taken out."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text[:40].decode(errors='replace')!r}")
+    if value.pop("digest", None) != _digest(value):
+        raise ValueError("damaged, or written by an older version: it has another digest")
     return value
-
-
-def _row(line: dict[str, Any], folder: Path) -> ResultRow:
-    with _located(f"{folder}: sample {line['uid']}"):
-        try:
-            row = ResultRow(**line)
-        except TypeError as error:
-            raise ValueError(error) from None
-        for name, kind in ResultRow.__annotations__.items():
-            value = getattr(row, name)
-            if not isinstance(value, _KINDS[kind]) or (isinstance(value, int) and abs(value) >> 64):
-                raise ValueError(f"{name}: expected {kind}, got {value!r:.40}")
-    return row
-
-
-_KINDS: dict[Any, Any] = {
-    "bool": bool,
-    "str": str,
-    "int": int,
-    "float": int | float,
-    "str | None": str | None,
-    "float | None": int | float | None,
-    **dict.fromkeys(["dict[str, str] | None", "dict[str, list[float]] | None"], dict | None),
-}
 
 
 @contextmanager
