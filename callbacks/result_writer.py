@@ -157,10 +157,10 @@ def _log(trainer: Trainer, summaries: Sequence[MethodSummary], front: Path) -> N
     """Gives every logger the numbers of all methods over their steps, the table and the front."""
     if trainer.loggers and summaries:
         # Here: most runs have none, and it imports their packages.
-        from lit_dlm.reports.profile import log_profile, profile_points
+        from lit_dlm.reports.profile import log_profile
 
         for target in trainer.loggers:
-            log_profile(target, profile_points(summaries), front if front.exists() else None)
+            log_profile(target, summaries, front if front.exists() else None)
 
 
 def _facts(trainer: Trainer, module: DecodeModule) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lit_dlm.backbones.location import is_local, locate, read_json_object
 from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
-from lit_dlm.reports.summary import MethodSummary, summarise_folder
+from lit_dlm.reports.summary import MethodSummary, summarise_run
 from lit_dlm.reports.tables import markdown_tables
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ lit-dlm generate "..." {options}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``lit-dlm export`` on what follows the command; returns the exit status, 0."""
+    """Runs ``lit-dlm export``."""
     parser = _parser(
         "export", "Writes a model as a folder: configuration, weights, tokenizer, card."
     )
@@ -106,7 +106,6 @@ def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--results", type=Path, help="run folder of a benchmark of this model, for the card"
     )
-    parser.add_argument("--license", help="of the model, such as apache-2.0, for the card")
     return parser
 
 
@@ -137,7 +136,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
-    """Summaries of a run."""
+    """Summaries of a run, which must be of this model."""
     results = ResultFolder(run / "results")
     ours = backbone.describe()
     for task, method in results.pairs():
@@ -148,10 +147,7 @@ def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
                     f"results: expected those of this model, but {task}, {method} in {run} has "
                     f"another {key}"
                 )
-    summaries = summarise_folder(results.folder)
-    if not summaries:
-        raise ValueError(f"results: expected a run folder with results, got {run}")
-    return summaries
+    return summarise_run(run)
 
 
 def _generation_config(backbone: HFBackbone) -> dict[str, Any]:
@@ -182,7 +178,6 @@ def _card(
     data = ModelCardData(
         **base,
         library_name="peft" if options.only_adapter else "transformers",
-        license=options.license,
         pipeline_tag="text-generation",
         tags=["masked-diffusion", "lit-dlm", backbone.spec.family],
         model_name=name,

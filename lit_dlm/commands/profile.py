@@ -1,8 +1,7 @@
 """``lit-dlm profile``: decodes a grid of methods on one task and reports speed and quality.
 
-The grid, every policy with every cache and every budget of steps, becomes a configuration: one
-sweep over ``quota.steps`` for each policy and cache. ``lit-dlm predict`` runs it, so a profile
-decodes, grades and resumes like any other benchmark; its table, file and picture come after.
+The grid becomes a configuration that ``lit-dlm predict`` runs: one sweep over ``quota.steps`` for
+each policy and cache.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ CACHES: dict[str, str | None] = {
     "dual": "DualCache",
     "block": "BlockCache",
 }
-"""Names for caches on the command line."""
 ADAPTIVE = "adaptive"
 """In place of a number of steps: the quota of the decode file, so that a threshold decides."""
 
@@ -34,10 +32,7 @@ def grid(
 ) -> dict[str, Any]:
     """The part of a configuration that adds the methods of a grid and runs only them.
 
-    Args:
-        policies: decode files by the names that their methods get.
-        steps: budgets of steps (forwards), and ``adaptive``.
-        caches: names of :data:`CACHES`; that of the decode file where there are none.
+    Without ``caches`` each decode file keeps its own.
     """
     # Here: torch takes seconds to import.
     from lit_dlm.decoding.sweep import method_name
@@ -68,12 +63,7 @@ def grid(
 
 
 def policy_files(given: Sequence[str]) -> dict[str, Path]:
-    """Decode files by method name.
-
-    Args:
-        given: paths or packaged files such as ``decode/entropy``, or ``name=path``; a path's name
-            is that of the file without its suffix.
-    """
+    """Decode files by method name: that of the file without its suffix, or as in ``name=path``."""
     found: dict[str, Path] = {}
     for text in given:
         name, equals, path = text.partition("=")
@@ -104,19 +94,8 @@ def _with_cache(decoder: Mapping[str, Any], cache: str) -> dict[str, Any]:
 def main(
     arguments: Sequence[str], *, predict: Callable[[list[str]], int | None] | None = None
 ) -> int:
-    """Runs the command; returns the exit status.
-
-    Args:
-        arguments: what follows its name; what this command does not know goes to ``predict``.
-        predict: runs ``["predict", ...]`` and returns its exit status; the trainer's by default.
-    """
+    """Runs the command; what it does not know goes to ``predict``, by default the trainer's."""
     options, rest = _parser().parse_known_args(list(arguments))
-    # Here, behind --help: matplotlib and Lightning take seconds to import.
-    from lightning.pytorch.utilities import rank_zero_only
-
-    from lit_dlm.reports.profile import check_installed
-
-    check_installed(options.loggers)
     run_dir: Path = options.run_dir
     command = ["predict"]
     for config in options.config:
@@ -131,34 +110,19 @@ def main(
             "profile: --steps and --caches apply to the files of --policies, which were not given; "
             "without them the methods of the configuration are profiled as they are"
         )
+    # Here, behind --help: matplotlib and Lightning take seconds to import.
+    from lightning.pytorch.utilities import rank_zero_only
+
     from lit_dlm.commands.trainer import main as trainer
+    from lit_dlm.reports.profile import write_profile
+    from lit_dlm.reports.summary import summarise_run
 
     if status := (predict or trainer)([*command, "--run_dir", str(run_dir), *rest]):
         return status
     if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
-        _report(run_dir, options.loggers, project=options.project, offline=options.offline)
+        write_profile(summarise_run(run_dir), run_dir)
+        print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")  # noqa: T201
     return 0
-
-
-def _report(run_dir: Path, loggers: Sequence[str], *, project: str, offline: bool) -> None:
-    from rich.console import Console
-
-    from lit_dlm.reports.command import method_order
-    from lit_dlm.reports.profile import log_profile, make_logger, profile_points, write_profile
-    from lit_dlm.reports.summary import summarise_folder
-
-    summaries = summarise_folder(run_dir / "results", method_order(run_dir))
-    if not summaries:
-        raise ValueError(f"{run_dir}: expected results in {run_dir / 'results'}, found none")
-    points = profile_points(summaries)
-    write_profile(points, run_dir)
-    for name in loggers:
-        log_profile(
-            make_logger(name, run_dir, project=project, offline=offline),
-            points,
-            run_dir / "profile.png",
-        )
-    Console().print(f"Profile: {run_dir / 'profile.md'}, profile.csv, profile.png")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,15 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--caches", nargs="+", default=[], choices=list(CACHES), help="caches to cross with"
     )
-    parser.add_argument(
-        "--loggers",
-        nargs="+",
-        default=[],
-        choices=["csv", "tensorboard", "wandb"],
-        help="where to log the profile as well",
-    )
-    parser.add_argument("--project", default="lit-dlm", help="W&B project")
-    parser.add_argument("--offline", action="store_true", help="W&B without a network")
     parser.add_argument("--run_dir", type=Path, default=Path("runs/profile"), help="run folder")
     return parser
 

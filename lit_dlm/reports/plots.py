@@ -56,10 +56,12 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
                     (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
                 )
                 if points:
-                    _draw_curve(
+                    draw_shares(
                         axis,
+                        [point.nfe for point in points],
                         points,
-                        name,
+                        label=name,
+                        linestyle="-" if len(points) > 1 else "none",
                         color=colours.series[number % len(colours.series)],
                         marker="os^Dv"[number % 5],
                     )
@@ -94,21 +96,15 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     """Curves over decode steps in one panel, by label; ``ylabel`` names the values' unit."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axis = figure.subplots()
-    for number, (label, values) in enumerate(curves.items()):
-        axis.plot(values, color=COLOURS[number % len(COLOURS)], label=label, linewidth=1.3)
+    draw_curves(axis, {label: (range(len(y)), y) for label, y in curves.items()})
     axis.set(xlabel="decode step", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
-    tidy_axes(axis)
-    axis.legend(fontsize="small")
     save_figure(figure, path)
 
 
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
     """Writes a curve as JSON; empty bins hold ``null``.
 
-    Args:
-        path: file to write.
-        curve: ``ece`` (a number), and ``prob``, ``accuracy`` and ``count`` (one value per bin).
-        step: optimiser steps done.
+    It has ``ece`` (a number), and ``prob``, ``accuracy`` and ``count`` (one value per bin).
     """
     record: dict[str, Any] = {"global_step": step, "ece": curve["ece"], "count": curve["count"]}
     for name in ("prob", "accuracy"):
@@ -117,10 +113,7 @@ def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> Non
 
 
 def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
-    """Share of right proposals against the mean acceptance probability, and how many there are.
-
-    The curve is that of :func:`write_calibration`.
-    """
+    """Share of right proposals against the mean acceptance probability, and how many there are."""
     count = curve["count"]
     edges = [number / len(count) for number in range(len(count))]
     figure = Figure(figsize=(4.2, 4.6), layout="constrained")
@@ -142,23 +135,30 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def interval_bars(values: Sequence[tuple[float, tuple[float, float]]]) -> list[list[float]]:
-    """``yerr`` of shares with their intervals, in percent: what is below, what is above."""
-    return [
-        [100 * (share - low) for share, (low, _) in values],
-        [100 * (high - share) for share, (_, high) in values],
+def draw_shares(
+    axis: Axes, x: Sequence[float], line: Sequence[MethodSummary], **style: Any
+) -> None:
+    """Accuracies of graded methods in percent, with their 95 % intervals."""
+    shares = [one.accuracy or 0.0 for one in line]
+    intervals = [one.interval or (0.0, 0.0) for one in line]
+    bars = [
+        [100 * (share - low) for share, (low, _) in zip(shares, intervals, strict=True)],
+        [100 * (high - share) for share, (_, high) in zip(shares, intervals, strict=True)],
     ]
+    values = [100 * share for share in shares]
+    axis.errorbar(x, values, yerr=bars, capsize=2, markersize=5, linewidth=1.3, **style)
 
 
-def _draw_curve(axis: Axes, points: list[MethodSummary], name: str, **style: Any) -> None:
-    axis.errorbar(
-        [point.nfe for point in points],
-        [100 * (point.accuracy or 0.0) for point in points],
-        yerr=interval_bars([(p.accuracy or 0.0, p.interval or (0.0, 0.0)) for p in points]),
-        linestyle="-" if len(points) > 1 else "none",
-        label=name,
-        capsize=2,
-        markersize=5,
-        linewidth=1.3,
-        **style,
-    )
+def draw_curves(
+    axis: Axes,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    faint: str = "",
+) -> None:
+    """Curves as ``(x, y)`` by label, with a legend; a curve without points keeps its colour."""
+    for number, (label, (x, y)) in enumerate(curves.items()):
+        if len(x):
+            colour, alpha = COLOURS[number % len(COLOURS)], 0.5 if label == faint else 1.0
+            axis.plot(x, y, color=colour, label=label, linewidth=1.3, alpha=alpha)
+    tidy_axes(axis)
+    axis.legend(fontsize="small")

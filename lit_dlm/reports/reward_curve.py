@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, tidy_axes
+from lit_dlm.reports.plots import COLOURS, draw_curves, tidy_axes
 from lit_dlm.reports.results import write_atomically
 from lit_dlm.reports.themes import save_figure
 
@@ -46,17 +46,12 @@ def plot_runs(
     runs: Mapping[str, Sequence[Sequence[Point]]],
     path: Path,
     *,
-    values: Mapping[str, str] | None = None,
+    values: Mapping[str, str],
 ) -> None:
     """Mean curves of several methods, each over its seeds, with one standard error over them.
 
-    Args:
-        runs: by label, the curves of its seeds.
-        path: file to write.
-        values: what is drawn and how it is called, a panel each; ``val/reward`` by default. Points
-            without a value are passed over.
+    ``values`` are what is drawn, a panel each, with its title.
     """
-    values = values or {"val/reward": "reward of held-out prompts"}
     figure = Figure(figsize=(1.2 + 4.3 * len(values), 3.8), layout="constrained")
     axes = figure.subplots(1, len(values), squeeze=False)
     for axis, (name, title) in zip(axes[0], values.items(), strict=True):
@@ -82,26 +77,17 @@ def _draw_mean(
 
 
 def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:
-    for number, (name, label) in enumerate(
-        (
-            ("rollout/reward", "rollouts"),
-            ("rollout/reward_smoothed", "rollouts, smoothed"),
-            ("val/reward", "held-out prompts"),
-        )
-    ):
+    names = {
+        "rollouts": "rollout/reward",
+        "rollouts, smoothed": "rollout/reward_smoothed",
+        "held-out prompts": "val/reward",
+    }
+    curves = {}
+    for label, name in names.items():
         chosen = [point for point in points if name in point]
-        if chosen:
-            axis.plot(
-                [point["step"] for point in chosen],
-                [point[name] for point in chosen],
-                color=COLOURS[number],
-                label=label,
-                linewidth=1.3,
-                alpha=0.5 if name == "rollout/reward" else 1.0,
-            )
+        curves[label] = ([point["step"] for point in chosen], [point[name] for point in chosen])
+    draw_curves(axis, curves, faint="rollouts")
     axis.set(xlabel="RL step", ylabel="reward")
-    tidy_axes(axis)
-    axis.legend(fontsize="small")
 
 
 def _draw_time(axis: Axes, points: Sequence[Point]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -35,9 +36,8 @@ class MethodSummary:
     useful_tokens_per_step: float
     """The same, counting only tokens before the first end of text."""
     seconds: float
-    """Mean decode time per sample, learned policies included, grading excluded."""
+    """Mean decode time per sample, grading excluded."""
     policy_forwards: float
-    """Mean forwards of a learned policy head per sample."""
     policy_share: float
     """Share of the decode time that the commit policy took, a learned head included."""
     idle_steps: float
@@ -60,11 +60,6 @@ def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
 
     Chen et al. 2021 (arXiv:2107.03374), equation 1: ``1 - C(n - c, k) / C(n, k)``. For example
     2 right of 4 and ``k = 2``: ``1 - C(2, 2) / C(4, 2) = 5 / 6``.
-
-    Args:
-        num_responses: ``n``.
-        num_right: ``c``.
-        k: from 1 to ``n``.
     """
     return 1.0 - math.comb(num_responses - num_right, k) / math.comb(num_responses, k)
 
@@ -74,13 +69,6 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 
     With ``z = 1.96`` its middle is ``(p + z²/2n) / (1 + z²/n)``, its half width
     ``z / (1 + z²/n) · sqrt(p (1 - p)/n + z²/4n²)``. For example 1.0 of 200 gives 0.981 to 1.
-
-    Args:
-        share: ``p``, in 0..1.
-        n: independent samples, more than 0.
-
-    Returns:
-        Lower and upper bound.
     """
     square = 1.96**2 / n
     middle = share + square / 2
@@ -159,6 +147,16 @@ def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSumm
     ]
 
 
+def summarise_run(run: Path) -> list[MethodSummary]:
+    """Summaries of a run folder, at least one; methods in the order of its own ``summary.json``."""
+    path = run / "summary.json"
+    order = [record["method"] for record in json.loads(path.read_text())] if path.exists() else []
+    summaries = summarise_folder(run / "results", order)
+    if not summaries:
+        raise ValueError(f"{run}: expected results in {run / 'results'}, found none")
+    return summaries
+
+
 def write_summary(path: Path, summaries: Sequence[MethodSummary]) -> None:
-    """Writes ``summary.json``: a list of objects, one per task and method."""
+    """Writes ``summary.json``: one object per task and method."""
     write_json(path, [asdict(summary) for summary in summaries])

@@ -104,14 +104,13 @@ def test_the_card_has_the_numbers_of_this_model_only(capsys: Any, tmp_path: Path
     overlay = tmp_path / "few.yaml"
     overlay.write_text(f"data: {{init_args: {{tasks: [{task}]}}}}\n")
     run("predict", "--config=exp/evaluate_tiny", f"--config={overlay}", f"--run_dir={tmp_path}")
-    run("export", "tiny", str(tmp_path / "out"), f"--results={tmp_path}", "--license=apache-2.0")
+    run("export", "tiny", str(tmp_path / "out"), f"--results={tmp_path}")
     card = (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "summary.md").read_text() in card
     data = yaml.safe_load(card.split("---")[1])
     found = data["model-index"][0]["results"][0]
     accuracy = json.loads((tmp_path / "summary.json").read_text())[0]["accuracy"]
     assert found["metrics"][0]["value"] == 100.0 * accuracy
-    assert data["license"] == "apache-2.0"
     message = fails(capsys, "export", "tiny-planning", str(tmp_path / "x"), f"--results={tmp_path}")
     assert "has another weights_sha256" in message
     assert not (tmp_path / "x").exists()
