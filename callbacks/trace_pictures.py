@@ -229,11 +229,8 @@ class TracePictures(Callback):
             write_pictures(
                 [sample],
                 pieces,
+                paths,
                 method=self._methods.get(sample.method),
-                gif=paths.get("gif"),
-                heatmap=paths.get("fill_order"),
-                order=paths.get("order"),
-                statistics=paths.get("statistics"),
                 theme=self.theme,
             )
             for kind, path in paths.items():

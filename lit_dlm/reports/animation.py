@@ -20,11 +20,10 @@ MAX_FRAMES = 120
 """A longer decode shows its steps in strides."""
 _PICTURE_LINES = 9
 """Lines of text that a drawn picture takes."""
-_COLUMNS = 56
-"""Characters in a line."""
-_FONT_SIZE = 18
-"""In pixels."""
-HOLD_SECONDS = 2.5
+_COLUMNS = 56  # characters in a line
+_FONT_SIZE = 18  # pixels
+STEP_MILLISECONDS = 250
+HOLD_MILLISECONDS = 2500
 """How long the last frame stands."""
 
 
@@ -44,29 +43,23 @@ def write_gif(
     pieces: TokenPieces,
     *,
     theme: str = "light",
-    fps: float = 4.0,
 ) -> None:
     """Writes an animation of one decode, or of several one below the other.
 
-    Special tokens are not drawn; their places go empty. A response of picture tokens is shown as
-    the picture, grey where it is not drawn yet. Several decodes run at the same pace, so
-    the one with fewer steps stands still sooner.
+    Special tokens go empty, and picture tokens are shown as the picture. Several decodes run at the
+    same pace, so the one with fewer steps stands still sooner.
     """
-    if not 0.1 <= fps <= 50:
-        raise ValueError(f"fps: expected 0.1 to 50 steps a second, got {fps}")
     frames = animation_frames(samples, pieces, theme=theme)
     palette = _palette(frames)
     small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     steps = max(sample.record.num_steps for sample in samples)
-    # Browsers show frames under 20 ms slowly.
-    milliseconds = max(20, round(1000 * _stride(steps) / fps))
     data = io.BytesIO()
     small[0].save(
         data,
         format="GIF",
         save_all=True,
         append_images=small[1:],
-        duration=[milliseconds] * (len(small) - 1) + [round(1000 * HOLD_SECONDS)],
+        duration=[STEP_MILLISECONDS * _stride(steps)] * (len(small) - 1) + [HOLD_MILLISECONDS],
         loop=0,
         optimize=True,
     )
@@ -97,19 +90,13 @@ def _stride(steps: int) -> int:
 def lay_out(record: Trajectory, pieces: TokenPieces, *, columns: int) -> list[Cell]:
     """Places the response so that nothing moves while it fills up, one cell per position.
 
-    Every position keeps the room of its final token, and lines of ``columns`` characters break
-    where the final text breaks. Special tokens and positions that stay empty get one column and no
-    text.
+    Every position keeps the room of its final token. Special tokens and positions that stay empty
+    get one column and no text.
     """
     tokens = record.tokens.tolist()
-    texts = [
-        "" if token == record.mask_id or pieces.is_special(token) else pieces.text(token)
-        for token in tokens
-    ]
-    for start, length, text in pieces.joined(tokens):
-        texts[start : start + length] = [text] + [""] * (length - 1)
     cells, row, column = [], 0, 0
-    for text in texts:
+    for token, shown in zip(tokens, pieces.texts(tokens), strict=True):
+        text = "" if token == record.mask_id else shown
         body = text.strip("\n")
         before = len(text) - len(text.lstrip("\n"))
         after = len(text) - before - len(body)
@@ -137,7 +124,7 @@ class _Painter:
         self.advance = self.font.getlength("0")
         self.line = round(_FONT_SIZE * 1.55)
         self.margin = _FONT_SIZE
-        prompt = pieces.line(samples[0].record.prompt_ids.tolist()).strip()
+        prompt = "".join(pieces.texts(samples[0].record.prompt_ids.tolist())).strip()
         self.prompt = _wrapped(prompt, _COLUMNS, most=6)
         self.drawn = [pieces.drawn(sample.record) for sample in samples]
         self.cells = [

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from lit_dlm.reports.results import ResultFolder, setting_differences, write_atomically
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
+from lit_dlm.reports.tables import markdown_table
 
 HEADERS = (
     "method", "n", "accuracy A", "accuracy B", "B - A (95 %)", "only A", "only B", "p", "p (Holm)",
@@ -28,8 +30,7 @@ NOTE = (
 MAX_DIFFERENCES = 8
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+def _parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -40,7 +41,6 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("second", type=Path, metavar="B", help="run folder, may be the same one")
     command.add_argument("--a", metavar="METHOD", help="method of A")
     command.add_argument("--b", metavar="METHOD", help="method of B")
-    command.add_argument("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
     command.add_argument("--json", action="store_true", help="print one JSON list instead")
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
@@ -50,14 +50,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; returns the exit status."""
-    options = parser().parse_args(list(arguments))
+    options = _parser().parse_args(list(arguments))
     if (options.a is None) != (options.b is None):
         raise ValueError("--a and --b: give both, or neither to pair methods of equal name")
     if options.a is None and options.first.resolve() == options.second.resolve():
         raise ValueError("A and B are the same run; name two of its methods with --a and --b")
     first, second = (_results(path) for path in (options.first, options.second))
     pairs = method_pairs(first, second, a=options.a, b=options.b)
-    found = compare_methods(first, second, pairs, seed=options.seed)
+    found = compare_methods(first, second, pairs)
     console = Console()
     if options.json:
         console.print_json(json.dumps([asdict(comparison) for comparison in found]))
@@ -79,11 +79,7 @@ def method_pairs(
 ) -> list[tuple[str, str, str]]:
     """What to compare: (task, method of A, method of B), in alphabetical order.
 
-    Args:
-        first: results of A.
-        second: results of B.
-        a: a method of A; ``None`` pairs methods of equal name, or the only ones of a task.
-        b: a method of B, with ``a``.
+    Without ``a`` and ``b``, methods of equal name, or else the only ones of a task.
     """
     of_a, of_b = _methods(first), _methods(second)
     for results, found in ((first, of_a), (second, of_b)):
@@ -113,16 +109,10 @@ def method_pairs(
 
 
 def compare_methods(
-    first: ResultFolder,
-    second: ResultFolder,
-    pairs: Sequence[tuple[str, str, str]],
-    *,
-    seed: int = 0,
+    first: ResultFolder, second: ResultFolder, pairs: Sequence[tuple[str, str, str]]
 ) -> list[PairedComparison]:
     """Compares (task, method of A, method of B); p-values are adjusted for all of them."""
-    found = [
-        compare_rows(first.rows(task, a), second.rows(task, b), seed=seed) for task, a, b in pairs
-    ]
+    found = [compare_rows(first.rows(task, a), second.rows(task, b)) for task, a, b in pairs]
     adjusted = holm([comparison.p_value for comparison in found])
     return [
         replace(comparison, p_adjusted=p) for comparison, p in zip(found, adjusted, strict=True)
@@ -131,14 +121,11 @@ def compare_methods(
 
 def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
     """The comparisons, sorted by task, as one Markdown table per task."""
-    lines = ["# Comparison", "", f"A: `{a}`, B: `{b}`", ""]
-    for task in dict.fromkeys(comparison.task for comparison in found):
-        lines += [f"## {task}", "", f"| {' | '.join(HEADERS)} |"]
-        lines.append("|---|" + "---:|" * (len(HEADERS) - 1))
-        rows = (comparison for comparison in found if comparison.task == task)
-        lines += [f"| {' | '.join(cells(comparison))} |" for comparison in rows]
-        lines.append("")
-    return "\n".join([*lines, NOTE, ""])
+    tables = (
+        markdown_table(task, HEADERS, *map(cells, group), heading="##")
+        for task, group in groupby(found, key=lambda one: one.task)
+    )
+    return "\n".join(["# Comparison", "", f"A: `{a}`, B: `{b}`", "", *tables, NOTE, ""])
 
 
 def cells(found: PairedComparison) -> tuple[str, ...]:
@@ -170,14 +157,15 @@ def _spoken_p(p: float) -> str:
 def _tables(found: Sequence[PairedComparison]) -> list[Table]:
     """Tables with a line for A and one for B, which fit into 80 columns."""
     tables = []
-    for task in dict.fromkeys(comparison.task for comparison in found):
-        counts = sorted({comparison.n for comparison in found if comparison.task == task})
+    for task, compared in groupby(found, key=lambda one: one.task):
+        group = list(compared)
+        counts = sorted({comparison.n for comparison in group})
         title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
         table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
         table.add_column("method", no_wrap=True)
         for header in ("right, %", "only one", "B - A (95 %)", "p (Holm)", "steps"):
             table.add_column(header, justify="right", no_wrap=True)
-        for comparison in (comparison for comparison in found if comparison.task == task):
+        for comparison in group:
             _, _, a, b, gain, only_a, only_b, p, adjusted, steps_a, steps_b, _ = cells(comparison)
             table.add_row(
                 f"A {comparison.method_a}\nB {comparison.method_b}",

@@ -18,11 +18,7 @@ from lit_dlm.trajectories.record import Trajectory
 
 
 def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
-    """``(T,)`` int64: how many tokens each step wrote inside a region.
-
-    A position counts in every step that wrote a token there, so also where it was overwritten
-    later. Masking again does not count.
-    """
+    """``(T,)`` int64: tokens that each step wrote inside a region, overwritten ones included."""
     events = record.events()
     inside = (events[:, 1] >= region.start) & (events[:, 1] < region.end)
     written = events[inside & (events[:, 2] != record.mask_id), 0]

@@ -26,13 +26,8 @@ def left_to_rightness(
 
     1 is strictly left to right, -1 right to left, 0 no preference. Positions of one step are ties,
     which tau-b leaves out of the normaliser.
-
-    Args:
-        record: a record; positions that no step wrote are left out.
-        positions: ``(G,)`` bool, only these.
-
-    Returns:
-        Tau, or ``None`` with fewer than two positions or a single step.
+    ``positions`` ``(G,)`` bool, if given, chooses among those that a step wrote. ``None`` with
+    fewer than two of them or a single step.
     """
     chosen = record.commit_step >= 0
     if positions is not None:
@@ -49,26 +44,15 @@ def left_to_rightness(
 
 
 def text_positions(record: Trajectory, pieces: TokenPieces) -> NDArray[np.bool_]:
-    """``(G,)`` bool: positions whose final token is no special one.
-
-    The fill behind the end of a text is usually written at once, and says nothing about the order
-    of the text.
-    """
-    return np.array(
-        [
-            token != record.mask_id and not pieces.is_special(token)
-            for token in record.tokens.tolist()
-        ],
-        dtype=bool,
-    )
+    """``(G,)`` bool: positions whose final token is no special one, such as the fill at the end."""
+    tokens = record.tokens.tolist()
+    return np.array([t != record.mask_id and not pieces.is_special(t) for t in tokens], dtype=bool)
 
 
 def last_writes(record: Trajectory) -> NDArray[np.int32]:
-    """Which step wrote what stands on the canvas.
+    """``(T + 1, G)`` int32: which step wrote what stands on the canvas after ``t`` steps.
 
-    Returns:
-        ``(T + 1, G)`` int32: for the canvas after ``t`` steps the step of each position's token;
-        -1 for a mask, -2 for a token that stood there before the first step.
+    -1 for a mask, -2 for a token that stood there before the first step.
     """
     states = record.all_states()
     writer = np.full(states.shape, -1, dtype=np.int32)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from lit_dlm.reports.results import ResultRow
 from lit_dlm.reports.summary import MethodSummary
 from lit_dlm.reports.tables import by_task, markdown_tables, table_rows
-from lit_dlm.reports.template import render
+from lit_dlm.reports.template import fill, render
 
 MAX_TEXT = 1200
 """Characters of a completion that the page shows."""
@@ -25,6 +25,11 @@ class SampleGroup:
     """Those that are shown."""
     num_wrong: int
     num_rows: int
+
+    @property
+    def wrong(self) -> list[ResultRow]:
+        """Those shown that are wrong."""
+        return [row for row in self.rows if is_wrong(row)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,19 +77,20 @@ class ReportContent:
     """Addresses of traces by task, method and uid."""
 
     def link(self, row: ResultRow, method: str) -> str | None:
-        """Address of a row's trace."""
         return self.links.get((row.task, method, row.uid))
+
+
+def is_wrong(row: ResultRow) -> bool:
+    """Whether a grader found it wrong."""
+    return not row.correct and row.verdict != "ungraded"
 
 
 def failures_first(task: str, method: str, rows: Sequence[ResultRow], *, limit: int) -> SampleGroup:
     """At most ``limit`` samples to show: wrong ones, then ungraded, then right, each by uid."""
-    rank = {False: 0, True: 2}
-    ordered = sorted(
-        rows, key=lambda row: (1 if row.verdict == "ungraded" else rank[row.correct], row.uid)
-    )
-    wrong = sum(not row.correct and row.verdict != "ungraded" for row in rows)
+    ordered = sorted(rows, key=lambda row: (not is_wrong(row), row.correct, row.uid))
+    num_wrong = sum(map(is_wrong, rows))
     return SampleGroup(
-        task=task, method=method, rows=ordered[:limit], num_wrong=wrong, num_rows=len(rows)
+        task=task, method=method, rows=ordered[:limit], num_wrong=num_wrong, num_rows=len(rows)
     )
 
 
@@ -139,38 +145,6 @@ def report_html(content: ReportContent) -> str:
 
 def report_markdown(content: ReportContent, *, front: str | None) -> str:
     """The same as Markdown: tables, the picture ``front`` if there is one, and failures."""
-    facts = [
-        f"**{name}**: " + ", ".join(f"{key} {value}" for key, value in known.items())
-        for name, known in content.facts.items()
-        if known
-    ]
-    parts = [f"# {content.title}", *facts, *content.notes, markdown_tables(content.summaries)]
-    if front is not None:
-        parts.append(f"![Accuracy against average steps]({front})")
-    groups = [*content.best, *content.others]
-    if any(group.num_wrong for group in groups):
-        parts.append("## Failures")
-    for group in groups:
-        wrong = [row for row in group.rows if not row.correct and row.verdict != "ungraded"]
-        if not wrong:
-            continue
-        lines = [f"### {group.task}, {group.method}: {group.num_wrong} of {group.num_rows}", ""]
-        lines += ["| sample | question | verdict | answer | reason |", "|---|---|---|---|---|"]
-        for row in wrong:
-            link = content.link(row, group.method)
-            name = f"[{row.uid}]({link})" if link else row.uid
-            texts = (row.prompt, row.verdict, row.answer or "", row.detail)
-            cells = (name, *map(_markdown, texts))
-            lines.append(f"| {' | '.join(cells)} |")
-        if len(wrong) < group.num_wrong:
-            lines += ["", f"and {group.num_wrong - len(wrong)} more"]
-        parts.append("\n".join(lines))
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _markdown(text: str) -> str:
-    """A text inside a table cell."""
-    line = " ".join(text.split())[:160]
-    for character in "\\`*_[]<>|":
-        line = line.replace(character, f"\\{character}")
-    return line
+    tables = markdown_tables(content.summaries).rstrip("\n")
+    groups = [group for group in (*content.best, *content.others) if group.wrong]
+    return fill("report/page.md", content=content, tables=tables, front=front, groups=groups)

@@ -17,49 +17,32 @@ from lit_dlm.reports.samples import Sample
 def write_pictures(
     samples: Sequence[Sample],
     pieces: TokenPieces,
+    files: Mapping[str, Path],
     *,
     method: Mapping[str, Any] | None = None,
-    gif: Path | None = None,
-    heatmap: Path | None = None,
-    order: Path | None = None,
-    statistics: Path | None = None,
     theme: str = "light",
-    fps: float = 4.0,
-) -> list[Path]:
-    """Writes the pictures whose file is given, and returns these files.
+) -> None:
+    """Writes pictures, by kind: ``gif``, ``fill_order``, ``order``, ``statistics``.
 
-    Args:
-        samples: decodes of one prompt; the animation shows all, the others the first.
-        pieces: texts of tokens.
-        method: description of the first decode's decoder, for its blocks.
-        gif: animation.
-        heatmap: canvas after every step, coloured by the step that wrote.
-        order: commit step against position.
-        statistics: pace, fill and confidences.
-        theme: ``light`` or ``dark``.
-        fps: steps a second of the animation.
+    The animation shows all decodes, which have one prompt, the others show the first. ``method``
+    describes the decoder of the first, for its blocks.
     """
-    _check_suffix("gif", gif, {".gif"})
-    for name, path in (("heatmap", heatmap), ("order", order), ("statistics", statistics)):
-        _check_suffix(name, path, {".png", ".svg", ".pdf"})
+    for kind, path in files.items():
+        suffixes = (".gif",) if kind == "gif" else (".pdf", ".png", ".svg")
+        if path.suffix.lower() not in suffixes:
+            wanted = " or ".join(suffixes)
+            raise ValueError(f"{kind}: expected a file name that ends in {wanted}, got {path}")
     for sample in samples:
         if sample.record.num_generated == 0:
             raise ValueError(f"trajectory {sample.record.uid!r}: an empty response has no picture")
     record = samples[0].record
     regions = regions_of(record, method)
-    if gif is not None:
-        write_gif(gif, samples, pieces, theme=theme, fps=fps)
-    if heatmap is not None:
-        plot_fill_order(record, heatmap, regions=regions, pieces=pieces, theme=theme)
-    if order is not None:
-        plot_order(record, order, regions=regions, pieces=pieces, theme=theme)
-    if statistics is not None:
-        plot_statistics(record, statistics, regions=regions, theme=theme)
-    return [path for path in (gif, heatmap, order, statistics) if path is not None]
-
-
-def _check_suffix(name: str, path: Path | None, suffixes: set[str]) -> None:
-    if path is not None and path.suffix.lower() not in suffixes:
-        raise ValueError(
-            f"{name}: expected a file name that ends in {' or '.join(sorted(suffixes))}, got {path}"
-        )
+    for kind, path in files.items():
+        if kind == "gif":
+            write_gif(path, samples, pieces, theme=theme)
+        elif kind == "fill_order":
+            plot_fill_order(record, path, regions=regions, pieces=pieces, theme=theme)
+        elif kind == "order":
+            plot_order(record, path, regions=regions, pieces=pieces, theme=theme)
+        else:
+            plot_statistics(record, path, regions=regions, theme=theme)

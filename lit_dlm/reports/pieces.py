@@ -32,15 +32,13 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenPieces:
-    """Text of single tokens, decoded once each, and pictures of those that mean some."""
+    """Text of single tokens, decoded once each, and pictures of those that mean some.
+
+    Without a tokenizer token ids are shown instead of text. ``vision`` is the
+    :class:`~lit_dlm.backbones.vision.TokenVision` of a model that draws.
+    """
 
     def __init__(self, tokenizer: Any | None, vision: Any | None = None) -> None:
-        """Takes a tokenizer.
-
-        Args:
-            tokenizer: a tokenizer of transformers; ``None`` shows token ids instead of text.
-            vision: a :class:`~lit_dlm.backbones.vision.TokenVision`, where the model draws.
-        """
         self._vision = vision if hasattr(vision, "pictures") else None
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
@@ -72,7 +70,6 @@ class TokenPieces:
         return self._vision.pictures(torch.from_numpy(states).long())
 
     def is_special(self, token: int) -> bool:
-        """Whether the vocabulary marks a token as special, such as an end of text."""
         return token in self._special
 
     def is_partial(self, token: int) -> bool:
@@ -81,11 +78,7 @@ class TokenPieces:
         return token in self._partial
 
     def joined(self, ids: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Characters that neighbouring tokens complete together, in order.
-
-        Each is (first position, number of positions, text). Positions outside of these groups
-        have the text of their token; a part that nothing completes has too.
-        """
+        """Characters that neighbouring tokens complete: (first position, positions, text)."""
         groups, first = [], 0
         while first < len(ids):
             if not self.is_partial(ids[first]):
@@ -105,19 +98,12 @@ class TokenPieces:
             first = max(end, first + 1)
         return groups
 
-    def line(self, ids: Sequence[int]) -> str:
-        """Text of a row without special tokens."""
-        groups = {start: (length, text) for start, length, text in self.joined(ids)}
-        parts: list[str] = []
-        position = 0
-        while position < len(ids):
-            token = ids[position]
-            length, text = groups.get(position, (1, self.text(token)))
-            parts.append("" if self.is_special(token) else text)
-            position += length
-        return "".join(parts)
-
-    # -- internals -----------------------------------------------------------------------------
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Text of each position; nothing for special tokens and parts of a joined character."""
+        texts = ["" if self.is_special(token) else self.text(token) for token in ids]
+        for start, length, text in self.joined(ids):
+            texts[start : start + length] = [text, *[""] * (length - 1)]
+        return texts
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

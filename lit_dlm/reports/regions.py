@@ -23,16 +23,9 @@ class Region:
 
 
 def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> list[Region]:
-    """The parts of a response, in order.
+    """Regions that the record's ``meta`` names, else of the decoder's layout, else its blocks.
 
-    Args:
-        record: a record; its ``meta`` may name regions.
-        method: what ``Decoder.describe`` said about the decoder, for its layout and the blocks of
-            its window.
-
-    Returns:
-        Regions of the record, else of the decoder's layout, else the blocks of its window, else
-        nothing.
+    ``method`` is what ``Decoder.describe`` said.
     """
     if REGIONS_KEY in record.meta:
         return _named(record)

@@ -31,7 +31,6 @@ class Sample:
     correct: bool | None
     """``None`` where nothing was graded."""
     verdict: str = ""
-    """The grader's status, where there are results."""
     detail: str = ""
     answer: str | None = None
 
@@ -58,19 +57,15 @@ def load_samples(
     methods: Collection[str] = (),
     examples: Collection[str] | None = None,
 ) -> SampleSet:
-    """Reads samples; of a large set only the blocks that are needed.
+    """Reads samples, prompts in order; of a large set only the blocks that are needed.
 
     Args:
         path: a shard, a folder of shards, or a run folder with ``results/`` whose lines name their
             trajectories.
-        limit: most samples; prompts are taken in turn from all tasks, each with all its decodes,
-            so that decodes can be compared. ``None`` for no limit.
-        names: only these samples: uids of decodes, or of prompts for all decodes of them.
-        methods: only these methods.
+        limit: most samples; prompts are taken in turn from all tasks, each with all its decodes.
+        names: only these: uids of decodes, or of prompts for all decodes of them.
+        methods: only these.
         examples: only these prompts.
-
-    Returns:
-        The samples, prompts in order.
     """
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
@@ -101,7 +96,7 @@ def load_samples(
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a path is the folder of a benchmark run."""
+    """Whether it has results."""
     return (path / "results").is_dir()
 
 

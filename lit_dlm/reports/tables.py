@@ -66,9 +66,11 @@ def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
     return "\n".join(markdown_table(task, *table_rows(group)) for task, group in by_task(summaries))
 
 
-def markdown_table(title: str, headers: Sequence[str], *rows: Sequence[str]) -> str:
+def markdown_table(
+    title: str, headers: Sequence[str], *rows: Sequence[str], heading: str = "###"
+) -> str:
     """A Markdown table under a heading; all columns but the first stand to the right."""
-    lines = [f"### {title}", "", f"| {' | '.join(headers)} |"]
+    lines = [f"{heading} {title}", "", f"| {' | '.join(headers)} |"]
     lines.append("|---|" + "---:|" * (len(headers) - 1))
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"

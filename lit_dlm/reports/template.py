@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def render(name: str, *, scripts: Sequence[str], images: bool = False, **context: Any) -> str:
-    """Fills ``assets/{name}/page.html``; texts are escaped, whatever a model wrote.
+    """Fills ``assets/{name}/page.html`` with ``style.css`` and the scripts beside it.
 
-    Args:
-        name: of the page's folder, which also holds ``style.css``.
-        scripts: files of the folder, put into one script in this order.
-        images: whether the page shows pictures that it holds itself.
-        context: what the template takes.
+    With ``images`` the page may show pictures that it holds itself.
     """
     folder = ASSETS / name
     script = "\n".join((folder / part).read_text(encoding="utf-8") for part in scripts)
@@ -35,21 +32,27 @@ def render(name: str, *, scripts: Sequence[str], images: bool = False, **context
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["data_uri"] = _data_uri
-    return environment.get_template(f"{name}/page.html").render(
+    return fill(
+        f"{name}/page.html",
         policy=Markup("; ".join(policy)),
         style=Markup(style),
         script=Markup(script),
         **context,
     )
+
+
+def fill(path: str, **context: Any) -> str:
+    """Fills a template below ``assets``; in HTML texts are escaped, whatever a model wrote."""
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=select_autoescape(),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"data_uri": _data_uri, "cell": _cell}
+    return environment.get_template(path).render(**context)
 
 
 def _digest(text: str) -> str:
@@ -58,3 +61,9 @@ def _digest(text: str) -> str:
 
 def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _cell(text: str) -> str:
+    """A text inside a table cell of Markdown."""
+    line = " ".join(text.split())[:160]
+    return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", line)

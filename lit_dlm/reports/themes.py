@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.figure import Figure
+
+from lit_dlm.reports.results import write_atomically
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,12 @@ def monospaced_font() -> Path:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a figure under a temporary name and renames it; the suffix gives the format."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(draft, dpi=150)
-    draft.replace(path)
+    """Writes a figure to a file, whose suffix gives the format."""
+    write_atomically(path, figure_bytes(figure, suffix=path.suffix))
 
 
-def figure_png(figure: Figure, *, dpi: int = 150) -> bytes:
-    """A figure as a PNG file in memory."""
+def figure_bytes(figure: Figure, *, suffix: str = ".png", dpi: int = 150) -> bytes:
+    """A figure as a file in memory."""
     data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=dpi)
+    figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
     return data.getvalue()

@@ -20,15 +20,10 @@ _FIRST = ("loss", "reward", "accuracy", "correct")
 
 
 def read_curves(run: Path) -> dict[str, Curve]:
-    """Reads every logged metric of a run.
+    """Curves of at least two finite values by metric; losses and rewards come first.
 
-    Args:
-        run: folder with ``metrics.csv`` files at any depth. Of a run that was resumed, each part
-            has its own; where they overlap, the later one counts.
-
-    Returns:
-        Curves of at least two finite values by name; train and validation losses and rewards come
-        first.
+    Each part of a run that was resumed has its own ``metrics.csv``; where they overlap, the later
+    one counts.
     """
     values: dict[str, dict[int, float]] = {}
     for path in sorted(run.glob("**/metrics.csv"), key=_version):

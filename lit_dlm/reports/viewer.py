@@ -39,26 +39,18 @@ class ViewedSet:
 
 
 def viewer_page(sets: Sequence[ViewedSet], *, title: str) -> str:
-    """The page: HTML in UTF-8, the same for the same input.
-
-    Decodes of one prompt can be compared across sets.
-    """
+    """The page: HTML in UTF-8, the same for the same input."""
     data = Markup(json_for_script(page_data(sets, title=title)))
     return render("viewer", scripts=SCRIPTS, title=title, data=data)
 
 
 def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
-    """Writes the page to a file."""
+    """Writes :func:`viewer_page` to a file."""
     write_atomically(path, viewer_page(sets, title=title))
 
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
-    """Everything the page shows, as JSON types.
-
-    Returns:
-        ``title``, ``sets`` (label, source, table of tokens, decoders) and ``samples`` (see
-        :mod:`lit_dlm.reports.viewer_columns`).
-    """
+    """Everything the page shows, as JSON types; samples as in :mod:`.viewer_columns`."""
     proposals = sum(num_proposals(viewed.samples.samples) for viewed in sets)
     if proposals > MAX_PROPOSALS:
         logger.warning(
@@ -98,10 +90,7 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
 
 
 def method_line(method: Any) -> str:
-    """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``.
-
-    Its plugs stand with their settings, without digests and a greedy sampler.
-    """
+    """A described decoder in one line, such as ``ThresholdPolicy(threshold=0.9), FullWindow``."""
     parts = []
     for plug, settings in (method or {}).items():
         if plug == "settings" or not isinstance(settings, dict) or "name" not in settings:

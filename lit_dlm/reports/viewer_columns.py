@@ -45,7 +45,6 @@ class TokenTable:
     """The tokens that occur in a set of samples, with their texts."""
 
     def __init__(self, pieces: TokenPieces, records: Iterable[Trajectory]) -> None:
-        """Collects the tokens of everything that will be encoded with this table."""
         self.pieces = pieces
         parts: list[NDArray[Any]] = []
         for record in records:
@@ -58,11 +57,9 @@ class TokenTable:
         self._dtype = "<u2" if len(self.ids) <= NEVER else "<u4"
 
     def encode(self, ids: NDArray[Any]) -> str:
-        """Base64 of the table rows of some ids."""
         return _packed(np.searchsorted(self.ids, ids), self._dtype)
 
     def index(self, token: int) -> int:
-        """Table row of an id."""
         return int(np.searchsorted(self.ids, token))
 
     def as_json(self) -> dict[str, Any]:
@@ -85,17 +82,10 @@ def sample_columns(
     number: int,
     proposals: bool,
 ) -> dict[str, Any]:
-    """A sample as JSON types.
+    """A sample as a JSON object; keys whose value says nothing are left out.
 
-    Args:
-        sample: the sample.
-        table: the tokens of its set.
-        method: description of its decoder.
-        number: number of its set in the page.
-        proposals: also what was proposed at every step, where it was recorded.
-
-    Returns:
-        One JSON object; keys whose value says nothing are left out.
+    ``number`` is that of its set in the page; with ``proposals`` it also has what was proposed at
+    every step.
     """
     record = sample.record
     content: dict[str, Any] = {
@@ -147,17 +137,12 @@ def sample_columns(
 
 
 def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
-    """What was recorded about every response position.
+    """What was recorded about every response position: ``(G,)`` float32, NaN without a value.
 
-    Args:
-        record: a record.
-
-    Returns:
-        ``(G,)`` float32 by name, NaN where there is no value: ``confidence`` (probability of the
-        written token), ``entropy`` (nats, before the step that wrote), ``margin`` (lead over the
-        best candidate that was passed over, in the policy's own score), ``policy_score`` (that
-        score), ``log_prob``, ``value`` and ``advantage`` (of training), and what the record's
-        ``meta`` has of :data:`META_SIGNALS`. Only what was recorded.
+    ``confidence`` (probability of the written token), ``entropy`` (nats, before the step that
+    wrote), ``margin`` (lead over the best candidate that was passed over, in the policy's own
+    score), ``policy_score`` (that score), ``log_prob``, ``value`` and ``advantage`` (of training),
+    and what the record's ``meta`` has of :data:`META_SIGNALS`.
     """
     found: dict[str, NDArray[np.float32]] = {}
     for name, source in (

@@ -17,12 +17,12 @@ from lit_dlm.trajectories.commands import run_of_shard, tokenizer_of
 logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 1000
+KINDS = ("gif", "fill_order", "order", "statistics")
 MAX_TOGETHER = 3
 """Decodes in one animation."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command."""
+def _parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
         description="Writes one HTML file that shows decodes step by step. It holds everything and "
@@ -70,19 +70,20 @@ def parser() -> argparse.ArgumentParser:
         "its first decode; with --method, the animation shows these methods below each other",
     )
     pictures.add_argument("--gif", type=Path, help="animation of the decode")
-    pictures.add_argument("--heatmap", type=Path, help="fill order: position by step")
+    pictures.add_argument(
+        "--heatmap", type=Path, dest="fill_order", help="fill order: position by step"
+    )
     pictures.add_argument("--order", type=Path, help="commit step against position, Kendall's tau")
     pictures.add_argument(
         "--statistics", type=Path, help="commits per step, fill of the regions, confidences"
     )
     pictures.add_argument("--theme", choices=("light", "dark"), default="light")
-    pictures.add_argument("--fps", type=float, default=4.0, help="steps a second (default: 4)")
     return command
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; returns the exit status."""
-    options = parser().parse_args(list(arguments))
+    options = _parser().parse_args(list(arguments))
     at_least(0, of="--", limit=options.limit)
     shown = load_samples(
         options.source,
@@ -94,10 +95,10 @@ def main(arguments: Sequence[str]) -> int:
     sets = [
         ViewedSet(samples=one, pieces=pieces_of(one.shards, options.tokenizer)) for one in found
     ]
-    pictures = [options.gif, options.heatmap, options.order, options.statistics]
-    if any(pictures):
-        _write_pictures(sets[0], options)
-    if options.out is not None or not any(pictures):
+    pictures = {kind: path for kind in KINDS if (path := getattr(options, kind)) is not None}
+    if pictures:
+        _write_pictures(sets[0], pictures, options)
+    if options.out is not None or not pictures:
         path = options.out or options.source
         if path == options.source or path.is_dir():
             path = (path if path.is_dir() else path.parent) / "traces.html"
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write_pictures(viewed: ViewedSet, options: argparse.Namespace) -> None:
+def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse.Namespace) -> None:
     # Here: matplotlib and torchmetrics take seconds to import.
     from lit_dlm.reports.pictures import write_pictures
 
@@ -118,31 +119,18 @@ def _write_pictures(viewed: ViewedSet, options: argparse.Namespace) -> None:
     first = shown.samples[0]
     decodes = [sample for sample in shown.samples if sample.example == first.example]
     wanted = options.method or [first.method]
-    decodes.sort(key=lambda sample: wanted.index(sample.method) if sample.method in wanted else -1)
-    decodes = [sample for sample in decodes if sample.method in wanted][:MAX_TOGETHER]
-    written = write_pictures(
-        decodes,
-        viewed.pieces,
-        method=shown.methods.get(decodes[0].method),
-        gif=options.gif,
-        heatmap=options.heatmap,
-        order=options.order,
-        statistics=options.statistics,
-        theme=options.theme,
-        fps=options.fps,
-    )
-    for path in written:
-        names = decodes if path == options.gif else decodes[:1]
+    decodes = [sample for sample in decodes if sample.method in wanted]
+    decodes.sort(key=lambda sample: wanted.index(sample.method))
+    decodes = decodes[:MAX_TOGETHER]
+    method = shown.methods.get(decodes[0].method)
+    write_pictures(decodes, viewed.pieces, files, method=method, theme=options.theme)
+    for kind, path in files.items():
+        names = decodes if kind == "gif" else decodes[:1]
         print(f"{path}: {', '.join(sample.record.uid for sample in names)}")  # noqa: T201
 
 
 def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
-    """Texts of the tokens of a set.
-
-    Args:
-        shards: shards of the set.
-        tokenizer: name of a tokenizer, ``none`` for token ids, or ``None`` for the run's own.
-    """
+    """Texts of the tokens of a set; of ``tokenizer``, ``none`` shows ids, ``None`` is the run's."""
     if tokenizer == "none":
         return TokenPieces(None)
     loaded: Any = tokenizer_of(shards, tokenizer)
