@@ -71,11 +71,7 @@ TRAINER_HELP = """usage: lit-dlm {command} --config FILE [--config FILE ...] [op
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line.
-
-    Args:
-        args: the arguments; those of the process by default.
-    """
+    """Runs the command line, by default with the arguments of the process."""
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("--help", "-h"):
         names: dict[str, list[str]] = {}  # a line for all commands of one purpose

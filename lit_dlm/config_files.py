@@ -33,6 +33,9 @@ from omegaconf.errors import OmegaConfBaseException
 FOLDER = (Path(__file__).parent / "configs").resolve()
 """The configurations of this package; in a checkout a link to the folder at its top."""
 _MOST_LISTED = 20
+_UNREADABLE = (
+    yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError
+)  # fmt: skip
 _SHORT_NAMES = ("lit_dlm.", "lightning.pytorch.", "torch.optim")
 """Where classes are that configurations may give by their names alone."""
 
@@ -46,21 +49,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if 0 < len(names) <= _MOST_LISTED else ""
 
 
-_UNREADABLE = (UnicodeDecodeError, RecursionError)
-
-
 def find(name: str, beside: Path | None = None) -> Path:
-    """Finds a configuration file.
+    """The path of a file, or of a packaged one such as ``exp/tracelock_tiny``, without ``.yaml``.
 
-    Args:
-        name: a path, or a packaged file such as ``exp/tracelock_tiny``; ``.yaml`` may be left out.
-        beside: folder that relative paths start from; the working directory by default.
-
-    Returns:
-        The absolute path.
-
-    Raises:
-        ValueError: there is no such file; names the folders searched and the nearest name.
+    Relative paths start from the folder ``beside``, by default the working directory.
     """
     if found := _found(name, beside):
         return found
@@ -85,13 +77,7 @@ def _found(name: str, beside: Path | None) -> Path | None:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Reads a configuration file (see :func:`find`) with all that it names, as plain containers.
-
-    References such as ``${run_dir}`` stay as they are.
-
-    Raises:
-        ValueError: a file is missing, is no mapping, names itself, or is not valid YAML.
-    """
+    """Reads a configuration file with all that it names; ``${run_dir}`` and the like stay."""
     return _read(find(name))
 
 
@@ -100,7 +86,7 @@ def _read(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: names itself, by way of {within[-1]}")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, *_UNREADABLE) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping, got {type(content).__name__}")
@@ -130,11 +116,7 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Lays one configuration over another; both stay as they are.
-
-    Mappings are merged, null takes a mapping away (its default counts), anything else of the new
-    one replaces what the old one has.
-    """
+    """Lays one configuration over another, as the head of this module says; both stay."""
     if isinstance(old, str) and isinstance(new, dict) and "init_args" in new:
         old = {"class_path": old}  # a class that was given by its name alone
     if not isinstance(old, dict) or not isinstance(new, dict) or _starts_anew(old, new):
@@ -191,11 +173,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     """Command-line arguments with the contents of the files that they name.
 
     All ``--config`` files become one document, which stands where the first of them stood: flags
-    behind it win over all files. Any other value may name files too, such as
-    ``--model.init_args.backbone backbone/dream.yaml``.
-
-    Raises:
-        ValueError: as :func:`load`.
+    behind it win over all files.
     """
     merged: Any = {}
     place: int | None = None
@@ -232,20 +210,9 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException):
         return False
-    place = document
-    for key in keys[:-1]:
-        if key not in place and key != "init_args" and {"class_path", "init_args"} & set(place):
-            place = place.setdefault("init_args", {})
-        elif key == "init_args" and "class_path" not in place and key not in place:
-            continue  # a decoder in short form
-        if isinstance(place.get(key), str):
-            place[key] = {"class_path": place[key]}
-        inner = place.setdefault(key, {}) if key == "init_args" else place.get(key)
-        if not isinstance(inner, dict):
-            return False
-        place = inner
-    if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
-        place = place.setdefault("init_args", {})
+    place = _place(document, keys)
+    if place is None:
+        return False
     name = keys[-1].removesuffix("+")
     value, old = _included(parsed["value"], Path()), place.get(name)
     if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
@@ -260,6 +227,25 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     else:
         place[name] = value
     return True
+
+
+def _place(document: dict[str, Any], keys: list[str]) -> dict[str, Any] | None:
+    """The mapping that the last key is set in."""
+    place = document
+    for key in keys[:-1]:
+        if key not in place and key != "init_args" and {"class_path", "init_args"} & set(place):
+            place = place.setdefault("init_args", {})
+        elif key == "init_args" and "class_path" not in place and key not in place:
+            continue  # a decoder in short form
+        if isinstance(place.get(key), str):
+            place[key] = {"class_path": place[key]}
+        inner = place.setdefault(key, {}) if key == "init_args" else place.get(key)
+        if not isinstance(inner, dict):
+            return None
+        place = inner
+    if "class_path" in place and keys[-1] not in ("class_path", "init_args"):
+        place = place.setdefault("init_args", {})
+    return place
 
 
 def _with_contents(text: str) -> str:

@@ -57,9 +57,7 @@ _MISSING = re.compile(r"(?:the following arguments are required: |Key \")(?:\w+\
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
     """Condenses an error of the argument parser to its place, the fault and a suggestion: one line.
 
-    Args:
-        message: the parser's own report, possibly nested over many lines.
-        parser: the parser, for its known keys; ``None`` when a class was being built.
+    The parser knows the keys; there is none when a class was being built.
     """
     if found := _PLUG.search(message):
         path = found["path"] or found["abstract"] or found["given"]

@@ -41,14 +41,14 @@ class DiffusionLM(TemplateLM):
     generation settings only ``until`` and the length count.
 
     Args:
-        backbone: the denoiser, in evaluation mode.
-        tokenizer: its tokenizer.
-        decoder: the decoding method; one token per step by confidence by default.
+        backbone: in evaluation mode.
+        tokenizer: that of the backbone.
+        decoder: one token per step by confidence by default.
         response_length: cells to fill; by default the task's ``max_gen_toks`` (256 without one).
         batch_size: prompts decoded together, and masked copies scored together.
         seed: base seed.
-        num_draws: masked copies per log-likelihood.
-        antithetic: whether they are drawn in pairs, see :func:`~.likelihood.log_likelihood_bound`.
+        num_draws: masked copies per log-likelihood, in pairs if ``antithetic``.
+        antithetic: see :func:`~.likelihood.log_likelihood_bound`.
         check_greedy: whether a log-likelihood also says if decoding the target's cells writes the
             target: one more decode per request, which only tasks on exact matches read, such as
             LAMBADA. Without it the answer is always no.
@@ -85,7 +85,7 @@ class DiffusionLM(TemplateLM):
         self._answers = _Answers(answers)
 
     def settings(self) -> dict[str, Any]:
-        """All that decides an answer, as JSON types."""
+        """All that decides an answer."""
         return {
             "backbone": self.backbone.describe(),
             "decoder": self.decoder.describe(),
@@ -97,32 +97,26 @@ class DiffusionLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a text; also what a text without a context stands behind."""
         return self.backbone.spec.eos_ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without a context."""
         start = self.backbone.spec.bos_id
         return self.eot_token_id if start is None else start
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text; special tokens are those that it holds."""
-        return list(
-            self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"]
-        )
+        encoded = self.tokenizer(string, add_special_tokens=bool(add_special_tokens))
+        return list(encoded["input_ids"])
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a prompt; a last turn of the assistant is left open where it is to go on."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -133,16 +127,6 @@ class DiffusionLM(TemplateLM):
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Decodes a response to every prompt and cuts it at the first of the stop texts.
-
-        Args:
-            requests: with a prompt's text and the task's generation settings each. Of equal ones
-                each has its own seed.
-            disable_tqdm: whether to show no progress.
-
-        Returns:
-            The texts, in the order of the requests.
-        """
         asked: list[dict[str, Any]] = []
         cuts: list[list[str]] = []
         drawn: set[str | None] = set()
@@ -155,7 +139,7 @@ class DiffusionLM(TemplateLM):
             asked.append({"prompt": self.tok_encode(context), "length": length})
         if drawn:
             logger.warning("%s: asks for a temperature, which is the sampler's here", drawn)
-        keys = _numbered([json.dumps(one) for one in asked])
+        keys = _numbered([json.dumps(one) for one in asked])  # of equal ones each has its own seed
 
         def decode(rows: Sequence[int]) -> list[dict[str, Any]]:
             done = generate(
@@ -290,7 +274,6 @@ class _Answers:
         return self._found[name]
 
     def add(self, name: str, answer: dict[str, Any]) -> None:
-        """Keeps an answer; it is on disk when this returns."""
         self._found[name] = answer
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

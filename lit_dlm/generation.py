@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
 from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer, decode_prompts
 from lit_dlm.decoding.buckets import length_buckets
@@ -25,7 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass
 class Generations:
-    """Responses in the order of the prompts; all lists have one entry per prompt."""
+    """Responses in the order of the prompts."""
 
     ids: list[list[int]]
     """Response tokens, cut before the first end of text (with a template, that of every part of
@@ -39,7 +37,6 @@ class Generations:
     trajectories: list[Trajectory] = field(default_factory=list)
     """Filled on demand."""
     decoder: dict[str, Any] = field(default_factory=dict)
-    """Settings of the decoder, as JSON types."""
 
 
 def generate(
@@ -52,32 +49,24 @@ def generate(
     batch_size: int = 16,
     seed: int = 0,
     uids: Sequence[str] | None = None,
-    device: str | None = None,
     trajectories: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Generations:
-    """Decodes prompts.
-
-    Prompts of similar length share a batch; neither that nor ``batch_size`` changes a response.
+    """Decodes prompts, in batches of similar length, which change no response.
 
     Args:
         backbone: the denoiser, or a name, folder or hub id to load one from.
         prompts: texts and messages go through the tokenizer's chat template, token ids do not.
-        decode: the decoding method; one token per step by confidence by default. Without a window
-            it writes the whole response, or block after block on a block model.
+        decode: one token per step by confidence by default. Without a window it writes the whole
+            response, or block after block on a block model.
         tokenizer: the tokenizer, or a name, folder or hub id; that of ``backbone`` when this is a
             string. Not needed for token ids.
         response_length: cells to fill.
         batch_size: most prompts of a batch.
         seed: base seed; a sample's own seed follows from it and its uid.
         uids: names of the prompts and of their records; their numbers by default.
-        device: where to decode, such as ``cuda``, to which a given backbone is moved; that of the
-            backbone, and the CPU for one that is loaded, by default.
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
-
-    Returns:
-        The responses.
     """
     if isinstance(prompts, str) or not prompts:
         raise ValueError("prompts: expected a list with at least one prompt")
@@ -86,11 +75,7 @@ def generate(
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
     if isinstance(backbone, str):
-        backbone = load_backbone(backbone, device=device or "cpu")
-    elif device is not None:
-        if not isinstance(backbone, torch.nn.Module):
-            raise ValueError(f"device: {type(backbone).__name__} is no module that could be moved")
-        backbone = cast(Backbone, backbone.to(device))
+        backbone = load_backbone(backbone)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
     prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     count = len(prompts)
@@ -135,9 +120,8 @@ def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase |
         raise ValueError(
             f"tokenizer: prompt {number} is text, so one is needed (or give token ids)"
         )
-    messages: Any = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        messages = list(prompt)
+    is_text = isinstance(prompt, str)
+    messages: Any = [{"role": "user", "content": prompt}] if is_text else list(prompt)
     encoded: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )

@@ -44,11 +44,11 @@ def log_likelihood_bound(
 
     Args:
         backbone: the model.
-        prompt_ids: tokens that are given, at least one.
-        target_ids: tokens to score, at least one.
-        num_draws: number of masked copies.
-        antithetic: whether to draw in pairs.
-        seed: of the draws; equal seeds give equal draws for targets of one length.
+        prompt_ids: at least one token.
+        target_ids: at least one token.
+        num_draws: masked copies.
+        antithetic: whether to draw them in pairs.
+        seed: equal seeds give equal draws for targets of one length.
         batch_size: copies in one forward.
 
     Returns:
@@ -82,11 +82,7 @@ def log_likelihood_bound(
 
 
 def masked_draws(length: int, *, num_draws: int, antithetic: bool, seed: int) -> Tensor:
-    """The cells that each draw of :func:`log_likelihood_bound` hides.
-
-    Returns:
-        ``(num_draws, length)`` bool, at least one true per row.
-    """
+    """``(num_draws, length)`` bool, at least one true per row: the cells that each draw hides."""
     num_orders = num_draws // 2 if antithetic else num_draws
     number = torch.arange(num_orders)
     seeds = torch.tensor([seed])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from lit_dlm.trajectories.store.writer import lives, lock
 
@@ -21,22 +22,14 @@ logger = logging.getLogger(__name__)
 def locked(folder: Path, name: str) -> Iterator[Path]:
     """Holds a folder for this process; the lock ends with the process, however that ends.
 
-    Args:
-        folder: created if need be.
-        name: what is done there: ``fit`` and ``predict`` may share a folder.
-
-    Yields:
-        The file that says so.
-
-    Raises:
-        ValueError: another process holds it; says which, on which host, and since when.
+    Yields the file that says so. Commands of other names may share the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".{name}.lock"
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         is_free = lock(file)
-        owner = os.read(file, 4096)
+        owner = _owner(os.read(file, 4096))
         if is_free is False or (is_free is None and _lives(owner)):
             os.close(file)
             hint = "" if is_free is False else f", or delete {path} if that process is dead"
@@ -47,7 +40,7 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         if os.fstat(file).st_nlink:
             break
         os.close(file)  # its owner has just ended and deleted it
-    if owner:
+    if owner is not None:
         logger.warning("%s: going on after %s, which is dead", folder, _spoken(owner))
     facts = {
         "pid": os.getpid(),
@@ -64,20 +57,22 @@ def locked(folder: Path, name: str) -> Iterator[Path]:
         os.close(file)
 
 
-def _spoken(owner: bytes) -> str:
+def _owner(text: bytes) -> dict[str, Any] | None:
+    """Who wrote a lock; nothing in it is known of a process that died while writing."""
     try:
-        facts = json.loads(owner)
-        return (
-            f"process {facts['pid']} on {facts['host']} since {facts['since']} ({facts['command']})"
-        )
-    except (ValueError, KeyError, TypeError):
+        return dict(json.loads(text)) if text else None
+    except (ValueError, TypeError):
+        return {}
+
+
+def _spoken(owner: dict[str, Any] | None) -> str:
+    if not owner:
         return "another process"
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
 
 
-def _lives(owner: bytes) -> bool:
+def _lives(owner: dict[str, Any] | None) -> bool:
     """Whether a process may still run, where the file system has no locks that would tell."""
-    try:
-        facts = json.loads(owner)
-        return facts["host"] != socket.gethostname() or lives(facts["pid"])
-    except (ValueError, KeyError, TypeError):
+    if not owner:
         return False
+    return owner["host"] != socket.gethostname() or lives(owner["pid"])

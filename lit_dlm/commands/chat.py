@@ -27,16 +27,7 @@ HELP = """\
 
 
 class Chat:
-    """A conversation and how its answers are decoded.
-
-    Args:
-        backbone: the denoiser.
-        tokenizer: its tokenizer, with a chat template.
-        decoder: the decoding method to begin with.
-        response_length: cells of an answer.
-        seed: base seed; every turn draws anew.
-        console: where answers go.
-    """
+    """A conversation and how its answers are decoded; every turn draws anew."""
 
     def __init__(
         self,
@@ -57,10 +48,7 @@ class Chat:
         self.messages: list[dict[str, str]] = []
 
     def turn(self, line: str) -> bool:
-        """Obeys a command or answers a message, not empty; returns whether it goes on.
-
-        A bad command is told and changes nothing.
-        """
+        """Obeys a command or answers a message; returns whether it goes on."""
         if not line.startswith("/"):
             self._answer(line)
             return True
@@ -76,15 +64,13 @@ class Chat:
     def _obey(self, command: str, value: str) -> bool:
         plugs = {name: getattr(self.decoder, name) for name in signature(Decoder).parameters}
         if command == "policy" and value:
-            name = value if "/" in value or value.endswith(".yaml") else f"decode/{value}"
-            found = _decoder("--config", name)
+            found = _decoder("--config", _file(value, "decode"))
             cache = plugs["cache"] if isinstance(found.cache, NoCache) else found.cache
             plugs |= {name: getattr(found, name) for name in plugs} | {"cache": cache}
         elif command == "cache" and value == "none":
             plugs["cache"] = None
         elif command == "cache" and value:
-            name = value if "/" in value or value.endswith(".yaml") else f"decode/cache/{value}"
-            plugs["cache"] = _decoder("--cache", name).cache
+            plugs["cache"] = _decoder("--cache", _file(value, "decode/cache")).cache
         elif command == "length" and value.isdigit() and int(value):
             self.response_length = int(value)
         elif command == "new":
@@ -136,7 +122,7 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0."""
+    """Runs the command on what follows its name."""
     parser = Parser(
         prog="lit-dlm chat",
         description="Talks with a model. Answers are shown while they are unmasked, then their "
@@ -172,6 +158,10 @@ def _lines(console: Console) -> Iterator[str]:
             yield console.input("[bold]> [/bold]").strip()
         except (EOFError, KeyboardInterrupt):
             return
+
+
+def _file(name: str, folder: str) -> str:
+    return name if "/" in name or name.endswith(".yaml") else f"{folder}/{name}"
 
 
 def _decoder(*options: str) -> Decoder:

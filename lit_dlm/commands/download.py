@@ -38,10 +38,7 @@ class Source:
 
     @property
     def is_here(self) -> bool:
-        """Whether it lies on this machine, as a file or folder or in a cache of the hub.
-
-        Only reading a data set tells, which asks the hub unless that is switched off.
-        """
+        """Whether it lies on this machine; reading a data set asks the hub unless it is offline."""
         if self.kind != "data":
             return is_local(self.name) or in_hub_cache(self.name, weights=self.kind == "model")
         if not on_hub(self.name):
@@ -62,13 +59,9 @@ class Source:
 
 
 def sources(config: Any) -> list[Source]:
-    """What a parsed configuration reads from the hub or from files of the user's.
+    """What a parsed configuration reads from the hub or from files of the user's, models first.
 
-    Args:
-        config: mappings, lists and values, as in YAML.
-
-    Returns:
-        Models first, each once; a tokenizer only where its model is not among them.
+    Each is there once, and a tokenizer only where its model is not among them.
     """
     found: dict[tuple[str, str, str | None], Source] = {}
     for source in _walk(config, ""):

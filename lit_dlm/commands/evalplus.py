@@ -17,7 +17,7 @@ DATASETS = {"humaneval": "HumanEval", "humaneval+": "HumanEval", "mbpp": "Mbpp",
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0."""
+    """Runs the command on what follows its name."""
     parser = argparse.ArgumentParser(
         prog="lit-dlm evalplus",
         description="Writes the answers of a benchmark to HumanEval(+) and MBPP(+) as samples that "
@@ -43,9 +43,8 @@ def main(arguments: Sequence[str]) -> int:
 def samples(rows: Iterable[ResultRow]) -> str:
     """Lines of a ``samples.jsonl``: the problem and the module that was graded.
 
-    Args:
-        rows: results of one task in :data:`DATASETS`. An answer without code is an empty module,
-            so that EvalPlus, which wants every problem, counts it as wrong.
+    An answer without code is an empty module, which EvalPlus, which wants every problem, counts as
+    wrong.
     """
     lines = []
     for row in rows:

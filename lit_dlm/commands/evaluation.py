@@ -18,7 +18,7 @@ from lit_dlm.reports.results import write_atomically
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0."""
+    """Runs the command on what follows its name."""
     parser = _parser()
     config = parser.parse_args(list(arguments))
     # Read when ``datasets`` is imported: model-written code runs in our sandbox only.
@@ -56,10 +56,8 @@ def main(arguments: Sequence[str]) -> int:
             tasks=config.tasks,
             num_fewshot=config.num_fewshot,
             limit=config.limit,
-            system_instruction=config.system_instruction,
             apply_chat_template=config.apply_chat_template,
-            fewshot_as_multiturn=config.apply_chat_template and config.fewshot_as_multiturn,
-            predict_only=config.predict_only,
+            fewshot_as_multiturn=config.apply_chat_template,
             task_manager=manager,
         )
     except ValueError as error:
@@ -120,11 +118,6 @@ def _parser() -> Parser:
         help="Cells to fill; the task's own number by default.",
     )
     parser.add_argument("--apply_chat_template", type=bool, default=True)
-    parser.add_argument("--fewshot_as_multiturn", type=bool, default=True)
-    parser.add_argument("--system_instruction", type=str | None, default=None)
-    parser.add_argument(
-        "--predict_only", type=bool, default=False, help="Whether to generate and not to grade."
-    )
     parser.add_argument(
         "--num_draws", type=PositiveInt, default=128, help="Masked copies per log-likelihood."
     )

@@ -32,10 +32,6 @@ class LiveCanvas:
     """Shows the responses of a batch as they are written; an observer of the decode loop.
 
     Unlike other observers it waits for the device in every step, as somebody looks on.
-
-    Args:
-        live: the display.
-        tokenizer: for the texts of tokens.
     """
 
     requires: frozenset[str] = frozenset()
@@ -46,16 +42,14 @@ class LiveCanvas:
         self._shown: dict[int, Text] = {}
 
     def on_start(self, state: DecodeState) -> None:
-        """Shows the canvas before the first step."""
         self._shown = {}
         self._show(state, state.ids)
 
     def on_step(self, record: StepRecord) -> None:
-        """Shows the canvas after a step, with what the step wrote in bold."""
         self._show(record.state, record.new_ids)
 
     def on_end(self, result: DecodeResult) -> None:
-        """Leaves the last canvas on the screen."""
+        pass
 
     def _show(self, state: DecodeState, new_ids: Tensor) -> None:
         before, after = (ids[:, state.start :].tolist() for ids in (state.ids, new_ids))
@@ -81,7 +75,7 @@ def live_canvas(console: Console, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status, 0."""
+    """Runs the command on what follows its name."""
     parser = _parser()
     config = parser.parse_args(list(arguments))
     prompts = config.prompts or [line.strip() for line in sys.stdin if line.strip()]
@@ -114,10 +108,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedTokenizerBase, Decoder]:
-    """The backbone on its device, its tokenizer and the decoder that were parsed.
-
-    The parser has the options of :func:`add_decoding_arguments`.
-    """
+    """What :func:`add_decoding_arguments` asked for, the backbone on its device."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")

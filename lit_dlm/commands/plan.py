@@ -19,7 +19,6 @@ class PlanCLI(trainer.CLI):
     """Reads a configuration and prints its plan."""
 
     def before_instantiate_classes(self) -> None:
-        """Ends the process before anything is built."""
         plan = plan_of(self.config[self.subcommand].as_dict(), offline=True)
         if plan is None:
             raise ValueError("model.backbone: expected an HFBackbone, of which a plan can be made")
@@ -28,7 +27,7 @@ class PlanCLI(trainer.CLI):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the plan of a run with these arguments of ``fit``; returns the exit status."""
+    """Prints the plan of a run with these arguments of ``fit``."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")  # noqa: T201
         return 0

@@ -62,7 +62,6 @@ class CLI(LightningCLI):
     """File that exists while the first process of a run does."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds what configurations may refer to as ``${run_dir}``."""
         parser.add_argument(
             "--run_dir", type=str, default="runs/default", help="Folder that receives all results."
         )
@@ -71,10 +70,6 @@ class CLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Plans the run, takes its folder and sets the precision of products.
-
-        The precision is that of a release's ``enable_tf32``.
-        """
         options = self.config[self.subcommand]
         for key, needed in _NEEDED.get(str(self.subcommand), {}).items():
             kind = import_object(options[key].class_path)
@@ -100,16 +95,13 @@ class CLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Leaves out the option that lets a checkpoint run code."""
-        return {
-            name: {*skipped, "weights_only"} for name, skipped in LightningCLI.subcommands().items()
-        }
+        left_out = "weights_only"  # the option lets a checkpoint run code
+        return {name: {*known, left_out} for name, known in LightningCLI.subcommands().items()}
 
     def _parse_ckpt_path(self) -> None:
         """Keeps the settings of the command line where Lightning takes those of a checkpoint."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Adds the progress bar unless it is switched off, our checkpoint files, and signals."""
         given = self.config_init[self.subcommand].trainer
         if not isinstance(given, Namespace):
             raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
@@ -142,7 +134,7 @@ class CLI(LightningCLI):
         return options
 
     def before_predict(self) -> None:
-        """Predictions go to disk batch by batch; none is kept in memory."""
+        # Predictions go to disk batch by batch.
         self.config_init["predict"]["return_predictions"] = False
 
 
