@@ -25,8 +25,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from matplotlib.figure import Figure
 
 from lit_dlm.backbones import HFBackbone, LoRASettings
 from lit_dlm.callbacks.reward_curve import RewardCurve
@@ -35,7 +37,9 @@ from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, Threshol
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.views import CoupledMasking
-from lit_dlm.reports.reward_curve import plot_runs, read_points, write_points
+from lit_dlm.reports.plots import COLOURS, tidy_axes
+from lit_dlm.reports.reward_curve import read_points, write_points
+from lit_dlm.reports.themes import save_figure
 from lit_dlm.rewards import Graded, MeanCorrectnessFilter
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
@@ -92,12 +96,33 @@ def main() -> None:
                 curves.setdefault(METHODS[method], []).append(read_points(path))
     report = summary(curves)
     if options.plot is not None and curves:
-        plot_runs(curves, options.plot, values=PANELS)
+        plot_runs(curves, options.plot)
     if options.json:
         print(json.dumps(report))
         return
     for name, values in report.items():
         print(name, "  ".join(f"{key} {value:.4g}" for key, value in values.items()))
+
+
+def plot_runs(runs: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
+    """Mean curves of methods over their seeds, with one standard error, a panel of each value."""
+    figure = Figure(figsize=(1.2 + 4.3 * len(PANELS), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(PANELS), squeeze=False)
+    for axis, (name, title) in zip(axes[0], PANELS.items(), strict=True):
+        for number, (label, curves) in enumerate(runs.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            tables = [{p["step"]: p[name] for p in curve if name in p} for curve in curves]
+            steps = sorted(set.intersection(*(set(table) for table in tables)))
+            found = np.array([[table[step] for step in steps] for table in tables])
+            mean, shown = found.mean(0), f"{label} (n = {len(curves)})"
+            axis.plot(steps, mean, color=colour, label=shown, linewidth=1.5)
+            if len(curves) > 1:
+                error = found.std(0, ddof=1) / np.sqrt(len(curves))
+                axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
+        axis.set(xlabel="RL step", ylabel=title)
+        tidy_axes(axis)
+    axes[0, 0].legend(fontsize="small")
+    save_figure(figure, path)
 
 
 def run(method: str, seed: int, folder: Path, options: argparse.Namespace) -> None:

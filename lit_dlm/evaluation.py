@@ -82,7 +82,8 @@ class DiffusionLM(TemplateLM):
         self.num_steps: list[int] = []
         """Forwards of every text that was generated, in the order of the requests."""
         self._device = backbone.device
-        self._answers = _Answers(answers)
+        self._path = answers
+        self._answers = _read_answers(answers)
 
     def settings(self) -> dict[str, Any]:
         """All that decides an answer."""
@@ -241,44 +242,35 @@ class DiffusionLM(TemplateLM):
         is_quiet: bool,
     ) -> list[dict[str, Any]]:
         """Answers in the order of the keys: those in the file, and new ones batch by batch."""
-        settings = json.dumps(self.settings(), sort_keys=True) if self._answers.path else ""
+        settings = json.dumps(self.settings(), sort_keys=True) if self._path else ""
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
             for row, found in zip(rows, answer(rows), strict=True):
-                self._answers.add(names[row], found)
+                self._answers[names[row]] = found
+                self._keep(names[row], found)
         return [self._answers[name] for name in names]
 
-
-class _Answers:
-    """Answers by name, in memory and, one JSON line each, in a file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._found: dict[str, dict[str, Any]] = {}
-        if path is not None and path.exists():
-            drop_torn_line(path)
-            for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-                try:
-                    name, answer = json.loads(line)
-                except ValueError:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a name and an answer"
-                    ) from None
-                self._found[name] = answer
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._found
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        return self._found[name]
-
-    def add(self, name: str, answer: dict[str, Any]) -> None:
-        self._found[name] = answer
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+    def _keep(self, name: str, answer: dict[str, Any]) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([name, answer], ensure_ascii=False) + "\n")
+
+
+def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Answers by name from a file of one JSON line each."""
+    if path is None or not path.exists():
+        return {}
+    drop_torn_line(path)
+    found = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            name, answer = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: expected a name and an answer") from None
+        found[name] = answer
+    return found
 
 
 def _numbered(keys: Sequence[str]) -> list[str]:

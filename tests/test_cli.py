@@ -66,14 +66,6 @@ def test_the_short_help_names_options_of_the_parser(command: str, capsys):
         assert f" {option}" in known
 
 
-def test_an_unknown_command_is_one_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["genrate"])
-    error = capsys.readouterr().err
-    assert error.startswith("lit-dlm: error: unknown command 'genrate'; known: fit, ")
-    assert error.count("\n") == 1
-
-
 def test_a_missing_run_is_one_line_without_a_traceback(tmp_path: Path, capsys):
     with pytest.raises(SystemExit, match="1"):
         cli.main(["report", str(tmp_path / "nowhere")])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from jsonargparse import ArgumentParser
 
 from lit_dlm.commands import recipes
 from lit_dlm.config_files import FOLDER, find, load, merge, packaged, with_files
@@ -153,12 +152,3 @@ def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "run_dir: runs/tracerl_tiny_value" in text
     assert "defaults:" not in text
-
-
-def test_a_merged_document_is_what_the_parser_takes(tmp_path: Path):
-    parser = ArgumentParser()
-    parser.add_argument("--config", action="config")
-    parser.add_argument("--rate", type=float)
-    file = tmp_path / "some.yaml"
-    file.write_text("rate: 1e-5\n")
-    assert parser.parse_args(with_files([f"--config={file}"])).rate == 1e-5

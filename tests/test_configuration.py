@@ -1,5 +1,4 @@
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
-from lit_dlm.commands.trainer import main
 from lit_dlm.config_files import nearest
 from lit_dlm.configuration import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
@@ -30,21 +28,6 @@ def test_nearest_names_the_closest_or_lists_all():
     assert nearest("treshold", ["threshold", "seed"]) == "; did you mean 'threshold'?"
     assert nearest("zzz", ["b", "a"]) == "; known: a, b"
     assert nearest("zzz", []) == ""
-
-
-def test_unknown_option_of_a_class_names_the_nearest():
-    text = _error(
-        lambda p: p.add_argument("--policy", type=CommitPolicy),
-        ['--policy={"class_path": "ThresholdPolicy", "init_args": {"treshold": 0.5}}'],
-    )
-    assert "ThresholdPolicy has no option 'treshold'; did you mean 'threshold'?" in text
-
-
-def test_unknown_class_names_the_nearest():
-    text = _error(
-        lambda p: p.add_argument("--policy", type=CommitPolicy | None), ["--policy=EntropiPolicy"]
-    )
-    assert "unknown class 'EntropiPolicy'; did you mean 'EntropyPolicy'?" in text
 
 
 class Picks:
@@ -92,69 +75,6 @@ def test_a_class_that_has_moved_is_named_by_its_short_name():
         "model: 'lit_dlm.modules.tracerl.TraceRLModule' is no longer there; write class_path: "
         "TraceRLModule"
     )
-
-
-def test_unknown_flag_names_the_nearest():
-    text = _error(lambda p: p.add_argument("--max_steps", type=int), ["--max_stepz=3"])
-    assert text == "unknown option '--max_stepz'; did you mean '--max_steps'?"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (
-            ["--decoder.windw=3"],
-            "decoder: Decoder has no option 'windw'; did you mean 'window'?",
-        ),
-        (
-            ["--decoder.sampler.temperatur=3"],
-            "decoder.sampler: Sampler has no option 'temperatur'; did you mean 'temperature'?",
-        ),
-        (
-            ["--decoder.policy=ThresholdPolicy", "--decoder.policy.thresholds=3"],
-            "decoder.policy: ThresholdPolicy has no option 'thresholds'; did you mean 'threshold'?",
-        ),
-        (
-            ["--optimizer=torch.optim.AdamW", "--optimizer.lrr=3"],
-            "optimizer: AdamW has no option 'lrr'; did you mean 'lr'?",
-        ),
-        (["--decoder.settings.max_steps=x"], "decoder.settings.max_steps: expected int, got x"),
-    ],
-)
-def test_an_error_inside_a_class_names_its_place_and_never_the_wrong_key(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    from lit_dlm.decoding import Decoder
-
-    parser = Parser()
-    parser.add_subclass_arguments(Decoder, "decoder")
-    parser.add_argument("--optimizer", type=OptimizerCallable)
-    with pytest.raises(SystemExit) as exit:
-        parser.parse_args(["--decoder=Decoder", *arguments])
-    assert exit.value.code == 2
-    assert f"lit-dlm: error: {told}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--run_dir", "${oops"], "run_dir: expected references like ${run_dir}, got no viable"),
-        (["--config", "five.yaml"], "trainer: expected a mapping of the trainer's options, got 5"),
-    ],
-)
-def test_a_broken_reference_and_a_trainer_that_is_none_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    told: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("five.yaml").write_text("trainer: 5\n")
-    monkeypatch.setattr(sys, "argv", ["lit-dlm"])
-    assert main(["predict", "--config", "exp/generate_tiny", *arguments]) == 1
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if "error" in one]
-    assert line.startswith(f"lit-dlm: error: {told}")
 
 
 RECORDED = (

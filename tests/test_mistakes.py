@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -208,21 +207,6 @@ def test_a_missing_package_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert package in refusal(command, capsys)
-
-
-def test_a_run_folder_in_use_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = (
-        "import sys; from pathlib import Path; from lit_dlm.run_lock import locked\n"
-        "with locked(Path('used'), 'predict'):\n    print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as holder:  # fmt: skip
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        told = refusal(f"{PREDICT} --run_dir used", capsys)
-    assert told.startswith(f"used: is in use by process {holder.pid} on ")
 
 
 def test_a_task_of_slurm_that_sees_one_gpu_of_several_is_told_the_flag(

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2  # the parser has said why
     named = sources(yaml.safe_load(text.getvalue()))
     console = Console(soft_wrap=True)
-    if options.offline or constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return _tell_offline(named, console)
     return _fetch(named, console, yes=options.yes)
 
@@ -204,15 +204,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lit-dlm download",
         description="Fetches the models, tokenizers and data sets that a configuration names on "
-        "the hub. Without --yes it tells their sizes only. Further options are those of "
-        "'lit-dlm predict'.",
+        "the hub. Without --yes it tells their sizes only; with HF_HUB_OFFLINE=1, what is missing "
+        "and where it goes. Further options are those of 'lit-dlm predict'.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="append", required=True, help="may be repeated")
     parser.add_argument("--yes", action="store_true", help="fetch; else sizes are told only")
-    parser.add_argument(
-        "--offline",
-        action="store_true",
-        help="ask no network: say what is missing and where it goes (HF_HUB_OFFLINE=1 does so too)",
-    )
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from lit_dlm.reports.fill_order import last_writes
 from lit_dlm.reports.regions import Region
-from lit_dlm.reports.themes import Theme, plot_style, save_figure
+from lit_dlm.reports.themes import Theme
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -31,40 +30,33 @@ def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
     return filled.mean(1)
 
 
-def plot_statistics(
-    record: Trajectory,
-    path: Path,
-    *,
-    regions: Sequence[Region] = (),
-    theme: str = "light",
-) -> None:
+def statistics_figure(record: Trajectory, regions: Sequence[Region], theme: Theme) -> Figure:
     """Four panels: tokens per step, tokens in all, share filled, confidences; each by region.
 
     Without regions, or with more than eight, the response is drawn as one.
     """
     if not regions or len(regions) > 8:
         regions = [Region("response", 0, record.num_generated)]
-    with plot_style(theme) as colours:
-        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
-        axes = figure.subplots(2, 2)
-        _pace(axes[0][0], axes[0][1], record, regions, colours)
-        for number, part in enumerate(regions):
-            axes[1][0].plot(
-                range(record.num_steps + 1),
-                100 * fill_rate(record, part),
-                color=colours.series[number % len(colours.series)],
-            )
-        axes[1][0].set(xlabel="step", ylabel="filled, %", ylim=(0, 103))
-        _confidences(axes[1][1], record, regions, colours)
-        for axis in axes.flat:
-            axis.grid(alpha=0.5)
-            axis.set_axisbelow(True)
-        for axis in axes.flat[:3]:
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(regions) > 1:
-            handles, labels = axes[0][0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8))
-        save_figure(figure, path)
+    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+    axes = figure.subplots(2, 2)
+    _pace(axes[0][0], axes[0][1], record, regions, theme)
+    for number, part in enumerate(regions):
+        axes[1][0].plot(
+            range(record.num_steps + 1),
+            100 * fill_rate(record, part),
+            color=theme.series[number % len(theme.series)],
+        )
+    axes[1][0].set(xlabel="step", ylabel="filled, %", ylim=(0, 103))
+    _confidences(axes[1][1], record, regions, theme)
+    for axis in axes.flat:
+        axis.grid(alpha=0.5)
+        axis.set_axisbelow(True)
+    for axis in axes.flat[:3]:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(regions) > 1:
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8))
+    return figure
 
 
 def _pace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torchmetrics.functional import kendall_rank_corrcoef
 
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.regions import Region
-from lit_dlm.reports.themes import Theme, plot_style, save_figure
+from lit_dlm.reports.themes import Theme
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -64,30 +63,16 @@ def last_writes(record: Trajectory) -> NDArray[np.int32]:
     return writer
 
 
-def plot_fill_order(
-    record: Trajectory,
-    path: Path,
-    *,
-    regions: Sequence[Region] = (),
-    pieces: TokenPieces | None = None,
-    theme: str = "light",
-) -> None:
+def fill_order_figure(
+    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
+) -> Figure:
     """Heat map: what stands on the canvas after every step, coloured by the step that wrote it.
 
-    Regions, such as blocks, are bands over the map. With ``pieces`` the final tokens are written
-    below the columns, if there is room.
+    Regions are bands over the map. The final tokens stand below the columns, if there is room.
     """
-    with plot_style(theme) as colours:
-        save_figure(_heat_map(record, regions, pieces, colours), path)
-
-
-def _heat_map(
-    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces | None, theme: Theme
-) -> Figure:
     writer = last_writes(record)
     writer = writer[1:] if record.num_steps else writer  # without a step, the start
     T, G = writer.shape
-    named = pieces is not None and 0 < G <= 96
     width = min(max(5.0, 0.17 * G + 1.6), 13.0)
     height = min(max(2.4, 0.11 * T + 1.5), 7.0)
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -117,8 +102,7 @@ def _heat_map(
             label="masked again",
         )
         axis.legend(loc="upper right", fontsize="small")
-    if named:
-        assert pieces is not None
+    if G <= 96:
         _label_tokens(axis, record, pieces)
     else:
         axis.set_xlabel("response position")
@@ -130,52 +114,39 @@ def _heat_map(
     return figure
 
 
-def plot_order(
-    record: Trajectory,
-    path: Path,
-    *,
-    regions: Sequence[Region] = (),
-    pieces: TokenPieces | None = None,
-    theme: str = "light",
-) -> None:
+def order_figure(
+    record: Trajectory, regions: Sequence[Region], pieces: TokenPieces, theme: Theme
+) -> Figure:
     """Scatter of commit step against position, with Kendall's tau; regions are coloured apart.
 
-    With ``pieces``, special tokens are drawn hollow and left out of a second tau.
+    Special tokens are hollow, and left out of a second tau.
     """
-    with plot_style(theme) as colours:
-        figure = Figure(figsize=(5.4, 3.6), layout="constrained")
-        axis = figure.add_subplot()
-        text = None if pieces is None else text_positions(record, pieces)
-        written = record.commit_step >= 0
-        parts = regions or [Region("", 0, record.num_generated)]
-        for number, part in enumerate(parts):
-            place = np.arange(part.start, part.end)
-            place = place[written[part.start : part.end]]
-            colour = colours.series[number % len(colours.series)]
-            solid = place if text is None else place[text[place]]
-            hollow = np.setdiff1d(place, solid)
-            label = part.name if len(regions) > 1 else None
-            axis.scatter(solid, record.commit_step[solid] + 1, s=18, color=colour, label=label)
-            axis.scatter(
-                hollow, record.commit_step[hollow] + 1, s=16, facecolors="none", edgecolors=colour
-            )
-        axis.set(
-            xlabel="response position",
-            ylabel="written in step",
-            xlim=(-1, record.num_generated),
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axis = figure.add_subplot()
+    text, written = text_positions(record, pieces), record.commit_step >= 0
+    for number, part in enumerate(regions or [Region("", 0, record.num_generated)]):
+        place = np.arange(part.start, part.end)
+        place = place[written[part.start : part.end]]
+        solid, hollow = place[text[place]], place[~text[place]]
+        colour = theme.series[number % len(theme.series)]
+        label = part.name if len(regions) > 1 else None
+        axis.scatter(solid, record.commit_step[solid] + 1, s=18, color=colour, label=label)
+        axis.scatter(
+            hollow, record.commit_step[hollow] + 1, s=16, facecolors="none", edgecolors=colour
         )
-        axis.set_title(_tau_title(record, text), fontsize=11)
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.5)
-        if 1 < len(regions) <= 8:
-            axis.legend(fontsize="small")
-        save_figure(figure, path)
+    axis.set(xlabel="response position", ylabel="written in step", xlim=(-1, record.num_generated))
+    axis.set_title(_tau_title(record, text), fontsize=11)
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.5)
+    if 1 < len(regions) <= 8:
+        axis.legend(fontsize="small")
+    return figure
 
 
-def _tau_title(record: Trajectory, text: NDArray[np.bool_] | None) -> str:
+def _tau_title(record: Trajectory, text: NDArray[np.bool_]) -> str:
     tau = left_to_rightness(record)
     title = "Kendall's tau: " + ("undefined" if tau is None else f"{tau:+.2f}")
-    if text is not None and not text.all():
+    if not text.all():
         inner = left_to_rightness(record, positions=text)
         if inner is not None:
             title += f" ({inner:+.2f} without special tokens)"

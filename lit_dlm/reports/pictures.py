@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.reports.animation import write_gif
-from lit_dlm.reports.decode_statistics import plot_statistics
-from lit_dlm.reports.fill_order import plot_fill_order, plot_order
+from lit_dlm.reports.decode_statistics import statistics_figure
+from lit_dlm.reports.fill_order import fill_order_figure, order_figure
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
+from lit_dlm.reports.themes import plot_style, save_figure
 
 
 def write_pictures(
@@ -40,9 +41,12 @@ def write_pictures(
     for kind, path in files.items():
         if kind == "gif":
             write_gif(path, samples, pieces, theme=theme)
-        elif kind == "fill_order":
-            plot_fill_order(record, path, regions=regions, pieces=pieces, theme=theme)
-        elif kind == "order":
-            plot_order(record, path, regions=regions, pieces=pieces, theme=theme)
-        else:
-            plot_statistics(record, path, regions=regions, theme=theme)
+            continue
+        with plot_style(theme) as colours:  # colours are looked up while the style holds
+            if kind == "fill_order":
+                figure = fill_order_figure(record, regions, pieces, colours)
+            elif kind == "order":
+                figure = order_figure(record, regions, pieces, colours)
+            else:
+                figure = statistics_figure(record, regions, colours)
+            save_figure(figure, path)

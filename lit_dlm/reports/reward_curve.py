@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -40,40 +39,6 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
     _draw_rewards(left, points)
     _draw_time(right, points)
     save_figure(figure, path)
-
-
-def plot_runs(
-    runs: Mapping[str, Sequence[Sequence[Point]]],
-    path: Path,
-    *,
-    values: Mapping[str, str],
-) -> None:
-    """Mean curves of several methods, each over its seeds, with one standard error over them.
-
-    ``values`` are what is drawn, a panel each, with its title.
-    """
-    figure = Figure(figsize=(1.2 + 4.3 * len(values), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(values), squeeze=False)
-    for axis, (name, title) in zip(axes[0], values.items(), strict=True):
-        for number, (label, curves) in enumerate(runs.items()):
-            _draw_mean(axis, label, curves, name, COLOURS[number % len(COLOURS)])
-        axis.set(xlabel="RL step", ylabel=title)
-        tidy_axes(axis)
-    axes[0, 0].legend(fontsize="small")
-    save_figure(figure, path)
-
-
-def _draw_mean(
-    axis: Axes, label: str, curves: Sequence[Sequence[Point]], name: str, colour: str
-) -> None:
-    tables = [{p["step"]: p[name] for p in curve if name in p} for curve in curves]
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    found = np.array([[table[step] for step in steps] for table in tables])
-    mean = found.mean(0)
-    axis.plot(steps, mean, color=colour, label=f"{label} (n = {len(curves)})", linewidth=1.5)
-    if len(curves) > 1:
-        error = found.std(0, ddof=1) / np.sqrt(len(curves))
-        axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.18)
 
 
 def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.config_files import nearest
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import shard_paths, shards_in
@@ -72,12 +72,12 @@ def load_samples(
     known = [uid for uid in reader.uids if rows is None or uid in rows]
     if not known:
         raise ValueError(f"{path}: expected trajectories, found a set without records")
-    _check_methods(path, known, methods)
-    wanted = _named(path, known, names)
+    _require("sample", names, {*known, *map(_example, known)}, path)
+    _require("method", methods, set(map(_method, known)), path)
     fitting = [
         uid
         for uid in known
-        if uid in wanted
+        if (not names or uid in names or _example(uid) in names)
         and (not methods or _method(uid) in methods)
         and (examples is None or _example(uid) in examples)
     ]
@@ -105,7 +105,9 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     if path.is_dir() and not shards_in(path) and not is_run_folder(path):
         if is_run_folder(path.parent) and path.name == "results":
             return _open(path.parent)
-        inside = sorted({tar.parent for tar in path.glob("*/*.tar")} | set(_runs_below(path)))
+        inside = sorted(
+            {found.parent for found in (*path.glob("*/*.tar"), *path.glob("*/results"))}
+        )
         hint = f"; did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
         raise ValueError(
             f"{path}: expected trajectory shards or a run folder with results/, found neither{hint}"
@@ -132,10 +134,6 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     return rows, shard_paths([path / name for name in sets])
 
 
-def _runs_below(path: Path) -> Iterable[Path]:
-    return (folder for folder in path.iterdir() if folder.is_dir() and is_run_folder(folder))
-
-
 def _example(uid: str) -> str:
     return uid.rpartition("@")[0] or uid
 
@@ -145,32 +143,10 @@ def _method(uid: str) -> str:
     return uid.rpartition("@")[2].partition("/")[0] if "@" in uid else ""
 
 
-def _check_methods(path: Path, uids: Sequence[str], methods: Collection[str]) -> None:
-    known = sorted({_method(uid) for uid in uids})
-    for method in methods:
-        if method not in known:
-            raise ValueError(
-                f"{path}: no method {method!r}, known: {', '.join(filter(None, known)) or 'none'}"
-            )
-
-
-def _named(path: Path, uids: Sequence[str], names: Sequence[str]) -> set[str]:
-    if not names:
-        return set(uids)
-    by_example = defaultdict(list)
-    for uid in uids:
-        by_example[_example(uid)].append(uid)
-    everything, found = set(uids), set()
-    for name in names:
-        if name in everything:
-            found.add(name)
-        elif name in by_example:
-            found |= set(by_example[name])
-        else:
-            near = [uid for uid in uids if name in uid][:3]
-            hint = f"did you mean {', '.join(near)}?" if near else f"such as {uids[0]}"
-            raise ValueError(f"{path}: no sample {name!r} among {len(uids)}; {hint}")
-    return found
+def _require(kind: str, wanted: Collection[str], known: set[str], path: Path) -> None:
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"{path}: no {kind} {name!r}{nearest(name, known)}")
 
 
 def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:

@@ -43,14 +43,8 @@ THEMES: dict[str, Theme] = {
         accent="#0a5bb5",
         accent_text="#ffffff",
         series=(
-            "#0072B2",
-            "#D55E00",
-            "#009E73",
-            "#CC79A7",
-            "#56B4E9",
-            "#E69F00",
-            "#777777",
-            "#8B1A4A",
+            "#0072B2", "#D55E00", "#009E73", "#CC79A7",
+            "#56B4E9", "#E69F00", "#777777", "#8B1A4A",
         ),
     ),
     "dark": Theme(
@@ -62,17 +56,11 @@ THEMES: dict[str, Theme] = {
         accent="#74b5ff",
         accent_text="#0c1420",
         series=(
-            "#56B4E9",
-            "#F0883E",
-            "#3FC79A",
-            "#E29BC4",
-            "#8CC8F0",
-            "#F2C14E",
-            "#B0B4BD",
-            "#D9667F",
+            "#56B4E9", "#F0883E", "#3FC79A", "#E29BC4",
+            "#8CC8F0", "#F2C14E", "#B0B4BD", "#D9667F",
         ),
     ),
-}
+}  # fmt: skip
 
 
 @contextmanager

@@ -50,17 +50,10 @@ def test_prompts_come_line_by_line_and_the_decoder_from_its_file(capsys, monkeyp
     assert "#### 36" in from_lines
 
 
-def test_a_backbone_file_is_the_backbone_of_its_name(capsys):
-    backbone = str(ROOT / "configs" / "backbone" / "tiny.yaml")
-    assert run(capsys, PENS, *SHORT, "--backbone", backbone) == run(capsys, PENS, *SHORT)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], "prompts: expected some as arguments, or lines on standard input"),
-        (["Hi", "--policy", "NoPolicy"], "policy: unknown class 'NoPolicy'"),
-        (["Hi", "--polcy", "x"], "unknown option '--polcy'; did you mean '--policy'?"),
         (["Hi", "--backbone", "nowhere"], "'nowhere' is neither an existing folder nor"),
         (["Hi", "--response_length", "0"], "response_length: "),
         (["Hi", "--policy", "JacobiPolicy"], "layout: JacobiPolicy"),

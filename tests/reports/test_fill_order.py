@@ -7,11 +7,6 @@ from lit_dlm.reports.regions import Region
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, tiny_pieces
 
 
-def test_tau_of_strict_orders_is_one_and_minus_one():
-    assert left_to_rightness(record([7] * 6, range(6))) == pytest.approx(1.0)
-    assert left_to_rightness(record([7] * 6, [5, 4, 3, 2, 1, 0])) == pytest.approx(-1.0)
-
-
 def test_tau_leaves_ties_out_of_the_normaliser():
     """Steps 0 0 1 2 on places 0..3: 6 pairs, one tied, the others in order. tau-b = 5/sqrt(6*5)."""
     found = left_to_rightness(record([7] * 4, [0, 0, 1, 2]))

@@ -111,17 +111,6 @@ def test_methods_of_one_family_share_a_curve():
     assert family("entropy") == "entropy"
 
 
-def test_plot_is_a_picture_with_one_panel_per_task(tmp_path: Path):
-    summaries = [
-        summarise([row(task=task, method=f"threshold-0.{n}", nfe=n)])
-        for task in ("t", "u")
-        for n in (5, 9)
-    ]
-    plot_front(summaries, tmp_path / "front.png")
-    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["front.png"]
-
-
 def test_ungraded_samples_have_no_accuracy(tmp_path: Path):
     found = summarise([row(correct=False, verdict="ungraded")])
     assert found.accuracy is None
