@@ -131,11 +131,7 @@ def _space() -> Iterator[Finding]:
         if not os.access(there, os.W_OK):
             yield "note", "disk", state, "not writable: set run_dir, or HF_HOME for the cache"
         elif free < 40 * _GB:
-            yield (
-                "note",
-                "disk",
-                state,
-                "an 8B model takes 16 GB, and as much again for each export",
-            )
+            needed = "an 8B model takes 16 GB, and as much again for each export"
+            yield "note", "disk", state, needed
         else:
             yield "ok", "disk", state, ""

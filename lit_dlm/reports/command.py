@@ -103,7 +103,9 @@ class ReportedRun:
         return load_samples(self.folder, examples=shown) if folders and not missing else None
 
 
-def write_pages(runs: Sequence[ReportedRun], folder: Path, *, title: str) -> list[Path]:
+def write_pages(
+    runs: Sequence[ReportedRun], merged: Sequence[MethodSummary], folder: Path, *, title: str
+) -> list[Path]:
     """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
     for run in runs:
         run.choose_samples()
@@ -117,15 +119,8 @@ def write_pages(runs: Sequence[ReportedRun], folder: Path, *, title: str) -> lis
     traced = [(run, samples) for run, samples in found if samples is not None]
     if traced:
         _write_traces(folder / TRACES_PAGE, [samples for _, samples in traced], title)
-    links: dict[tuple[str, str, str], str] = {}
-    for number, (run, samples) in enumerate(traced):
-        for sample in samples.samples:
-            label = run.labels.get((sample.task, sample.method), sample.method)
-            key = (sample.task, label, sample.example)
-            links[key] = trace_link(TRACES_PAGE, sample.record.uid, number)
     if without := [run.folder.name for run, samples in found if samples is None]:
         notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
-    merged = merge_runs([(run.name, run.summaries) for run in runs])
     fronts, curves = _pictures(merged, runs)
     content = ReportContent(
         title=title,
@@ -139,13 +134,26 @@ def write_pages(runs: Sequence[ReportedRun], folder: Path, *, title: str) -> lis
         curves=curves,
         facts={run.name: _told_facts(run) for run in runs},
         notes=list(dict.fromkeys(notes)),
-        links=links,
+        links=_links(traced),
     )
     write_atomically(folder / "report.html", report_html(content))
     picture = "front.png" if fronts else None
     write_atomically(folder / "report.md", report_markdown(content, front=picture))
     names = ["report.html", "report.md", *([TRACES_PAGE] if traced else [])]
     return [folder / name for name in names]
+
+
+def _links(
+    traced: Sequence[tuple[ReportedRun, SampleSet]],
+) -> dict[tuple[str, str, str], str]:
+    """Addresses of traces by task, method as in the tables, and uid."""
+    links = {}
+    for number, (run, samples) in enumerate(traced):
+        for sample in samples.samples:
+            label = run.labels.get((sample.task, sample.method), sample.method)
+            key = (sample.task, label, sample.example)
+            links[key] = trace_link(TRACES_PAGE, sample.record.uid, number)
+    return links
 
 
 def _write_traces(path: Path, sets: Sequence[SampleSet], title: str) -> None:
@@ -216,13 +224,14 @@ def main(arguments: Sequence[str]) -> int:
     found = [(run, summarise_run(run)) for run in options.run]
     folder, console = options.out or options.run[0], Console()
     named = [(run.resolve().name, summaries) for run, summaries in found]
-    write_report(merge_runs(named), folder, console)
+    merged = merge_runs(named)
+    write_report(merged, folder, console)
     runs = [
         ReportedRun(folder=run, summaries=summaries, labels=labels)
         for (run, summaries), labels in zip(found, method_labels(named), strict=True)
     ]
     title = f"Report of {', '.join(name for name, _ in named)}"
-    pages = write_pages(runs, folder, title=title)
+    pages = write_pages(runs, merged, folder, title=title)
     console.print(f"Pages: {', '.join(path.name for path in pages)}")
     return 0
 
@@ -238,16 +247,10 @@ def method_labels(
     uses = Counter((s.task, s.method) for _, found in runs for s in found)
     labels = []
     for run, found in runs:
-        is_alone = len({summary.method for summary in found}) == 1
-        shared = run if is_alone else None
-        labels.append(
-            {
-                (s.task, s.method): (shared or f"{run}/{s.method}")
-                if uses[s.task, s.method] > 1
-                else s.method
-                for s in found
-            }
-        )
+        pairs = [(s.task, s.method) for s in found]
+        is_alone = len({method for _, method in pairs}) == 1
+        names = {pair: run if is_alone else f"{run}/{pair[1]}" for pair in pairs}
+        labels.append({pair: names[pair] if uses[pair] > 1 else pair[1] for pair in pairs})
     return labels
 
 

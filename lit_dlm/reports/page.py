@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import quote
 
 from lit_dlm.reports.results import ResultRow
@@ -28,17 +28,15 @@ class SampleGroup:
 
     @property
     def wrong(self) -> list[ResultRow]:
-        """Those shown that are wrong."""
         return [row for row in self.rows if is_wrong(row)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture on a light and on a dark page."""
+    """A PNG picture for light and for dark pages."""
 
     title: str
     light: bytes
-    """PNG."""
     dark: bytes
 
 
@@ -67,13 +65,13 @@ class ReportContent:
     """Of the most accurate method of every task."""
     disagreements: Sequence[Disagreement]
     others: Sequence[SampleGroup]
-    fronts: Sequence[Picture] = ()
-    curves: Sequence[Picture] = ()
-    facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    fronts: Sequence[Picture]
+    curves: Sequence[Picture]
+    facts: Mapping[str, Mapping[str, str]]
     """What is known of every run, by its name."""
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
     """Sentences under the title."""
-    links: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    links: Mapping[tuple[str, str, str], str]
     """Addresses of traces by task, method and uid."""
 
     def link(self, row: ResultRow, method: str) -> str | None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 
@@ -20,13 +21,13 @@ class MethodSummary:
     method: str
     n: int
     """Samples: prompts times responses to each."""
-    accuracy: float | None
+    accuracy: float | None = None
     """Fraction of right samples, or their mean score where the task has one; avg@k with k responses
     to a prompt; ``None`` where nothing was graded."""
-    stderr: float | None
+    stderr: float | None = None
     """Standard error of the accuracy: ``sqrt(p (1 - p) / n)``, or with several responses to a
     prompt the one that takes prompts as drawn at random and their responses as dependent."""
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None = None
     """95 % interval of the accuracy, see :func:`wilson_interval`; with several responses to a
     prompt, of as many independent samples as give its standard error."""
     nfe: float
@@ -79,45 +80,47 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 
 def summarise(rows: Sequence[ResultRow]) -> MethodSummary:
     """Means over the samples of one task and method, at least one."""
-    n = len(rows)
+    n, forwards = len(rows), sum(row.nfe for row in rows)
+    seconds = sum(row.seconds for row in rows)
     lockstep = [row.lockstep for row in rows if row.lockstep is not None]
-    accuracy = stderr = interval = pass_at = None
-    if any(row.verdict != "ungraded" for row in rows):
-        points = [float(row.correct) if row.score is None else row.score for row in rows]
-        accuracy = sum(points) / n
-        grades: defaultdict[str, list[bool]] = defaultdict(list)
-        sums: defaultdict[str, float] = defaultdict(float)
-        for row, point in zip(rows, points, strict=True):
-            grades[row.prompt_uid].append(row.correct)
-            sums[row.prompt_uid] += point
-        errors = (sums[uid] - len(group) * accuracy for uid, group in grades.items())
-        stderr = math.sqrt(sum(error * error for error in errors)) / n
-        # The spread of one response alone would be this many independent ones.
-        spread = accuracy * (1.0 - accuracy)
-        effective = spread / stderr**2 if stderr else 0.0
-        interval = wilson_interval(accuracy, min(max(effective, len(grades)), n))
-        pass_at = _pass_at(list(grades.values()))
-    forwards = sum(row.nfe for row in rows)
+    is_graded = any(row.verdict != "ungraded" for row in rows)
     return MethodSummary(
         task=rows[0].task,
         method=rows[0].method,
         n=n,
-        accuracy=accuracy,
-        stderr=stderr,
-        interval=interval,
+        **(_accuracy(rows) if is_graded else {}),
         nfe=forwards / n,
         tokens_per_step=sum(row.response_length for row in rows) / max(forwards, 1),
         useful_tokens_per_step=sum(row.num_tokens for row in rows) / max(forwards, 1),
-        seconds=sum(row.seconds for row in rows) / n,
+        seconds=seconds / n,
         policy_forwards=sum(row.policy_forwards for row in rows) / n,
-        policy_share=sum(row.policy_seconds for row in rows)
-        / max(sum(row.seconds for row in rows), 1e-12),
+        policy_share=sum(row.policy_seconds for row in rows) / max(seconds, 1e-12),
         idle_steps=sum(row.idle_steps for row in rows) / n,
         unfinished=sum(row.status == "step_limit" for row in rows) / n,
         timeouts=sum(row.verdict == "timeout" for row in rows) / n,
         lockstep=sum(lockstep) / len(lockstep) if lockstep else None,
-        pass_at=pass_at,
     )
+
+
+def _accuracy(rows: Sequence[ResultRow]) -> dict[str, Any]:
+    points = [float(row.correct) if row.score is None else row.score for row in rows]
+    n, accuracy = len(rows), sum(points) / len(rows)
+    grades: defaultdict[str, list[bool]] = defaultdict(list)
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row, point in zip(rows, points, strict=True):
+        grades[row.prompt_uid].append(row.correct)
+        sums[row.prompt_uid] += point
+    errors = (sums[uid] - len(group) * accuracy for uid, group in grades.items())
+    stderr = math.sqrt(sum(error * error for error in errors)) / n
+    # The spread of one response alone would be this many independent ones.
+    spread = accuracy * (1.0 - accuracy)
+    effective = spread / stderr**2 if stderr else 0.0
+    return {
+        "accuracy": accuracy,
+        "stderr": stderr,
+        "interval": wilson_interval(accuracy, min(max(effective, len(grades)), n)),
+        "pass_at": _pass_at(list(grades.values())),
+    }
 
 
 def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
