@@ -29,11 +29,9 @@ class Source:
     kind: str
     """``model``, ``tokenizer`` or ``data``."""
     name: str
-    """Hub id, folder or file."""
     option: str
     """Where the configuration names it first."""
     task: str = ""
-    """Class of the task, for data."""
     split: str | None = None
 
     @property
@@ -50,7 +48,7 @@ class Source:
         return True
 
     def fetch(self) -> None:
-        """Brings it into the cache, through the code that will read it."""
+        # Through the code that will read it.
         if self.kind != "data":
             locate(self.name, weights=self.kind == "model")
             return
@@ -87,7 +85,6 @@ def _walk(value: Any, at: str) -> Iterator[Source]:
 
 
 def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Source]:
-    """Sources that the settings of one class name."""
     if isinstance(options.get("tokenizer"), str):
         yield Source("tokenizer", options["tokenizer"], f"{at}.init_args.tokenizer")
     found: Any = locate_class(class_path)

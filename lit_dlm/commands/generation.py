@@ -1,7 +1,4 @@
-"""``lit-dlm generate``: decodes prompts of the command line or of standard input.
-
-In a terminal the canvas is shown while it is unmasked; a pipe gets the texts alone.
-"""
+"""``lit-dlm generate``: decodes prompts; a terminal shows the canvas, a pipe gets the texts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``lit-dlm recipes``: what experiments there are, what each needs, and what it gives.
-
-The lines come from the head of each file in ``configs/exp``: its first comment line, and the
-comment lines that begin with ``Needs:`` and ``Expected:``.
-"""
+"""``lit-dlm recipes``: the experiments, by the heads of the files in ``configs/exp``."""
 
 from __future__ import annotations
 

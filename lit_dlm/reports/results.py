@@ -45,7 +45,6 @@ class ResultRow:
     completion: str
     """The text that was decoded, cut at its first end of text."""
     nfe: int
-    """Forwards of the backbone."""
     policy_forwards: int
     idle_steps: int
     """Forwards that committed nothing."""
@@ -54,11 +53,10 @@ class ResultRow:
     num_tokens: int
     """Response tokens before the first end of text."""
     response_length: int
-    """Cells that were to be filled."""
     seconds: float
     """Wall time of decoding, shared equally by the rows of a batch; grading is not in it."""
     status: str
-    """How the decode ended: ``complete``, ``eos`` or ``step_limit``."""
+    """``complete``, ``eos`` or ``step_limit``."""
     seed: int
     policy_seconds: float = 0.0
     """The part of ``seconds`` that the commit policy took, a learned head included."""
@@ -68,7 +66,7 @@ class ResultRow:
     fill: dict[str, list[float]] | None = None
     """Filled share of every region of the decoder's layout before each step and at the end."""
     lockstep: float | None = None
-    """How closely the regions kept step, 0 to 1; ``None`` for a decoder without a layout."""
+    """0 to 1; ``None`` for a decoder without a layout."""
     prompt: str = ""
     response: int = 0
     """Number of the response, of several to one prompt; above 0 the uid ends in ``#`` and it."""
@@ -77,7 +75,6 @@ class ResultRow:
 
     @property
     def prompt_uid(self) -> str:
-        """Uid of the prompt, which all responses to it share."""
         return self.uid.removesuffix(f"#{self.response}") if self.response else self.uid
 
 
@@ -126,7 +123,6 @@ class ResultFolder:
         return json.loads(path.read_bytes()) if path.exists() else {}
 
     def completed(self, task: str, method: str) -> set[str]:
-        """Uids of the samples that are done."""
         return {row["uid"] for row in self._lines(self.method_folder(task, method))}
 
     def keep_only(self, uids: Collection[str]) -> int:
@@ -198,7 +194,7 @@ class ResultFolder:
         return rows
 
     def pairs(self) -> list[tuple[str, str]]:
-        """All (task, method) pairs with results, in alphabetical order."""
+        """All (task, method) with results."""
         found = self.folder.glob("*/*/settings.json")
         return sorted((path.parent.parent.name, path.parent.name) for path in found)
 

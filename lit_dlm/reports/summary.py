@@ -15,7 +15,7 @@ from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSummary:
-    """Means of one method on one task."""
+    """Means of one method on one task, over samples."""
 
     task: str
     method: str
@@ -42,13 +42,11 @@ class MethodSummary:
     policy_share: float
     """Share of the decode time that the commit policy took, a learned head included."""
     idle_steps: float
-    """Mean forwards per sample that committed nothing."""
+    """Forwards that committed nothing."""
     unfinished: float
-    """Fraction of samples that hit the step limit with masks left."""
+    """Fraction that hit the step limit with masks left."""
     timeouts: float
-    """Fraction of samples whose grading ran out of time."""
     lockstep: float | None = None
-    """Mean lockstep score; ``None`` for a method without a layout."""
     isolation: str | None = None
     """What model-written code ran in to be graded (SECURITY.md); ``None`` where none ran."""
     pass_at: dict[str, float] | None = None
