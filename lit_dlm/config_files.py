@@ -23,7 +23,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from pydoc import locate
 from typing import Any
 
 import yaml
@@ -153,7 +152,11 @@ def is_kind_of(name: str, other: str | None) -> bool:
 def _class(name: str) -> type | None:
     """The class that a configuration means; short names are those of modules that are loaded."""
     if "." in name:
-        found = locate(name)
+        module, _, kind = name.rpartition(".")
+        try:
+            found = getattr(import_module(module), kind, None)
+        except ImportError:
+            return None  # the parser says so
         return found if isinstance(found, type) else None
     for _ in range(2):
         for module, content in list(sys.modules.items()):
