@@ -46,9 +46,6 @@ class Picture:
     Args:
         source: path of a file, or its bytes.
         name: what errors call it; the path by default.
-
-    Raises:
-        ValueError: there is no such file, or it is too large.
     """
 
     def __init__(self, source: str | Path | bytes, *, name: str | None = None) -> None:
@@ -77,11 +74,7 @@ class Picture:
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Width and height as it is looked at.
-
-        Raises:
-            ValueError: it is no picture of a known format, one too large or too narrow, or damaged.
-        """
+        """Width and height as it is looked at."""
         image = self._checked()
         try:  # the note may lie behind the pixels
             turned = image.getexif().get(0x0112, 1) >= 5  # the camera lay on its side
@@ -91,11 +84,7 @@ class Picture:
         return (height, width) if turned else (width, height)
 
     def decoded(self) -> Image.Image:
-        """Its pixels as RGB, turned as its EXIF note says, transparent parts on white.
-
-        Raises:
-            ValueError: as :attr:`size`, or the file is damaged.
-        """
+        """Its pixels as RGB, turned as its EXIF note says, transparent parts on white."""
         image = self._checked()
         try:
             image = ImageOps.exif_transpose(image)
@@ -222,11 +211,7 @@ class PictureFolder:
         return (self.folder / digest).is_file()
 
     def get(self, digest: str, uid: str) -> Picture:
-        """A picture by the SHA-256 of its file; whether it is the right one, its reader sees.
-
-        Raises:
-            ValueError: it is not there; names the sample that has it.
-        """
+        """A picture by the SHA-256 of its file; whether it is the right one, its reader sees."""
         path = self.folder / digest
         return Picture(path, name=f"{uid}: {path}")
 
@@ -238,12 +223,7 @@ def look_in(backbone: Any, *folders: Path) -> None:
 
 
 def take_up(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
-    """Makes the pictures that a record's meta names known to a backbone that is to read it.
-
-    Raises:
-        ValueError: the model does not see, or a picture is not in ``vision.folders``; names the
-            record and the file.
-    """
+    """Makes the pictures that a record's meta names known to a backbone that is to read it."""
     digests = meta.get("images", ())
     if not digests or backbone is None or backbone.spec.text_vocab_size is not None:
         return  # tokens of pictures are recorded themselves
@@ -255,11 +235,7 @@ def take_up(backbone: Any, uid: str, meta: Mapping[str, Any]) -> None:
 
 
 def know(backbone: Any, uid: str, pictures: Sequence[Picture]) -> None:
-    """Makes the pictures of a sample known to a backbone that is to be trained on it.
-
-    Raises:
-        ValueError: the model does not see; names the sample.
-    """
+    """Makes the pictures of a sample known to a backbone that is to be trained on it."""
     for picture in pictures:
         named = copy(picture)
         named.name = f"{uid}: {picture.name}"
@@ -279,11 +255,7 @@ def placed(backbone: Any, ids: Sequence[int], digests: Sequence[str]) -> list[in
 
 
 def seeing(backbone: Any, uid: str) -> Any:
-    """What a backbone sees with.
-
-    Raises:
-        ValueError: it does not see; names the sample.
-    """
+    """What a backbone sees with."""
     vision = getattr(backbone, "vision", None)
     if vision is None:
         raise ValueError(

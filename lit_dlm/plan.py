@@ -250,9 +250,6 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
 
     Returns:
         The plan; ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`.
-
-    Raises:
-        ValueError: the backbone's description cannot be found or used.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
@@ -317,9 +314,6 @@ def check_run(config: Mapping[str, Any]) -> str | None:
     Returns:
         The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where
         the backbone cannot be described: building it says so, with its place.
-
-    Raises:
-        ValueError: weights, gradients and optimiser states alone exceed the device.
     """
     try:
         plan = plan_of(config)

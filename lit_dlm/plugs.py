@@ -54,9 +54,6 @@ def checked_plug(given: T, plug: type, *, option: str) -> T:
 
     Returns:
         The object itself.
-
-    Raises:
-        ValueError: names the first required member that the object lacks.
     """
     if told := difference(type(given), plug):
         raise ValueError(f"{option}: {told}")

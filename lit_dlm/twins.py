@@ -366,9 +366,6 @@ def write_twin(
 
     Returns:
         The folder.
-
-    Raises:
-        ValueError: nothing is known of the release.
     """
     if release not in RELEASES:
         raise ValueError(f"release: expected one of {sorted(RELEASES)}, got {release!r}")

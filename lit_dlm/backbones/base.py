@@ -150,9 +150,6 @@ def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, A
         what: was trained, for the message.
         trained_for: facts about that one.
         facts: about the backbone at hand; keys unknown to either side are ignored.
-
-    Raises:
-        ValueError: a fact differs.
     """
     for key, expected in trained_for.items():
         if key in facts and facts[key] != expected:

@@ -92,10 +92,6 @@ class StoredDecoder(nn.Module):
         load_in_4bit: quantises the matrices of the layers to NF4 by bitsandbytes (arXiv
             2305.14314) once they are loaded, for decoding and for adapters on them; the others stay
             in ``dtype``. Such a model cannot be exported or merged with an adapter.
-
-    Raises:
-        ValueError: not exactly one of ``path`` and ``architecture``, the folder is unusable, or
-            options contradict each other.
     """
 
     _forbidden: Tensor
@@ -305,9 +301,6 @@ class StoredDecoder(nn.Module):
 
         Args:
             settings: its shape and places.
-
-        Raises:
-            ValueError: there is one already, or a target does not exist.
         """
         if self._adapter is not None:
             raise ValueError("adapter: this backbone has one already; merge it first")
@@ -324,9 +317,6 @@ class StoredDecoder(nn.Module):
         Args:
             name: of the adapter, other than ``default``.
             settings: its shape and places.
-
-        Raises:
-            ValueError: the name is taken, or a target does not exist.
         """
         if name == adapters.POLICY or any(adapters.adapter_parameters(self.model, name)):
             raise ValueError(f"add_side_adapter: there is an adapter named {name!r} already")
@@ -346,9 +336,6 @@ class StoredDecoder(nn.Module):
         Args:
             path_or_id: its folder, or a hub id. Keys may have transformers' or the family's names.
             trainable: whether its weights require gradients.
-
-        Raises:
-            ValueError: the folder is unusable, or the adapter is not one for this model.
         """
         folder = locate(path_or_id)
         self.add_adapter(read_adapter_settings(folder))
@@ -371,11 +358,7 @@ class StoredDecoder(nn.Module):
             parameter.requires_grad_(trainable)
 
     def merge_adapter(self) -> None:
-        """Adds the adapter to the weights and removes it; the weights stay frozen.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Adds the adapter to the weights and removes it; the weights stay frozen."""
         if self._adapter is None:
             raise ValueError("merge_adapter: this backbone has no adapter")
         self._require_whole("merge_adapter")
@@ -391,9 +374,6 @@ class StoredDecoder(nn.Module):
             layout: ``hf`` for an adapter on what :meth:`export` writes; ``original`` for one on the
                 family's own code; by default the one of the files that this model came from.
                 :meth:`load_adapter` reads both.
-
-        Raises:
-            ValueError: there is no adapter.
         """
         if self._adapter is None:
             raise ValueError("save_adapter: this backbone has no adapter")
@@ -439,9 +419,6 @@ class StoredDecoder(nn.Module):
                 family's own code; the default with a tower of ``vision``, which is part of it.
             dtype: of the stored weights; ``None`` keeps the current one.
             max_shard_gigabytes: larger models become shards with an index.
-
-        Raises:
-            ValueError: the layout is unknown, or cannot express this model.
         """
         self._require_whole("export")
         folder = Path(folder)
@@ -571,9 +548,6 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
     Args:
         dtype: ``float32``, ``bfloat16`` or ``float16``, or the torch dtype of that name.
-
-    Raises:
-        ValueError: anything else.
     """
     name = str(dtype).removeprefix("torch.")
     known = list(get_args(DType))

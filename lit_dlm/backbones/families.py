@@ -157,9 +157,6 @@ def family_of(config: Mapping[str, Any], *, source: str, wanted: str | None = No
 
     Returns:
         A key of :data:`FAMILIES`.
-
-    Raises:
-        ValueError: no family has this ``model_type``, or the wanted one has another.
     """
     model_type = config.get("model_type")
     # LLaDA-V's own classes call their text part llada too, but with transformers' option names.
@@ -294,9 +291,6 @@ def original_config(
 
     Returns:
         Contents of ``config.json``.
-
-    Raises:
-        ValueError: the family's configuration has no words for an option.
     """
     family = FAMILIES.get(architecture.family)
     implied = {

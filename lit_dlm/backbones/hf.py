@@ -95,10 +95,6 @@ class HFBackbone(StoredDecoder, Backbone):
         model (``spec.attention`` is ``block``) gets its block-causal mask, any other one sees every
         real token. Without ``pad_mask`` a full-attention model needs no mask at all, so
         that the flash kernel stays available. Differentiable.
-
-        Raises:
-            ValueError: a hidden layer does not exist, the mask id is not known, or blocks count
-                from the response and ``response_start`` is not given.
         """
         if self.spec.mask_id == UNKNOWN_ID:
             raise ValueError(
@@ -148,9 +144,6 @@ class HFBackbone(StoredDecoder, Backbone):
 
         Returns:
             ``(B, L, V)`` in the model's dtype; row ``i`` predicts token ``i``.
-
-        Raises:
-            ValueError: the mask has another number of dimensions, or a 4-D one is not boolean.
         """
         starts, visible = None, None
         if mask is not None and mask.ndim == 2:
@@ -253,10 +246,6 @@ class HFBackbone(StoredDecoder, Backbone):
             One entry per chosen cell, row by row: ``rows.sum()`` of them; a forbidden target has
             infinite cross-entropy. Differentiable. To go back to the canvas, write
             ``canvas[rows] = stats.ce``.
-
-        Raises:
-            ValueError: shapes do not fit, the temperature is not positive, or the head is not a
-                plain linear layer.
         """
         return self.score_with_rows(ids, targets, rows, **options)[0]
 
@@ -487,9 +476,6 @@ def load_backbone(
 
     Returns:
         The backbone in evaluation mode, without gradients.
-
-    Raises:
-        ValueError: nothing of that name exists, or its configuration is not supported.
     """
     with torch.device(device):
         backbone = HFBackbone(

@@ -39,9 +39,6 @@ def locate(path_or_id: str, *, weights: bool = True) -> Path:
 
     Returns:
         A local folder. Only a hub id may use the network.
-
-    Raises:
-        ValueError: nothing of that name exists.
     """
     if not path_or_id.strip():
         raise ValueError("path: expected an embedded name, a folder or a hub id, got ''")
@@ -88,9 +85,6 @@ def hub_files(
 
     Returns:
         Name, size in bytes and whether it is in the cache already, of every file.
-
-    Raises:
-        ValueError: there is no such repository, or no network.
     """
     repo, _, revision = hub_id.partition("@")
     try:
@@ -127,11 +121,7 @@ def _patterns(weights: bool) -> list[str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads one of a model's description files.
-
-    Raises:
-        ValueError: the file, by name, holds no JSON object.
-    """
+    """Reads one of a model's description files."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -152,9 +142,6 @@ def load_tokenizer(path_or_id: str) -> PreTrainedTokenizerBase:
 
     Returns:
         A fast tokenizer.
-
-    Raises:
-        ValueError: nothing of that name exists, or the folder has no tokenizer files.
     """
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # costs seconds
 

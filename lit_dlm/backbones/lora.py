@@ -56,9 +56,6 @@ def inject(model: PreTrainedModel, settings: LoRASettings, *, name: str = POLICY
         model: the decoder.
         settings: shape and places.
         name: of the adapter; a decoder may hold several.
-
-    Raises:
-        ValueError: a layer to adapt does not exist.
     """
     # On first use: peft takes seconds to import, and most runs have no adapter.
     from peft import LoraConfig, inject_adapter_in_model
@@ -271,10 +268,6 @@ def load_adapter(model: nn.Module, folder: Path, *, keys: KeyMap) -> Path:
 
     Returns:
         The file.
-
-    Raises:
-        ValueError: the file is absent, unreadable or damaged, a key or shape does not fit, or a
-            number is not finite.
     """
     path = folder / WEIGHTS_FILE
     if not path.is_file():

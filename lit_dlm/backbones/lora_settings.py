@@ -70,11 +70,7 @@ class LoRASettings:
         self.modules()
 
     def modules(self) -> list[str]:
-        """Names of the adapted modules under transformers' names, sorted.
-
-        Raises:
-            ValueError: a target names no module of a decoder layer.
-        """
+        """Names of the adapted modules under transformers' names, sorted."""
         if isinstance(self.targets, str):
             group = _GROUPS.get(self.targets, ())
             wanted = list(_GROUPS["all"] or ()) if group is None else list(group)
@@ -100,9 +96,6 @@ def read_adapter_settings(folder: Path) -> LoRASettings:
 
     Returns:
         Its settings.
-
-    Raises:
-        ValueError: the file is absent, or an option is not supported.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():

@@ -50,9 +50,6 @@ class MagvitSizes:
 
         Args:
             files: safetensors files.
-
-        Raises:
-            ValueError: they are no weights of MAGVIT-v2.
         """
         shapes: dict[str, list[int]] = {}
         for path in files:
@@ -172,9 +169,6 @@ class Magvit(nn.Module):
     Args:
         path: folder or hub id (``showlab/magvitv2``) of the weights; random ones without.
         sizes: of random weights.
-
-    Raises:
-        ValueError: nothing of that name exists, or the weights are others.
     """
 
     def __init__(self, path: str | None = None, *, sizes: MagvitSizes | None = None) -> None:

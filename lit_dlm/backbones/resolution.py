@@ -109,10 +109,6 @@ def resolve(
 
     Returns:
         The architecture and the key map.
-
-    Raises:
-        ValueError: the model type or an option is not supported, an id contradicts the family's
-            table or tokenizer, or a plain decoder has no mask token.
     """
     overrides = dict(spec_overrides or {})
     unknown = sorted(set(overrides) - _SPEC_FIELDS)
@@ -171,11 +167,7 @@ def resolve(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads ``config.json`` of a model folder.
-
-    Raises:
-        ValueError: the file is absent or no JSON object.
-    """
+    """Reads ``config.json`` of a model folder."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: expected a model folder with config.json")
@@ -385,9 +377,6 @@ def _ids_without_table(
 
     What nothing names, the user's overrides included, is ``UNKNOWN_ID``, with a warning; padding is
     hidden from attention, so it falls back to another id.
-
-    Raises:
-        ValueError: the configuration and the tokenizer name different mask ids.
     """
     mask = config.get("mask_token_id")
     for token in mask_tokens:
@@ -429,9 +418,6 @@ def _ids_of_family(
     """The same of a known family: configuration, tokenizer and the released vocabulary must agree.
 
     An embedding too small for the released ids (test models) is taken for a vocabulary of its own.
-
-    Raises:
-        ValueError: two of the sources disagree about a field that the user does not override.
     """
     if vocab_size <= max(table.mask, *table.eos):
         return _ids_without_table(
@@ -521,9 +507,6 @@ class FromAR:
 
         Returns:
             The id. From ``vocab_size`` on, the embedding and the head have to grow.
-
-        Raises:
-            ValueError: the tokenizer gives the mask token another id, or uses the id otherwise.
         """
         known = added_tokens.get(self.mask_token)
         if self.mask_id is None:

@@ -61,9 +61,6 @@ def attention_visibility(
     Returns:
         Bool, broadcastable to ``(B, 1, L, L)``, ``True`` where the query (third axis) may see the
         key; ``None`` when everyone sees all, which keeps the kernels without a mask.
-
-    Raises:
-        ValueError: blocks count from the response and ``response_start`` is not given.
     """
     if spec.attention == "full":
         return None if pad_mask is None else key_visibility(pad_mask)

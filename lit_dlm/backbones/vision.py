@@ -85,10 +85,6 @@ class Vision(nn.Module):
             pictures: in the order of their places.
             render: the chat template.
             tokenize: text to ids, no special tokens added.
-
-        Raises:
-            ValueError: there are too many pictures, or more places than pictures; or one cannot be
-                read.
         """
         if len(pictures) > self.settings.max_pictures:
             raise ValueError(
@@ -112,9 +108,6 @@ class Vision(nn.Module):
         Args:
             ids: as of a record, or of :meth:`encode`.
             pictures: in order; not looked at where no id stands for them.
-
-        Raises:
-            ValueError: a picture cannot be read, or they are not those of the prompt.
         """
         num_places = sum(number >= self.vocab_size for number in ids)
         if not num_places:
@@ -133,9 +126,6 @@ class Vision(nn.Module):
 
         Args:
             digest: SHA-256 of its file.
-
-        Raises:
-            ValueError: the file is another one.
         """
         picture = self.known[digest]
         if picture.digest != digest:
@@ -205,9 +195,6 @@ class TokenVision(Vision):
             vocab_size: of the model; words and picture tokens by default.
             marks: ids of ``<|soi|>``, ``<|eoi|>`` and ``<|mmu|>``, the task of answering about a
                 picture; those of MMaDA, whose text tokenizer does not name them, by default.
-
-        Raises:
-            ValueError: something is to be trained.
         """
         super().__init__(settings, vocab_size=vocab_size or first_id + tokenizer.num_codes)
         if settings.train != "none":
@@ -280,9 +267,6 @@ def token_vision(
         settings: how it sees, with the tokenizer's ``path`` where it lies elsewhere.
         first_id: that of the first picture token; what the model's files say by default.
         vocab_size: of the model; words and picture tokens by default.
-
-    Raises:
-        ValueError: there is no tokenizer of pictures, or pictures are no tokens of the model.
     """
     folder = None if path is None else locate(path, weights=False)
     if first_id is None:
@@ -354,9 +338,6 @@ class TowerSizes:
 
         Args:
             config: its contents. Twins give other sizes as ``vision_config``.
-
-        Raises:
-            ValueError: the tower, its projector or its scheme of tiles is another one.
         """
         known = {
             "mm_projector_type": ("mlp2x_gelu",),

@@ -29,9 +29,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     Returns:
         The files named by ``model.safetensors.index.json``, else ``model.safetensors``.
-
-    Raises:
-        ValueError: the folder has none, or a shard of the index is absent.
     """
     index = folder / _INDEX_FILE
     if index.is_file():
@@ -75,10 +72,6 @@ def load_weights(
 
     Returns:
         By our key, what is a file's own memory.
-
-    Raises:
-        ValueError: a file is damaged or not safetensors, a key is unknown, a key or shape does not
-            fit, or a number is not finite.
     """
     place = files[0].parent if files else "weights"
     missing = set(parameters) - optional
@@ -118,10 +111,6 @@ def read_weights(
 
     Yields:
         Key and tensor.
-
-    Raises:
-        ValueError: the file is damaged or not safetensors, or a number is not finite. A digest is
-            complete after the last tensor only.
     """
     try:
         with safe_open(path, framework="pt") as shard:
@@ -163,11 +152,6 @@ def save_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
     Args:
         tensors: by key; each is stored contiguously on its own.
         path: target file, replaced atomically.
-
-    Raises:
-        ValueError: a number is not finite.
-        OSError: the file cannot be written.
-            In both cases what was there stays.
     """
     for key, tensor in tensors.items():
         if not is_finite(tensor):

@@ -78,6 +78,10 @@ class CLI(LightningCLI):
                     f"{key}: expected a class with {needed}, as {self.subcommand} asks for, got "
                     f"{kind.__name__}; this configuration is for another command"
                 )
+        if not isinstance(options.trainer, Namespace):
+            raise ValueError(
+                f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
+            )
         tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
         if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
             raise ValueError(
@@ -103,8 +107,6 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
-        if not isinstance(given, Namespace):
-            raise ValueError(f"trainer: expected a mapping of the trainer's options, got {given!r}")
         own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:

@@ -58,10 +58,6 @@ def require_own_checkpoint(module: nn.Module, checkpoint: Mapping[str, Any]) -> 
         checkpoint: what Lightning read. Its ``state_dict`` is absent under FSDP2, which has loaded
             the weights by then and refuses missing ones itself; settings of adapters are absent
             from checkpoints of old.
-
-    Raises:
-        ValueError: naming some of the weights that are missing or have no place, or the settings
-            that differ; or the state of the optimiser is absent where training is to go on.
     """
     trainer = module.trainer if isinstance(module, LightningModule) and module._trainer else None
     if "state_dict" in checkpoint:

@@ -85,11 +85,6 @@ class CheckpointFiles(TorchCheckpointIO):
             checkpoint: what the trainer collected.
             path: the file.
             storage_options: none; files are local.
-
-        Raises:
-            ValueError: a weight is not finite.
-            OSError: it cannot be written.
-                In both cases what was there before stays.
         """
         if storage_options is not None:
             raise TypeError("storage_options: expected none, since checkpoints are local files")
@@ -123,9 +118,6 @@ class CheckpointFiles(TorchCheckpointIO):
             path: the file. A damaged ``last`` is replaced by the one before it, with a warning.
             map_location: see :func:`torch.load`.
             weights_only: ignored: nothing but tensors and plain values is ever loaded.
-
-        Raises:
-            ValueError: it is damaged, no checkpoint of a training, or a weight is not finite.
         """
         path = sound(local(path))
         if path.is_dir():
@@ -146,11 +138,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def local(path: str | Path) -> Path:
-    """A path, unless it is an address.
-
-    Raises:
-        ValueError: it names another machine or a registry.
-    """
+    """A path, unless it is an address."""
     if "://" in str(path) or str(path).startswith("registry:"):
         raise ValueError(f"ckpt_path: expected a local file, got {path}; download it first")
     return Path(path)
@@ -201,10 +189,6 @@ def sound(path: Path) -> Path:
 
     Args:
         path: file or folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, and so is the one before it where that counts.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint")
@@ -299,9 +283,6 @@ def require_training(path: Path, found: Any, *, without: str = "") -> None:
         path: of the checkpoint.
         found: its content.
         without: a required key that has been taken out.
-
-    Raises:
-        ValueError: naming what it is.
     """
     problem = _misfit(found, [key for key in _REQUIRED if key != without])
     if problem:

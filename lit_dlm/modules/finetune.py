@@ -56,9 +56,6 @@ class TrainableModule(DecodeModule):
         export_dir: where the last weights are written as an adapter or model folder; ``null``
             leaves that to callbacks.
         chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     backbone: HFBackbone
@@ -107,9 +104,6 @@ class TrainableModule(DecodeModule):
             loss: scalar, of this process's batch.
             uids: samples of the batch.
             blamed: the samples to name, asked on failure only; all of the batch by default.
-
-        Raises:
-            NonFiniteError: naming samples.
         """
         is_finite = torch.isfinite(loss.detach())
         require_finite(
@@ -121,12 +115,7 @@ class TrainableModule(DecodeModule):
         self._step_uids += uids
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients: clipping would spread one that is not finite to all weights.
-
-        Raises:
-            NonFiniteError: a gradient is not finite; raised in all processes, before any weight
-                has changed.
-        """
+        """Looks at the gradients: clipping would spread one that is not finite to all weights."""
         uids, self._step_uids = self._step_uids, []
         require_finite_gradients(self, uids)
 
@@ -140,9 +129,6 @@ class TrainableModule(DecodeModule):
         Args:
             groups: parameters, or groups of them.
             factor: on the learning rate, by optimiser step.
-
-        Raises:
-            ValueError: nothing is trainable.
         """
         if not groups:
             raise ValueError(
@@ -206,9 +192,6 @@ class FinetuneModule(TrainableModule):
             those of all processes together, as if it were one batch.
         lr_floor: factor on the learning rate at the end; 1 keeps it constant after the warm-up.
         common: options of :class:`TrainableModule`.
-
-    Raises:
-        ValueError: nothing is trainable, or a setting is out of range.
     """
 
     def __init__(
@@ -317,12 +300,7 @@ class FinetuneModule(TrainableModule):
         )
 
     def training_step(self, batch: SupervisedBatch, batch_idx: int = 0) -> Tensor:
-        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids.
-
-        Raises:
-            NonFiniteError: the loss of some process is not finite; raised in all of them, before
-                any weight has changed.
-        """
+        """Loss of one batch; its noise follows from the seed, the pass and the samples' uids."""
         states, stats = self._scored(batch, seed=self.seed)
         terms = self.loss_terms(batch, states, stats)
         self.require_finite_loss(
@@ -371,11 +349,7 @@ class FinetuneModule(TrainableModule):
     # -- optimisation ----------------------------------------------------------------------------
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser over what is trainable, and the schedule.
-
-        Raises:
-            ValueError: nothing is trainable, or the run has no end.
-        """
+        """The optimiser over what is trainable, and the schedule."""
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
             raise ValueError(

@@ -71,9 +71,6 @@ class PretrainModule(DecodeModule):
         export_dir: where the trained model goes; ``None`` exports nothing.
         export_dtype: of the exported weights.
         compile: whether to compile the forward: 1.4 times faster on a CPU, needs a C++ compiler.
-
-    Raises:
-        ValueError: the backbone is frozen.
     """
 
     backbone: HFBackbone
@@ -145,11 +142,7 @@ class PretrainModule(DecodeModule):
         return stats.ce.sum() / count
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Muon for the layers' matrices, AdamW for the rest, one schedule for both.
-
-        Raises:
-            ValueError: the trainer has no ``max_steps``, which the schedule needs.
-        """
+        """Muon for the layers' matrices, AdamW for the rest, one schedule for both."""
         num_steps = self.trainer.max_steps
         if num_steps < 1:
             raise ValueError(f"trainer.max_steps: expected at least 1, got {num_steps}")

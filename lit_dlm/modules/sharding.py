@@ -61,9 +61,6 @@ class ShardedStrategy(ModelParallelStrategy):
             node leaves only gradients to the network between nodes.
         whole_gradients_gb: most memory for gradients that wait, counted in float32; 0 for none.
         options: those of ``ModelParallelStrategy``; by default all processes are data parallel.
-
-    Raises:
-        ValueError: the processes cannot be dealt to the replicas.
     """
 
     def __init__(
@@ -93,11 +90,7 @@ class ShardedStrategy(ModelParallelStrategy):
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Refuses optimisers that would write beside a shard.
-
-        Raises:
-            ValueError: one is of bitsandbytes (its issue 1633).
-        """
+        """Refuses optimisers that would write beside a shard."""
         super().setup_optimizers(trainer)
         if any(type(one).__module__.startswith("bitsandbytes") for one in self.optimizers):
             raise ValueError(
@@ -131,10 +124,6 @@ class ShardedStrategy(ModelParallelStrategy):
             checkpoint: what the trainer collected, changed in place.
             filepath: the folder; the first process decides.
             storage_options: not supported by Lightning's strategy.
-
-        Raises:
-            TypeError: there are storage options.
-            ValueError: a weight is not finite; what was there before stays.
         """
         self._require_finite(f"{filepath}: not written, since")
         if not self._save_distributed_checkpoint:  # one file, which Lightning replaces as a whole
@@ -159,9 +148,6 @@ class ShardedStrategy(ModelParallelStrategy):
         Args:
             checkpoint_path: folder or file. A damaged ``last`` is replaced by the one before it.
             weights_only: ignored: nothing but tensors and plain values is ever loaded.
-
-        Raises:
-            ValueError: it is damaged, or a weight is not finite.
         """
         found: Path | ValueError | OSError
         try:
@@ -207,10 +193,6 @@ def shard_trained(module: nn.Module, mesh: DeviceMesh, *, precision: str = "32-t
         precision: the trainer's. With ``bf16-mixed`` decoder layers and parts with
             ``forward_methods`` compute with bfloat16 copies of their shards; other parts, such as
             heads, are left to autocast.
-
-    Raises:
-        ValueError: nothing is trainable, or a trainable parameter belongs to the module itself,
-            where nobody would reduce its gradient.
     """
     trained = {
         name: child

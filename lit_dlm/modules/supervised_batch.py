@@ -181,9 +181,6 @@ def collate_supervised(
     Returns:
         The batch, on the CPU. Of a block model, blocks behind those of the last targets are cut
         off, which changes no prediction: ``G`` is then less than ``response_length``.
-
-    Raises:
-        ValueError: a response is longer than the region.
     """
     start = max(len(example.prompt_ids) for example in examples)
     B = len(examples)
@@ -347,10 +344,6 @@ def lay_out(
 
     Returns:
         The rows, ``R`` of them, or as many as items.
-
-    Raises:
-        ValueError: causal states on a model without the right shift, or hidden prompt tokens on a
-            block model.
     """
     clean = batch.ids[states.sample]  # (R, L)
     hidden = F.pad(batch.still_hidden(states), (batch.start, 0))

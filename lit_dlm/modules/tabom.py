@@ -48,9 +48,6 @@ class TABOMModule(FinetuneModule):
             the release.
         common: options of :class:`~lit_dlm.modules.finetune.FinetuneModule`; its ``loss_norm`` is
             for both losses.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(

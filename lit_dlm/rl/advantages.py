@@ -78,9 +78,6 @@ def as_advantage(advantage: Advantage | str) -> Advantage:
     Args:
         advantage: an object with a method ``compute``, or ``group_zscore``, ``leave_one_out`` or
             ``none``.
-
-    Raises:
-        ValueError: the name is unknown, or the object lacks the method.
     """
     found = advantage
     if isinstance(found, str):

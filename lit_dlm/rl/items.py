@@ -101,11 +101,7 @@ class RolloutItem(Units):
 
 
 def _supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
-    """Records as examples of a pass over them: token ids and steps.
-
-    Raises:
-        ValueError: a record has rewritten tokens, which two rows do not describe.
-    """
+    """Records as examples of a pass over them: token ids and steps."""
     for record in records:
         if record.superseded is not None:
             raise ValueError(
@@ -138,10 +134,6 @@ class RowBuilder:
         normalise: see :data:`Normalise`; by default ``max_gen_length`` for block models and
             ``group_mean`` for full attention.
         copies: states of one response in one row, for block models; 1 keeps them apart.
-
-    Raises:
-        ValueError: an option is unknown, several states are in a row for full attention, or the
-            corruption does not fit rollouts or the model.
     """
 
     def __init__(

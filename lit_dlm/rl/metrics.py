@@ -75,9 +75,6 @@ class RolloutValidation:
             methods: their names, the first one in charge.
             settings: of the data module.
             limit: share of the held-out prompts, or number of responses, that each decoder takes.
-
-        Raises:
-            ValueError: no prompt is short enough, or no reward scores single responses.
         """
         tasks, response_length = settings.val_tasks or [], settings.val_response_length
         assert response_length is not None

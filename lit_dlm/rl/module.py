@@ -82,9 +82,6 @@ class TraceRLModule(TrainableModule):
         optimizer: constructor of the optimiser; its learning rate is the policy's.
         warmup_steps: optimiser steps of a linear warm-up.
         common: options of :class:`~lit_dlm.modules.finetune.TrainableModule`.
-
-    Raises:
-        ValueError: options contradict each other.
     """
 
     def __init__(
@@ -481,9 +478,6 @@ def set_up_trainer(trainer: Trainer) -> None:
 
     Args:
         trainer: of a run that fits.
-
-    Raises:
-        ValueError: a setting says otherwise.
     """
     interval = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     if interval not in (0, 1):

@@ -110,9 +110,6 @@ class ClippedPolicyLoss(PolicyLoss):
         max_fall: nats that a log-probability may fall before ``k3`` goes on as a straight line: its
             gradient grows with the inverse probability, and a single token that the policy has
             given up decides an update. ``null`` for no line, as in dLLM-RL.
-
-    Raises:
-        ValueError: an option is out of range.
     """
 
     clip_low: float = 0.2
@@ -141,9 +138,6 @@ class ClippedPolicyLoss(PolicyLoss):
         Returns:
             ``total``, and in ``parts`` ``policy``, and over the tokens with weight: ``ratio``
             (mean), ``clip_fraction`` (share whose gradient is cut), ``kl`` (nats a token).
-
-        Raises:
-            ValueError: shapes differ.
         """
         shapes = {tuple(value.shape) for value in (log_prob, old_log_prob, advantage, weight)}
         if len(shapes) > 1 or log_prob.ndim != 1:

@@ -132,10 +132,6 @@ class RolloutEngine:
         batch_size: responses decoded together, each replaced by the next one when it ends; results
             do not depend on it beyond rounding.
         overlong_margin: cells short of the budget at which a response counts as overlong.
-
-    Raises:
-        ValueError: the module has no such decoder, its learned policy is missing or another
-            backbone's, or a number is out of range.
     """
 
     def __init__(
@@ -444,10 +440,6 @@ def encoded_prompts(
         max_length: prompts with more tokens are left out, with a warning.
         response_length: cells of the responses.
         option: the setting that says so.
-
-    Raises:
-        ValueError: no prompt is short enough, two problems have one uid, or some reach, with their
-            responses, beyond the positions that the backbone was made for.
     """
     found, dropped = [], 0
     examples = {task.name: list(task.examples()) for task in tasks}
@@ -594,9 +586,6 @@ class OnlineRollouts(RolloutSource):
         module: whose decoder rolls out.
         method: name of that decoder.
         settings: of the data module.
-
-    Raises:
-        ValueError: no prompt is short enough, or rewards and tasks do not fit.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -707,9 +696,6 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
 
     Returns:
         All of them, process by process.
-
-    Raises:
-        ValueError: a process has more records than fit into one block.
     """
     if ranks.world_size == 1:
         return list(records)
@@ -730,9 +716,6 @@ class StoredRollouts(RolloutSource):
         folder: folder of the shards.
         mask_id: of the model.
         backbone: the model, which reads the pictures of prompts.
-
-    Raises:
-        ValueError: there is none, or a record was not written by an RL run or by another model.
     """
 
     def __init__(

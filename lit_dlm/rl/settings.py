@@ -57,10 +57,6 @@ class PolicyObjective(ClippedPolicyLoss):
 
         Args:
             given: a loss that takes the place of the clipped one, if any.
-
-        Raises:
-            ValueError: the given loss lacks its method, or settings of the clipped one are set
-                beside it.
         """
         if given is None:
             return self
@@ -90,9 +86,6 @@ class PolicyObjective(ClippedPolicyLoss):
             corruption: the states.
             row_spec: of training rows.
             decoder: that of rollouts.
-
-        Raises:
-            ValueError: it cannot.
         """
         if backbone.adapter is not None and backbone.adapter.dropout:
             raise ValueError(
@@ -260,9 +253,6 @@ class RolloutSettings:
         require_isolation: the least that model-written code must run in: ``namespaces``, or
             ``landlock`` where there are none (SECURITY.md).
         seed: seed of the order of prompts and items.
-
-    Raises:
-        ValueError: a setting is out of range, or would train on nothing.
     """
 
     tasks: list[Task]

@@ -196,9 +196,6 @@ def rl_step(
 
     Returns:
         The batches of this process, all rollouts, and what is logged.
-
-    Raises:
-        ValueError: no response has a token to train on.
     """
     # Roll out: decode the prompts with the current policy, score the responses, and mark the groups
     # that the filters keep. All processes get all rollouts.
