@@ -207,7 +207,7 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     ``init_args`` out, or give it where the file left it out. A class given by its name alone takes
     over the settings that it has as well. Returns whether the document has the place.
     """
-    if keys[0].removesuffix("+") not in document:
+    if keys[0] not in document or keys[-1].endswith("+"):
         return False
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
@@ -216,7 +216,7 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
     place = _place(document, keys)
     if place is None:
         return False
-    name = keys[-1].removesuffix("+")
+    name = keys[-1]
     value, old = _included(parsed["value"], Path()), place.get(name)
     if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
         initialisers = (vars(one).get("__init__") for one in kind.__mro__)
@@ -225,8 +225,8 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         place[name] = {"class_path": value, "init_args": settings}
     elif not (isinstance(value, dict | list) or {"decoders", "sweep"} & set(keys)):
         return False
-    elif keys[-1] != name or (isinstance(value, dict) and "class_path" in value):
-        place |= merge({name: old}, {keys[-1]: value})
+    elif isinstance(value, dict) and "class_path" in value:
+        place[name] = merge(old, value)
     else:
         place[name] = value
     return True

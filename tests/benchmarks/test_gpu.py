@@ -20,6 +20,7 @@ def test_the_smoke_run_passes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         gpu.main(["--smoke"])
     lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "FAIL" in line]
     assert done.value.code == 0
     assert lines[-1] == "failed: nothing"
     assert sum(line.startswith("PASS") for line in lines) >= 16

@@ -204,7 +204,7 @@ def test_missing_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     error = fails(
         capsys, "fit", "--config", str(EXP / "tabom_tiny.yaml"), "--run_dir", str(tmp_path)
     )
-    assert "data.sources[0].shards: there is no file or folder" in error
+    assert f"{tmp_path}/traces: there is no such folder of shards" in error
 
 
 def test_nothing_to_validate_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
