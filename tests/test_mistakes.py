@@ -189,7 +189,6 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("command", "package"),
     [
-        (f"{PREDICT} --config trainer/tensorboard", "tensorboard"),
         (f"{PREDICT} --config trainer/wandb", "wandb"),
         (f"{SFT} --model.backbone.load_in_4bit true", "bitsandbytes"),
         (f"{SFT} --config method/adamw_8bit", "bitsandbytes"),

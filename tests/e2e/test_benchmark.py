@@ -240,7 +240,10 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
             "python_functions: grading runs model-written code; set allow_code_execution: true",
         ),
         (["--data.init_args.batch_sise=3"], "'batch_sise'; did you mean 'batch_size'?"),
-        (["--trainer.max_epochz=3"], "'trainer.max_epochz'; did you mean 'max_epochs'?"),
+        (
+            ["--trainer.max_epochz=3"],
+            "'--trainer.max_epochz'; did you mean '--trainer.max_epochs'?",
+        ),
         (["--data.init_args.tasks=[{class_path: Sudoko}]"], "did you mean 'Sudoku'?"),
         (["--data.init_args.batch_size=x"], "data.batch_size: expected"),
     ],

@@ -90,25 +90,21 @@ DECODERS = {
         sampler=Sampler(temperature=0.7, top_p=0.9, top_k=9, score_on="filtered"),
     ),
     **{
-        f"tracelock {kind} {positions}": Decoder(
+        f"tracelock {positions}": Decoder(
             policy=TraceLockPolicy(
                 scorer=scorer(
                     AcceptanceConfig(
-                        kind=kind,  # type: ignore[arg-type]
                         positions=positions,  # type: ignore[arg-type]
                         width=16,
                         num_heads=2,
                         num_layers=1,
-                        dynamic_threshold=kind == "transformer",
                     )
                 ),
                 threshold=0.5,
             ),
             quota=NoQuota(),
         )
-        for kind, positions in (
-            ("transformer", "frontier"), ("transformer", "learned"), ("mlp", "frontier"),
-        )
+        for positions in ("frontier", "learned", "none")
     },
 }  # fmt: skip
 
