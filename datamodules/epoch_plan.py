@@ -203,7 +203,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         order = order[: count * self.batch_size]
         if self.lengths is not None:
             self._group_by_length(order, rng)
-        return np.resize(order, count * self.batch_size).reshape(count, self.batch_size)
+        return list(np.resize(order, count * self.batch_size).reshape(count, self.batch_size))
 
     def _token_batches(
         self, order: NDArray[np.int64], group: NDArray[np.int64], rng: np.random.Generator

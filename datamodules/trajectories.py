@@ -35,11 +35,10 @@ from lit_dlm.modules.state_batch import (
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
 from lit_dlm.pictures import look_in, take_up
-from lit_dlm.trajectories.features import FeatureOutline
+from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import shards_in
-from lit_dlm.trajectories.store.reader import BlockOutline
 
 Source = Literal["features", "tokens"]
 
@@ -265,13 +264,7 @@ class TrajectoryDataModule(ElasticDataModule):
     # -- examples --------------------------------------------------------------------------------
 
     def setup(self, stage: str | None = None) -> None:
-        """Lists the examples from side files and small columns; records are read later.
-
-        Raises:
-            ValueError: the shards are missing or empty, hold no features although they should, or
-                were made with another projector than the module's; one side of the split is
-                empty; or Lightning is to repeat batches.
-        """
+        """Lists the examples; features are read later."""
         del stage
         refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._dataset is not None:
@@ -322,28 +315,28 @@ class TrajectoryDataModule(ElasticDataModule):
         num_steps, blocks, counts = (np.zeros(n, dtype=np.int32) for _ in range(3))
         lengths = np.zeros((n, 2), dtype=np.int32)
         is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
-        val_steps: dict[int, list[int]] = {}
+        val_steps: list[list[int]] = []
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         look_in(backbone, *self.folders)
-        end = 0
+        at = 0
         for block, (shard, number) in enumerate(reader.blocks):
-            outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
-            if outline.features is not None:
-                self._check_features(outline.uids[0], outline.features)
-            here = slice(end, end + len(outline.uids))
-            lengths[here], num_steps[here] = outline.lengths, outline.num_steps
-            blocks[here], counts[here] = block, self._num_examples(outline)
-            for row, meta in enumerate(outline.metas):
-                at, uid = end + row, uids[end + row]
+            stored, records = reader.outline(shard, number)
+            if self.source == "features" and stored.features is not None:
+                self._check_features(uids[at], stored.features)
+            for record, kept in zip(records, stored.kept_steps, strict=True):
+                steps = self._steps(record, kept)
+                blocks[at], counts[at] = block, len(steps)
+                lengths[at] = record.num_prompt, record.num_generated
+                num_steps[at] = record.num_steps
                 if self.source == "tokens" or getattr(backbone, "vision", None) is not None:
-                    take_up(backbone, uid, meta)
-                tasks.append(sys.intern(str(meta.get("task", ""))))
-                if self.only_correct and not self._is_correct(uid, meta):
+                    take_up(backbone, record.uid, record.meta)
+                tasks.append(sys.intern(str(record.meta.get("task", ""))))
+                if self.only_correct and not self._is_correct(record.uid, record.meta):
                     is_used[at] = False
-                elif is_validation(uid, seed=self.seed, fraction=self.val_fraction):
+                elif is_validation(record.uid, seed=self.seed, fraction=self.val_fraction):
                     is_val[at] = True
-                    val_steps[at] = self._steps(outline, row)
-            end = here.stop
+                    val_steps.append(steps)
+                at += 1
         counts[~is_used] = 0
         starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         if not starts[-1]:
@@ -357,8 +350,7 @@ class TrajectoryDataModule(ElasticDataModule):
                 f"none of them holds {self.source} of a step{hint}"
             )
         index = StateIndex(uids, tasks, num_steps, lengths, blocks, starts)
-        steps = chain.from_iterable(val_steps[record] for record in np.flatnonzero(is_val).tolist())
-        return index, is_val, np.fromiter(steps, dtype=np.int64)
+        return index, is_val, np.fromiter(chain.from_iterable(val_steps), dtype=np.int64)
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
         if "correct" not in meta:
@@ -368,34 +360,22 @@ class TrajectoryDataModule(ElasticDataModule):
             )
         return bool(meta["correct"])
 
-    def _num_examples(self, outline: BlockOutline) -> NDArray[np.int64] | list[int]:
-        """``(n,)`` examples of each record of a block."""
+    def _steps(self, record: Trajectory, kept: NDArray[np.int32]) -> list[int]:
+        """Step of every example of a record; a short one may have kept none."""
         if self.source == "features":
-            # A decode of few steps may have kept none of them.
-            kept = outline.features
-            return [0] * len(outline.uids) if kept is None else [len(one) for one in kept.steps]
-        counts = np.rint(self.step_ratio * outline.num_steps).astype(np.int64)
-        if outline.has_written is not None:
-            counts += self.remasks_per_trace * outline.has_written
-        return counts
-
-    def _steps(self, outline: BlockOutline, row: int) -> list[int]:
-        """Step of every example of a record."""
-        if self.source == "features":
-            return [] if outline.features is None else outline.features.steps[row].tolist()
-        num_steps = int(outline.num_steps[row])
-        steps = _chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
-        if outline.has_written is not None and outline.has_written[row]:
+            return kept.tolist()
+        steps = _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
+        if self.remasks_per_trace and record.num_committed:
             steps += [REMASKED] * self.remasks_per_trace
         return steps
 
-    def _check_features(self, uid: str, features: FeatureOutline) -> None:
+    def _check_features(self, uid: str, features: FeatureFacts) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, TraceLockModule):
             return
         scorer = module.scorer
         for name, expected, found in (
-            ("projector digest", scorer.projector.digest(), features.projector_digest),
+            ("projector digest", scorer.projector.digest(), features.projector),
             ("layout", scorer.settings.layout, features.layout),
             (
                 "feature groups",

@@ -111,7 +111,7 @@ def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
     command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=3"]
     # One block per sample, so that something is on disk when the process dies.
-    command += ["--trainer.callbacks.init_args.block_size=1"]
+    command += ["--trainer.callbacks.init_args.records_per_block=1"]
     killed(tmp_path, *command, before=4, files="traces/*.tar*", num_bytes=60_000)
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
