@@ -49,14 +49,10 @@ class FeatureCapture:
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
     snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores;
     returns ``(b, R, F)``. Must treat rows independently."""
-    hidden_layers: tuple[int, ...]
-    """Snapshots to ask of the backbone."""
-    groups: tuple[int, ...]
-    """Sizes of the feature groups, which sum to F."""
-    projector_digest: str
-    """Digest of the function, stored beside the features."""
-    step_ratio: float = 0.1
-    """Fraction of steps that keep features."""
+    hidden_layers: tuple[int, ...]  # snapshots to ask of the backbone
+    groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
+    projector_digest: str  # digest of the function, stored beside the features
+    step_ratio: float = 0.1  # fraction of steps that keep features
     scheme: FeatureScheme = "int8"
     """How features are stored."""
     layout: FeatureLayout = "generation"
@@ -293,8 +289,7 @@ class StartingRows:
     facts: Tensor
     """One int32 row: the response ``(n, G)``, prompt columns ``(n, P)``, which of them are real
     ``(n, P)``, seeds as pairs ``(n, 2)``, and whether a prompt column was editable ``(1,)``."""
-    shape: tuple[int, int, int]
-    """n, P and G."""
+    shape: tuple[int, int, int]  # n, P and G
 
     @classmethod
     def of(
@@ -353,33 +348,26 @@ class CapturedRow:
     """A row that has begun, and how it has ended."""
 
     start: StartingRows
-    number: int
-    """Its number among those that it began with."""
+    number: int  # its number among those that it began with
     place: int
-    first_step: int
-    """Step of the batch in which it began."""
+    first_step: int  # step of the batch in which it began
     num_steps: int = 0
     status: str = ""
-    tables: Mapping[str, Tensor] = field(default_factory=dict)
-    """``commit_*``: ``(G,)`` each."""
+    tables: Mapping[str, Tensor] = field(default_factory=dict)  # commit_*: (G,) each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedDecode:
     """Rows that have ended: buffers that are on the host or on their way there, and the records."""
 
-    copies: HostCopies
-    """Tells when the tensors below have arrived."""
+    copies: HostCopies  # tells when the tensors below have arrived
     rows: Sequence[CapturedRow]
-    canvases: StepParts
-    """``(T, B, G)`` int32, the response canvas after every step."""
+    canvases: StepParts  # (T, B, G) int32, the response canvas after every step
     mask_id: int
     vocab_size: int
-    signals: Mapping[str, StepParts] = field(default_factory=dict)
-    """``step_*`` as ``(T, B, G)``."""
+    signals: Mapping[str, StepParts] = field(default_factory=dict)  # step_* as (T, B, G)
     kept: Sequence[KeptStep] = ()
-    features: FeatureCapture | None = None
-    """What was kept at level ``features``, and how it is stored."""
+    features: FeatureCapture | None = None  # what was kept at level features, and how it is stored
 
     @property
     def nbytes(self) -> int:
@@ -562,10 +550,8 @@ class StepParts:
     """Values of every step of a batch, from some step on."""
 
     first_step: int
-    parts: Sequence[Tensor]
-    """``(t, B, G)`` each, on the host once the copies have arrived."""
+    parts: Sequence[Tensor]  # (t, B, G) each, on the host once the copies have arrived
     num_columns: int
-    """G."""
 
     def of(self, place: int, steps: slice) -> NDArray[Any]:
         """The values ``(t, G)`` of one place in some steps."""

@@ -214,14 +214,10 @@ _RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
 class ImportSettings:
     """What rows of other tools do not say."""
 
-    mask_id: int | None = None
-    """Id of the mask token, for rows without ``mask_id``."""
-    vocab_size: int | None = None
-    """Bound of the token ids, for rows without ``vocab_size``."""
-    tokenizer: Any = None
-    """For rows without token ids."""
-    pad_id: int | None = None
-    """Id behind token ids that end before the steps of their row do."""
+    mask_id: int | None = None  # id of the mask token, for rows without mask_id
+    vocab_size: int | None = None  # bound of the token ids, for rows without vocab_size
+    tokenizer: Any = None  # for rows without token ids
+    pad_id: int | None = None  # id behind token ids that end before the steps of their row do
     missing_order: Literal["none", "ltr"] = "none"
     """``ltr`` takes the ids of a row from left to right where its ``decoding_order`` is missing or
     shorter than they are; ``none`` refuses such a row."""

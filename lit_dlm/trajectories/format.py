@@ -82,8 +82,7 @@ class Block:
     mask_id: int
     vocab_size: int
     run_digest: bytes
-    features: FeatureFacts | None
-    """``None`` where no record of the block has features."""
+    features: FeatureFacts | None  # None where no record of the block has features
 
     @property
     def kept_steps(self) -> list[NDArray[np.int32]]:

@@ -477,25 +477,15 @@ class Columns:
     """``n`` records as flat arrays; SG is the sum of the response lengths."""
 
     uids: Sequence[str]
-    """``n`` names."""
-    num_prompt: Int64
-    """``(n,)`` P of each record."""
-    num_generated: Int64
-    """``(n,)`` G of each record."""
-    num_steps: Int64
-    """``(n,)`` T of each record."""
-    prompts: Int32
-    """``(sum P,)`` prompt ids."""
-    tokens: Int32
-    """``(SG,)`` final ids."""
-    commit_step: Int32
-    """``(SG,)`` step of the last write, -1 where there is none."""
-    given: NDArray[np.bool_] | None
-    """``(SG,)`` or ``None``."""
-    num_events: Int64
-    """``(n,)`` superseded writes of each record."""
-    events: Int32
-    """``(K, 3)`` rows (step, position within the record, token)."""
+    num_prompt: Int64  # (n,) P of each record
+    num_generated: Int64  # (n,) G of each record
+    num_steps: Int64  # (n,) T of each record
+    prompts: Int32  # (sum P,) prompt ids
+    tokens: Int32  # (SG,) final ids
+    commit_step: Int32  # (SG,) step of the last write, -1 where there is none
+    given: NDArray[np.bool_] | None  # (SG,) or None
+    num_events: Int64  # (n,) superseded writes of each record
+    events: Int32  # (K, 3) rows (step, position within the record, token)
     mask_id: int
     vocab_size: int
 

@@ -97,10 +97,8 @@ class RecordVerdict:
     outcome: Outcome = "exact"
     """``exact``: every decision is the recorded one; ``explained``: every differing decision was a
     near tie, and near ties are the exception (see :data:`MANY_TIES`); ``failed``."""
-    num_checked: int = 0
-    """Steps that were compared."""
-    num_agreeing: int = 0
-    """Steps after which the canvas is the recorded one."""
+    num_checked: int = 0  # steps that were compared
+    num_agreeing: int = 0  # steps after which the canvas is the recorded one
     num_tokens: int = 0
     num_equal: int = 0
     """Of the tokens that the checked steps wrote (teacher-forced), or of the final response
@@ -148,13 +146,9 @@ class Execution:
     """How records are executed again, at levels 3 and 4."""
 
     backbone: Backbone
-    """The denoiser, on ``device``."""
-    tokenizer: Any = None
-    """Compared with that of the run; not compared when ``None``."""
-    seed: int | None = None
-    """Base seed instead of the stored sample seeds."""
-    temperature: float | None = None
-    """Sampling temperature instead of the recorded one."""
+    tokenizer: Any = None  # compared with that of the run; not compared when None
+    seed: int | None = None  # base seed instead of the stored sample seeds
+    temperature: float | None = None  # sampling temperature instead of the recorded one
     policy_folders: Sequence[str | Path] = ()
     """Where exported policies lie; they are found by the digest of their weights."""
     plug_modules: Sequence[str] = ()
@@ -170,15 +164,11 @@ class Verification:
     """The result for a set."""
 
     level: int
-    """Highest level that was asked for."""
     num_records: int
-    """Records of the set."""
-    problems: list[str] = field(default_factory=list)
-    """What levels 0 to 2 found wrong."""
+    problems: list[str] = field(default_factory=list)  # what levels 0 to 2 found wrong
     differences: list[str] = field(default_factory=list)
     """What is not as in the run: weights, tokenizer, seed, decoder."""
     verdicts: list[RecordVerdict] = field(default_factory=list)
-    """One per executed record."""
 
     @property
     def counts(self) -> dict[str, int]:

@@ -49,16 +49,11 @@ _VARIABLES = (
 class RunRecord:
     """Facts about one run, JSON types only."""
 
-    model: Mapping[str, Any]
-    """Id, revision, digests of configuration and weights, dtype, adapters."""
-    tokenizer: Mapping[str, Any]
-    """Id, revision, digest of its files and chat template, special ids."""
-    decode: Mapping[str, Any]
-    """Every setting of the decoder."""
-    randomness: Mapping[str, Any]
-    """Base seed, noise scheme, how sample seeds are derived."""
-    data: Mapping[str, Any]
-    """Data set, split, file digests, prompt template digest."""
+    model: Mapping[str, Any]  # id, revision, digests of configuration and weights, dtype, adapters
+    tokenizer: Mapping[str, Any]  # id, revision, digest of its files and chat template, special ids
+    decode: Mapping[str, Any]  # every setting of the decoder
+    randomness: Mapping[str, Any]  # base seed, noise scheme, how sample seeds are derived
+    data: Mapping[str, Any]  # data set, split, file digests, prompt template digest
     parent: str | None = None
     """Run digest (hexadecimal) of the set or policy this run was derived from."""
     software: Mapping[str, Any] = field(default_factory=lambda: software_facts())

@@ -40,14 +40,10 @@ MANIFEST_FORMAT = "lit-dlm/trajectory-manifest"
 class Recovered:
     """What :func:`recover` did with one file."""
 
-    path: Path
-    """The orphan; it is gone (or has ``.damaged`` appended)."""
-    shard: Path | None
-    """The shard that now holds its records; ``None`` when it had no new one."""
+    path: Path  # The orphan; it is gone (or has .damaged appended)
+    shard: Path | None  # The shard that now holds its records; None when it had no new one
     num_records: int
-    """Records saved."""
-    num_dropped_blocks: int
-    """Blocks that were cut, damaged, or lacked their features."""
+    num_dropped_blocks: int  # Blocks that were cut, damaged, or lacked their features
 
 
 def recover(folder: str | Path) -> list[Recovered]:
