@@ -12,7 +12,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,8 +67,9 @@ class StateIndex:
     blocks: NDArray[np.int32]
     """``(number of records,)`` ascending: stored block of each record, counted over all shards."""
     starts: NDArray[np.int64]
-    """``(number of records + 1,)`` first example of each record, and the number of all. A record's
-    examples are its steps in order, then :data:`REMASKED` ones."""
+    """``(number of records + 1,)`` first example of each record, and the number of all."""
+    steps: NDArray[np.int32]
+    """``(number of examples,)`` step of each; a record's in order, then :data:`REMASKED` ones."""
 
     def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
         """``(N,)`` number of each example's record."""
@@ -89,7 +89,6 @@ class StateDataset(Dataset[StateBatch]):
         index: StateIndex,
         *,
         seed: int,
-        step_ratio: float,
         cached_blocks: int,
     ) -> None:
         """Sets up the dataset.
@@ -97,18 +96,16 @@ class StateDataset(Dataset[StateBatch]):
         Args:
             reader: random access to the blocks.
             index: all examples.
-            seed: seed of chosen steps and random masks.
-            step_ratio: share of each record's steps that are examples, without features.
+            seed: seed of random masks.
             cached_blocks: blocks that stay in memory, per loader worker.
         """
         self.reader = reader
         self.index = index
         self.seed = seed
-        self.step_ratio = step_ratio
         self.cached_blocks = cached_blocks
         self._block_names = reader.blocks
         self._firsts = np.searchsorted(index.blocks, np.arange(len(self._block_names)))
-        self._cache: OrderedDict[int, list[tuple[Trajectory, list[int]]]] = OrderedDict()
+        self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
 
     def states(self, numbers: NDArray[np.integer]) -> list[tuple[Trajectory, int, int]]:
         """Examples by number.
@@ -120,11 +117,11 @@ class StateDataset(Dataset[StateBatch]):
         blocks = self.index.blocks[traces]
         rows = traces - self._firsts[blocks]
         places = numbers - self.index.starts[traces]
-        found = []
-        for block, row, at in zip(blocks.tolist(), rows.tolist(), places.tolist(), strict=True):
-            record, steps = self._block(block)[row]
-            found.append((record, steps[at] if at < len(steps) else REMASKED, at))
-        return found
+        columns = (blocks.tolist(), rows.tolist(), self.index.steps[numbers].tolist())
+        return [
+            (self._block(block)[row], step, place)
+            for block, row, step, place in zip(*columns, places.tolist(), strict=True)
+        ]
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
         """The collated states of a batch."""
@@ -153,22 +150,15 @@ class StateDataset(Dataset[StateBatch]):
             return remasked_state(trace, rng)
         return trace_state(trace, step)
 
-    def _block(self, block: int) -> list[tuple[Trajectory, list[int]]]:
+    def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
         if records is None:
             while len(self._cache) >= self.cached_blocks:  # before memory for another is taken
                 self._cache.popitem(last=False)
-            found = self.reader.read_block(*self._block_names[block])
-            records = self._cache[block] = [(record, self._steps(record)) for record in found]
+            records = self._cache[block] = self.reader.read_block(*self._block_names[block])
         else:
             self._cache.move_to_end(block)
         return records
-
-    def _steps(self, record: Trajectory) -> list[int]:
-        """Steps of a record that are examples."""
-        if self.reader.features:
-            return [] if record.features is None else record.features.kept_steps.tolist()
-        return _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
 
 
 def _with_features(example: StateExample, kept: int) -> StateExample:
@@ -272,7 +262,7 @@ class TrajectoryDataModule(ElasticDataModule):
         reader = TrajectoryShardReader(
             self._all_shards(), features=self.source == "features", strict=self.strict
         )
-        index, is_val, val_steps = self._build_index(reader)
+        index, is_val = self._build_index(reader)
         is_val = np.repeat(is_val, np.diff(index.starts))
         self.train_indices = np.flatnonzero(~is_val).astype(np.int32)
         val = np.flatnonzero(is_val)
@@ -282,7 +272,7 @@ class TrajectoryDataModule(ElasticDataModule):
                     f"{self.shards}: no {name} examples among {len(index.uids)} records; give "
                     f"more prompts or another val_fraction than {self.val_fraction}"
                 )
-        self.val_indices = _spread_evenly(index, val, val_steps, self.max_val_examples, self.seed)
+        self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
         self._blocks_per_group, cached = _BLOCKS_PER_GROUP, _CACHED_RECORD_BLOCKS
         if self.source == "features":
             largest = max(
@@ -292,9 +282,7 @@ class TrajectoryDataModule(ElasticDataModule):
             )
             self._blocks_per_group = max(1, min(_BLOCKS_PER_GROUP, _GROUP_BYTES // largest))
             cached = self._blocks_per_group
-        self._dataset = StateDataset(
-            reader, index, seed=self.seed, step_ratio=self.step_ratio, cached_blocks=cached
-        )
+        self._dataset = StateDataset(reader, index, seed=self.seed, cached_blocks=cached)
 
     def _all_shards(self) -> Path | list[Path]:
         """What the reader takes: one folder, or the shards of several."""
@@ -305,17 +293,15 @@ class TrajectoryDataModule(ElasticDataModule):
                 raise ValueError(f"shards: there is no folder {folder}")
         return [shard for folder in self.folders for shard in shards_in(folder)]
 
-    def _build_index(
-        self, reader: TrajectoryShardReader
-    ) -> tuple[StateIndex, NDArray[np.bool_], NDArray[np.int64]]:
-        """The index, ``(number of records,)`` the validation side, and its examples' steps."""
+    def _build_index(self, reader: TrajectoryShardReader) -> tuple[StateIndex, NDArray[np.bool_]]:
+        """The index, and ``(number of records,)`` the validation side."""
         uids = reader.uids
         n = len(uids)
         tasks: list[str] = []
         num_steps, blocks, counts = (np.zeros(n, dtype=np.int32) for _ in range(3))
         lengths = np.zeros((n, 2), dtype=np.int32)
         is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
-        val_steps: list[list[int]] = []
+        chosen: list[NDArray[np.int32]] = []
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         look_in(backbone, *self.folders)
         at = 0
@@ -325,7 +311,7 @@ class TrajectoryDataModule(ElasticDataModule):
                 self._check_features(uids[at], stored.features)
             for record, kept in zip(records, stored.kept_steps, strict=True):
                 steps = self._steps(record, kept)
-                blocks[at], counts[at] = block, len(steps)
+                blocks[at] = block
                 lengths[at] = record.num_prompt, record.num_generated
                 num_steps[at] = record.num_steps
                 if self.source == "tokens" or getattr(backbone, "vision", None) is not None:
@@ -333,11 +319,13 @@ class TrajectoryDataModule(ElasticDataModule):
                 tasks.append(sys.intern(str(record.meta.get("task", ""))))
                 if self.only_correct and not self._is_correct(record.uid, record.meta):
                     is_used[at] = False
-                elif is_validation(record.uid, seed=self.seed, fraction=self.val_fraction):
-                    is_val[at] = True
-                    val_steps.append(steps)
+                else:
+                    counts[at] = len(steps)
+                    chosen.append(np.array(steps, dtype=np.int32))
+                    is_val[at] = is_validation(
+                        record.uid, seed=self.seed, fraction=self.val_fraction
+                    )
                 at += 1
-        counts[~is_used] = 0
         starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         if not starts[-1]:
             hint = (
@@ -349,8 +337,8 @@ class TrajectoryDataModule(ElasticDataModule):
                 f"{self.shards}: {is_used.sum()} of {n} records are used and "
                 f"none of them holds {self.source} of a step{hint}"
             )
-        index = StateIndex(uids, tasks, num_steps, lengths, blocks, starts)
-        return index, is_val, np.fromiter(chain.from_iterable(val_steps), dtype=np.int64)
+        all_steps = np.concatenate(chosen)
+        return StateIndex(uids, tasks, num_steps, lengths, blocks, starts, all_steps), is_val
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
         if "correct" not in meta:
@@ -467,12 +455,11 @@ def _hash(text: str) -> int:
 def _spread_evenly(
     index: StateIndex,
     chosen: NDArray[np.int64],
-    steps: NDArray[np.int64],
     limit: int,
     seed: int,
 ) -> NDArray[np.int64]:
     """At most ``limit`` of the chosen examples, in turn from every task and quarter of time."""
-    traces = index.records_of(chosen)
+    traces, steps = index.records_of(chosen), index.steps[chosen]
     kept = chosen - index.starts[traces]
     num_steps = np.maximum(index.num_steps[traces], 1)
     quarters = np.where(steps == REMASKED, -1, 4 * steps // num_steps)

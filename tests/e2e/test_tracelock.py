@@ -84,7 +84,7 @@ def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
         assert isinstance(trace.meta["correct"], bool)
         assert trace.features is not None
         # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
-        assert trace.features.num_features == 3 * 8 + 2 * 4 + 3
+        assert sum(trace.features.groups) == 3 * 8 + 2 * 4 + 3
         assert 1 <= trace.features.num_kept <= 32
 
 
