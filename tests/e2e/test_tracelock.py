@@ -189,8 +189,12 @@ TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_
 
 @pytest.mark.ddp
 def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, tmp_path: Path):
+    """They go on as they would have without it."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
     for name in ("traces", "projector"):
-        (tmp_path / name).symlink_to(whole / name)
+        for folder in (tmp_path, plain):
+            (folder / name).symlink_to(whole / name)
     number = signal.SIGTERM
     told = killed(
         tmp_path, *FIT, f"--run_dir={tmp_path}", *TWO, before=3, files="fit.yaml", number=number,
@@ -199,10 +203,11 @@ def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, tmp_pa
     assert told.count("saved as") == 1
     stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["global_step"] == 4
-    finished(start(*FIT, f"--run_dir={tmp_path}", *TWO))
+    for folder in (tmp_path, plain):
+        finished(start(*FIT, f"--run_dir={folder}", *TWO))
     one, two = (
         torch.load(at / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        for at in (whole, tmp_path)
+        for at in (plain, tmp_path)
     )
     for name, value in one.items():
         if value.is_floating_point():  # sums in another order, under a rate of 0.002
