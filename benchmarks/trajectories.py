@@ -11,7 +11,7 @@ where one action is compared with another, wall time where records per second ar
 What the ratios mean (each is baseline (a) over ours, per record):
 
 - ``size_ratio``: bytes of (a)'s files over bytes of our block of 64 at zstd level 9 (G = T = 256).
-  (a) also holds a timestamp per step; ``size_ratio_with_times`` gives our block step times, too.
+  (a) also holds a timestamp per step.
 - ``replay_ratio``: from files in the page cache to all 64 final states. Each side reads its 64
   records as it stores them: (a) 64 files, ours one block, with checksums, rules and content digests
   checked. ``replay_ratio_lone`` compares one file of (a) with one block that holds one record, and
@@ -68,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         blocks = {
-            size: decode_block((FIXTURES / f"gsm8k_{size}.trajb").read_bytes())
+            size: decode_block((FIXTURES / f"gsm8k_{size}.records.arrow.zst").read_bytes())
             for size in ("256_256", "128_64")
         }
         figures: Figures = {}
         for size, records in blocks.items():
             figures |= sizes(size, records)
             figures |= speeds(size, records, folder / size, options.repeats)
-        for key in ("size_ratio", "size_ratio_with_times", "replay_ratio"):
+        for key in ("size_ratio", "replay_ratio"):
             figures[key] = figures[f"{key}_256_256"]
         figures["replay_ratio_lone"] = figures["replay_ratio_lone_256_256"]
         figures["replay_ratio_picked"] = figures["replay_ratio_picked_256_256"]
@@ -115,25 +115,14 @@ def _rounded(value: float) -> float:
 
 def sizes(name: str, records: Sequence[Trajectory]) -> Figures:
     """Bytes per record of ours, of (a) and of (b)."""
-    times = np.random.default_rng(0)
-    timed = [
-        replace(
-            record,
-            signals={"step_time_us": times.normal(21_000, 500, record.num_steps).astype(np.uint32)},
-        )
-        for record in records
-    ]
     ours = len(encode_block(records)) / len(records)
-    with_times = len(encode_block(timed)) / len(records)
     baseline = statistics.mean(len(per_step_store.encode(record)) for record in records)
     return {
         f"bytes_{name}": ours,
-        f"bytes_with_times_{name}": with_times,
         f"bytes_lone_{name}": statistics.mean(len(encode_block([r])) for r in records),
         f"bytes_per_step_store_{name}": baseline,
         f"bytes_numpy_{name}": sum(map(_numpy_bytes, records)) / len(records),
         f"size_ratio_{name}": baseline / ours,
-        f"size_ratio_with_times_{name}": baseline / with_times,
     }
 
 
@@ -148,7 +137,11 @@ def speeds(size: str, records: list[Trajectory], folder: Path, repeats: int) -> 
     """Microseconds per record, interleaved."""
     folder.mkdir()
     n = len(records)
-    block, lone, arrays = folder / "block.trajb", folder / "lone.trajb", folder / "numpy.npz"
+    block, lone, arrays = (
+        folder / "block.arrow.zst",
+        folder / "lone.arrow.zst",
+        folder / "numpy.npz",
+    )
     block.write_bytes(encode_block(records))
     lone.write_bytes(encode_block(records[:1]))
     np.savez(arrays, **_stacked(records))
@@ -404,8 +397,6 @@ def table(figures: Figures) -> str:
             f"  {name:<26}{ours:>10.0f}{per_step:>10.0f}{f[f'bytes_numpy_{key}']:>9.0f}"
             f"{f[f'size_ratio_{key}']:>7.1f}x"
         )
-        timed = f[f"bytes_with_times_{key}"]
-        lines.append(f"    with step times{timed:>21.0f}{'':>19}{per_step / timed:>7.1f}x")
     for size in ("256_256", "128_64"):
         lines.append(
             f"\n{'us per record, ' + names[size]:<28}{'ours':>10}{'per step':>10}{'ratio':>8}"

@@ -28,7 +28,7 @@ class ShardWriter(GradedWriter):
         folder: folder of the trajectory set.
         name: name of the set, of a-z, 0-9, ``_`` and ``-``; begins every file name.
         split: split of the set, of a-z, 0-9 and ``_``.
-        block_size: records per block.
+        records_per_block: records per block.
         level: zstd level of records.
         grade: grade every completion and store ``correct`` with the record, and ``score`` where
             the grader gives partial credit.
@@ -43,7 +43,7 @@ class ShardWriter(GradedWriter):
         *,
         name: str = "trajectories",
         split: str = "train",
-        block_size: int = 64,
+        records_per_block: int = 64,
         level: int = 9,
         grade: bool = False,
         num_workers: int = 1,
@@ -56,7 +56,7 @@ class ShardWriter(GradedWriter):
         self._options: dict[str, Any] = {
             "name": name,
             "split": split,
-            "block_size": block_size,
+            "records_per_block": records_per_block,
             "level": level,
             "max_gigabytes": max_gigabytes,
         }

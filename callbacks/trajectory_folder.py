@@ -244,9 +244,6 @@ def _describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
             "scheme": module.scheme,
             "layout": module.settings.layout,
             "hidden_layers": list(module.settings.hidden_layers),
-            # Only where they are on: a run without them is the run that it was before.
-            **({"top_k": module.top_k} if module.top_k else {}),
-            **({"step_times": True} if module.step_times else {}),
         }
     return RunRecord(
         model=dict(describe()) if describe else {"class": type(module.backbone).__name__},

@@ -20,8 +20,6 @@ from lit_dlm.ops.options import at_least
 _LENGTH_GROUP = 50
 """Batches whose examples are sorted by length together; as many times ``max_tokens``."""
 
-_Batches = NDArray[np.int64] | list[NDArray[np.int64]]
-
 
 class ExampleRef(NamedTuple):
     """One slot of a batch."""
@@ -42,6 +40,10 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
     number of ranks that share an update; the few examples left over at its end are others in the
     next one, and examples of less than one update are repeated.
 
+    With ``readers`` every reader of every rank has blocks of its own, as WebDataset splits shards
+    by node and worker: each block is read once a pass, and the order depends on the numbers of
+    ranks and readers.
+
     With ``max_tokens`` batches hold as many examples as fit, sorted by length. Every pass has as
     many of them as the first: one more is left over, of one less the largest are cut in two.
     """
@@ -54,6 +56,7 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        readers: int = 0,
         accumulate: int = 1,
         blocks_per_group: int = 64,
         numbers: Sequence[int] | NDArray[np.integer] | None = None,
@@ -69,6 +72,8 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             seed: seed of the shuffles.
             rank: global rank.
             world_size: number of processes.
+            readers: processes of each rank that get its batches in turn and read blocks of their
+                own; 0 where it does not matter who reads what.
             accumulate: batches of each rank that make an update.
             blocks_per_group: blocks whose examples are mixed.
             numbers: number of every example in its dataset; counted from 0 by default.
@@ -104,17 +109,20 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.readers = readers
         self.accumulate = accumulate
         self.blocks_per_group = blocks_per_group
         self.batches_done = batches_done
-        self._pass: tuple[int, _Batches] | None = None
-        self._count = (
-            len(self.blocks) // batch_size if max_tokens is None else len(self._token_batches(0))
-        )
+        self._pass: tuple[int, list[NDArray[np.int64]]] | None = None
+        count = len(self.blocks) // batch_size
+        if max_tokens is not None:
+            order, group, rng = self._shuffled(0, np.array([len(self.blocks)]))
+            count = len(self._token_batches(order, group, rng))
+        self._length = max(1, count // (world_size * accumulate)) * accumulate
 
     def __len__(self) -> int:
         """Batches of one pass and rank."""
-        return max(1, self._count // (self.world_size * self.accumulate)) * self.accumulate
+        return self._length
 
     def __iter__(self) -> Iterator[list[ExampleRef]]:
         """One pass worth of batches, from where training stands."""
@@ -130,46 +138,82 @@ class EpochPlan(DistributedSampler[list[ExampleRef]]):
             chosen = self.numbers[chosen]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]
 
-    def batches(self, epoch: int) -> _Batches:
+    def batches(self, epoch: int) -> list[NDArray[np.int64]]:
         """Places in ``blocks`` of every batch of one pass, those of all ranks in turn.
 
         Too few examples for an update are repeated.
         """
         if self._pass is None or self._pass[0] != epoch:
-            count = len(self) * self.world_size
-            if self.max_tokens is None:
-                order = self.order(epoch)[: count * self.batch_size]
-                found: _Batches = np.resize(order, count * self.batch_size).reshape(
-                    count, self.batch_size
-                )
-            else:
-                cut = split_batches(self._token_batches(epoch), count)
-                found = [cut[number % len(cut)] for number in range(count)]
+            lanes = self._lanes()
+            # So many examples that no lane gets fewer than its batches hold, if there are enough.
+            ends = np.cumsum([len(lane) for lane in lanes]) * len(self.blocks)
+            order, group, rng = self._shuffled(epoch, ends // (len(self) * self.world_size))
+            found: list[NDArray[np.int64]] = [order] * (len(self) * self.world_size)
+            first = 0
+            for lane, end in zip(lanes, (ends // len(found)).tolist(), strict=True):
+                # A lane without an example (there are fewer than lanes) repeats another's.
+                part = slice(first, end) if end > first else slice(0, 1)
+                cut = self._cut(order[part], group[part], len(lane), rng)
+                for number, place in enumerate(lane):
+                    found[place] = cut[number % len(cut)]
+                first = end
             self._pass = (epoch, found)
         return self._pass[1]
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """Places in ``blocks`` in the order of one pass."""
-        order, rng = self._shuffled(epoch)
-        if self.lengths is not None and self.max_tokens is None:
-            self._group_by_length(order[: len(self) * self.batch_size * self.world_size], rng)
-        return order
+    def _lanes(self) -> list[range]:
+        """Batches of a pass that one reader gets, for every reader of every rank."""
+        count = len(self) * self.world_size
+        if not self.readers:
+            return [range(count)]
+        stride = self.world_size * self.readers
+        firsts = [
+            rank + reader * self.world_size
+            for rank in range(self.world_size)
+            for reader in range(self.readers)
+        ]
+        return [range(first, count, stride) for first in firsts if first < count]
 
-    def _shuffled(self, epoch: int) -> tuple[NDArray[np.int64], np.random.Generator]:
+    def _shuffled(
+        self, epoch: int, ends: NDArray[np.integer]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], np.random.Generator]:
+        """Places in ``blocks`` in the order of one pass, cut at ``ends``; the group of each."""
         rng = np.random.default_rng([self.seed, epoch])
-        names = np.unique(self.blocks)
-        # Small integers: there may be many millions of examples.
-        groups = (rng.permutation(len(names)) // self.blocks_per_group).astype(np.int32)
-        group = groups[np.searchsorted(names, self.blocks)]
-        return np.lexsort((rng.random(len(self.blocks)), group)), rng
+        key = rng.random(len(self.blocks))
+        names, block = np.unique(self.blocks, return_inverse=True)
+        place = rng.permutation(len(names))[block]
+        by_block = np.lexsort((key, place))
+        lane = np.empty(len(by_block), dtype=np.int64)
+        lane[by_block] = np.searchsorted(ends, np.arange(len(by_block)), side="right")
+        # A lane begins with a group of its own, though it may share its first block.
+        starts = place[by_block[np.concatenate([[0], ends[:-1]]).clip(max=len(by_block) - 1)]]
+        group = (place - starts[lane]) // self.blocks_per_group + lane * len(names)
+        order = np.lexsort((key, group))
+        return order, group[order], rng
 
-    def _token_batches(self, epoch: int) -> list[NDArray[np.int64]]:
-        """Batches of one pass, made of runs of the shuffled examples and shuffled within them."""
+    def _cut(
+        self,
+        order: NDArray[np.int64],
+        group: NDArray[np.int64],
+        count: int,
+        rng: np.random.Generator,
+    ) -> Sequence[NDArray[np.int64]]:
+        """So many batches of shuffled examples."""
+        if self.max_tokens is not None:
+            return split_batches(self._token_batches(order, group, rng), count)
+        order = order[: count * self.batch_size]
+        if self.lengths is not None:
+            self._group_by_length(order, rng)
+        return list(np.resize(order, count * self.batch_size).reshape(count, self.batch_size))
+
+    def _token_batches(
+        self, order: NDArray[np.int64], group: NDArray[np.int64], rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
+        """Batches made of runs of the shuffled examples of a group, and shuffled within them."""
         assert self.lengths is not None
         assert self.max_tokens is not None
-        order, rng = self._shuffled(epoch)
         last_token = self.lengths[order].sum(1).cumsum() - 1
-        runs = np.flatnonzero(np.diff(last_token // (_LENGTH_GROUP * self.max_tokens))) + 1
+        run_of = last_token // (_LENGTH_GROUP * self.max_tokens)
+        runs = np.flatnonzero(np.diff(run_of) | np.diff(group)) + 1
         found = []
         for run in np.split(order, runs):
             batches = token_batches(self.lengths[run], self.max_tokens)

@@ -117,7 +117,7 @@ class ElasticDataModule(LightningDataModule):
                 return processes, batches, batch_size
             return processes * batch_size, batches
 
-        now = self.state_dict()
+        now = ElasticDataModule.state_dict(self)
         if kept(**state_dict) != kept(**now):
             then, here = (" x ".join(map(str, one.values())) for one in (state_dict, now))
             wanted = "processes x batch_size" if is_joint else "processes x batches"
@@ -140,6 +140,7 @@ class ElasticDataModule(LightningDataModule):
         *,
         lengths: NDArray[np.integer] | None = None,
         blocks_per_group: int = 64,
+        own_blocks: bool = False,
     ) -> ResumableLoader:
         """Shuffled examples, from where training stands.
 
@@ -149,6 +150,7 @@ class ElasticDataModule(LightningDataModule):
             numbers: number of each example in ``dataset``.
             lengths: see :class:`~datamodules.epoch_plan.EpochPlan`.
             blocks_per_group: blocks whose examples are mixed.
+            own_blocks: every loader worker of every process reads blocks of its own.
         """
         trainer = self.trainer
         rank, world_size = self._place
@@ -159,6 +161,7 @@ class ElasticDataModule(LightningDataModule):
             seed=self.seed,
             rank=rank,
             world_size=world_size,
+            readers=max(1, self.num_workers) if own_blocks else 0,
             accumulate=accumulate,
             blocks_per_group=blocks_per_group,
             numbers=numbers,

@@ -7,17 +7,16 @@ to the module, which runs the backbone.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,30 +34,27 @@ from lit_dlm.modules.state_batch import (
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
 from lit_dlm.pictures import look_in, take_up
-from lit_dlm.trajectories.features import FeatureOutline
+from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from lit_dlm.trajectories.store.files import shards_in, uid_order
-from lit_dlm.trajectories.store.reader import BlockOutline
+from lit_dlm.trajectories.store.files import shards_in
 
 Source = Literal["features", "tokens"]
 
 REMASKED = -1
 """Stands for a step in :class:`StateIndex`: the finished answer, masked again at random."""
 
-_BLOCK_SIZE = 64
-"""Records of a block: what is read, cached and mixed together."""
+_BLOCKS_PER_GROUP = 64
+"""Stored blocks whose examples are mixed, at most."""
+_GROUP_BYTES = 2**30
+"""Stored blocks with features are large (30 MB of a released model): a group takes less."""
 _CACHED_RECORD_BLOCKS = 1024
 """Blocks of records without features in memory: about 200 MB at 256 + 256 tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateIndex:
-    """Every example of a set of shards, by number only: the records stay on disk.
-
-    Records are sorted by uid within each task and method, and cut anew into blocks: how a run
-    dealt and cut what it wrote depends on its processes and on the clock, and training must not.
-    """
+    """Every example of a set of shards, by number only: the records stay on disk."""
 
     uids: list[str]
     """Uid of each record; one that is left out has no example."""
@@ -69,17 +65,11 @@ class StateIndex:
     lengths: NDArray[np.int32]
     """``(number of records, 2)`` tokens of prompt and response."""
     blocks: NDArray[np.int32]
-    """``(number of records,)`` ascending: block of each record."""
-    stored: NDArray[np.int32]
-    """``(number of records,)`` stored block of each record, counted over all shards."""
-    rows: NDArray[np.int32]
-    """``(number of records,)`` place of each record in its stored block."""
+    """``(number of records,)`` ascending: stored block of each record, counted over all shards."""
     starts: NDArray[np.int64]
-    """``(number of records + 1,)`` first example of each record, and the number of all. A record's
-    examples are its steps in order, then :data:`REMASKED` ones."""
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
+    """``(number of records + 1,)`` first example of each record, and the number of all."""
+    steps: NDArray[np.int32]
+    """``(number of examples,)`` step of each; a record's in order, then :data:`REMASKED` ones."""
 
     def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
         """``(N,)`` number of each example's record."""
@@ -90,8 +80,7 @@ class StateDataset(Dataset[StateBatch]):
     """Whole batches by lists of example references.
 
     Blocks are read when an example needs them, and kept while there is room. The plan of training
-    mixes the examples of few blocks at a time, so each block is read about once per pass, together
-    with every stored block that holds a part of it.
+    mixes the examples of few stored blocks at a time, so each is read about once per pass.
     """
 
     def __init__(
@@ -100,7 +89,6 @@ class StateDataset(Dataset[StateBatch]):
         index: StateIndex,
         *,
         seed: int,
-        step_ratio: float,
         cached_blocks: int,
     ) -> None:
         """Sets up the dataset.
@@ -108,18 +96,16 @@ class StateDataset(Dataset[StateBatch]):
         Args:
             reader: random access to the blocks.
             index: all examples.
-            seed: seed of chosen steps and random masks.
-            step_ratio: share of each record's steps that are examples, without features.
+            seed: seed of random masks.
             cached_blocks: blocks that stay in memory, per loader worker.
         """
         self.reader = reader
         self.index = index
         self.seed = seed
-        self.step_ratio = step_ratio
         self.cached_blocks = cached_blocks
         self._block_names = reader.blocks
-        self._starts = np.searchsorted(index.blocks, np.arange(index.blocks[-1] + 2))
-        self._cache: OrderedDict[int, list[tuple[Trajectory, list[int]]]] = OrderedDict()
+        self._firsts = np.searchsorted(index.blocks, np.arange(len(self._block_names)))
+        self._cache: OrderedDict[int, list[Trajectory]] = OrderedDict()
 
     def states(self, numbers: NDArray[np.integer]) -> list[tuple[Trajectory, int, int]]:
         """Examples by number.
@@ -129,13 +115,13 @@ class StateDataset(Dataset[StateBatch]):
         """
         traces = self.index.records_of(numbers)
         blocks = self.index.blocks[traces]
-        rows = traces - self._starts[blocks]
+        rows = traces - self._firsts[blocks]
         places = numbers - self.index.starts[traces]
-        found = []
-        for block, row, at in zip(blocks.tolist(), rows.tolist(), places.tolist(), strict=True):
-            record, steps = self._block(block)[row]
-            found.append((record, steps[at] if at < len(steps) else REMASKED, at))
-        return found
+        columns = (blocks.tolist(), rows.tolist(), self.index.steps[numbers].tolist())
+        return [
+            (self._block(block)[row], step, place)
+            for block, row, step, place in zip(*columns, places.tolist(), strict=True)
+        ]
 
     def __getitem__(self, batch: Sequence[ExampleRef]) -> StateBatch:
         """The collated states of a batch."""
@@ -164,35 +150,15 @@ class StateDataset(Dataset[StateBatch]):
             return remasked_state(trace, rng)
         return trace_state(trace, step)
 
-    def _block(self, block: int) -> list[tuple[Trajectory, list[int]]]:
+    def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
         if records is None:
-            records = [(record, self._steps(record)) for record in self._read(block)]
-            self._cache[block] = records
-            if len(self._cache) > self.cached_blocks:
+            while len(self._cache) >= self.cached_blocks:  # before memory for another is taken
                 self._cache.popitem(last=False)
+            records = self._cache[block] = self.reader.read_block(*self._block_names[block])
         else:
             self._cache.move_to_end(block)
         return records
-
-    def _steps(self, record: Trajectory) -> list[int]:
-        """Steps of a record that are examples."""
-        if self.reader.features:
-            return [] if record.features is None else record.features.kept_steps.tolist()
-        return _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
-
-    def _read(self, block: int) -> list[Trajectory]:
-        first, end = self._starts[block : block + 2]
-        stored, rows = self.index.stored[first:end], self.index.rows[first:end]
-        found: dict[int, Trajectory] = {}
-        for name in np.unique(stored).tolist():
-            records = self.reader.read_block(*self._block_names[name])
-            places = np.flatnonzero(stored == name)
-            taken = [records[row] for row in rows[places].tolist()]
-            if len(taken) < len(records):
-                taken = copy.deepcopy(taken)  # their arrays are views that keep the others alive
-            found.update(zip(places.tolist(), taken, strict=True))
-        return [found[place] for place in range(len(found))]
 
 
 def _with_features(example: StateExample, kept: int) -> StateExample:
@@ -213,8 +179,9 @@ class TrajectoryDataModule(ElasticDataModule):
     """Training and validation states from trajectory shards.
 
     The split is by a hash of the prompt's uid, so that several decodes of one prompt are on the
-    same side. The order of training examples is a function of the seed and of the optimiser step:
-    a run that is killed and resumed sees what an uninterrupted one would have seen.
+    same side. The order of training examples is a function of the seed, the optimiser step, the
+    stored blocks and who reads them: every process, and each of its loader workers, has blocks of
+    its own. A run that is killed and resumed sees what an uninterrupted one would have seen.
     """
 
     def __init__(
@@ -231,7 +198,6 @@ class TrajectoryDataModule(ElasticDataModule):
         val_fraction: float = 0.1,
         max_val_examples: int = 2048,
         val_batch_size: int | None = None,
-        blocks_per_group: int = 64,
         strict: bool = False,
         seed: int = 0,
         num_workers: int = 0,
@@ -255,7 +221,6 @@ class TrajectoryDataModule(ElasticDataModule):
             max_val_examples: size of the fixed validation subset, spread evenly over tasks and
                 over the course of the decodes.
             val_batch_size: states per validation batch; ``batch_size`` by default.
-            blocks_per_group: blocks of 64 records whose examples are mixed in training.
             strict: compute the content digest of every record that is read anew, at about twice
                 the cost of reading. Checksums and the rules of the format are always checked.
             seed: seed of split, order and random masks.
@@ -281,7 +246,6 @@ class TrajectoryDataModule(ElasticDataModule):
         self.val_fraction = val_fraction
         self.max_val_examples = max_val_examples
         self.val_batch_size = val_batch_size or batch_size
-        self.blocks_per_group = blocks_per_group
         self.strict = strict
         self.seed = seed
         self.num_workers = num_workers
@@ -290,13 +254,7 @@ class TrajectoryDataModule(ElasticDataModule):
     # -- examples --------------------------------------------------------------------------------
 
     def setup(self, stage: str | None = None) -> None:
-        """Lists the examples from side files and small columns; records are read later.
-
-        Raises:
-            ValueError: the shards are missing or empty, hold no features although they should, or
-                were made with another projector than the module's; one side of the split is
-                empty; or Lightning is to repeat batches.
-        """
+        """Lists the examples; features are read later."""
         del stage
         refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._dataset is not None:
@@ -304,7 +262,7 @@ class TrajectoryDataModule(ElasticDataModule):
         reader = TrajectoryShardReader(
             self._all_shards(), features=self.source == "features", strict=self.strict
         )
-        index, is_val, val_steps = self._build_index(reader)
+        index, is_val = self._build_index(reader)
         is_val = np.repeat(is_val, np.diff(index.starts))
         self.train_indices = np.flatnonzero(~is_val).astype(np.int32)
         val = np.flatnonzero(is_val)
@@ -314,14 +272,17 @@ class TrajectoryDataModule(ElasticDataModule):
                     f"{self.shards}: no {name} examples among {len(index.uids)} records; give "
                     f"more prompts or another val_fraction than {self.val_fraction}"
                 )
-        self.val_indices = _spread_evenly(index, val, val_steps, self.max_val_examples, self.seed)
-        # Records alone are small: without features there is room for the validation part, too.
-        cached = 2 * self.blocks_per_group
-        if self.source == "tokens":
-            cached = max(cached, _CACHED_RECORD_BLOCKS)
-        self._dataset = StateDataset(
-            reader, index, seed=self.seed, step_ratio=self.step_ratio, cached_blocks=cached
-        )
+        self.val_indices = _spread_evenly(index, val, self.max_val_examples, self.seed)
+        self._blocks_per_group, cached = _BLOCKS_PER_GROUP, _CACHED_RECORD_BLOCKS
+        if self.source == "features":
+            largest = max(
+                entry.size + (entry.feature_size or 0)
+                for shard in reader.shards
+                for entry in reader.side_file(shard).blocks
+            )
+            self._blocks_per_group = max(1, min(_BLOCKS_PER_GROUP, _GROUP_BYTES // largest))
+            cached = self._blocks_per_group
+        self._dataset = StateDataset(reader, index, seed=self.seed, cached_blocks=cached)
 
     def _all_shards(self) -> Path | list[Path]:
         """What the reader takes: one folder, or the shards of several."""
@@ -332,45 +293,40 @@ class TrajectoryDataModule(ElasticDataModule):
                 raise ValueError(f"shards: there is no folder {folder}")
         return [shard for folder in self.folders for shard in shards_in(folder)]
 
-    def _build_index(
-        self, reader: TrajectoryShardReader
-    ) -> tuple[StateIndex, NDArray[np.bool_], NDArray[np.int64]]:
-        """The index, ``(number of records,)`` the validation side, and its examples' steps."""
+    def _build_index(self, reader: TrajectoryShardReader) -> tuple[StateIndex, NDArray[np.bool_]]:
+        """The index, and ``(number of records,)`` the validation side."""
         uids = reader.uids
         n = len(uids)
         tasks: list[str] = []
-        num_steps, stored, rows, counts = (np.zeros(n, dtype=np.int32) for _ in range(4))
+        num_steps, blocks, counts = (np.zeros(n, dtype=np.int32) for _ in range(3))
         lengths = np.zeros((n, 2), dtype=np.int32)
         is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
-        val_steps: dict[int, list[int]] = {}
+        chosen: list[NDArray[np.int32]] = []
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
         look_in(backbone, *self.folders)
-        end = 0
+        at = 0
         for block, (shard, number) in enumerate(reader.blocks):
-            outline = reader.outline(shard, number, written=self.remasks_per_trace > 0)
-            if outline.features is not None:
-                self._check_features(outline.uids[0], outline.features)
-            here = slice(end, end + len(outline.uids))
-            lengths[here], num_steps[here] = outline.lengths, outline.num_steps
-            stored[here], rows[here] = block, np.arange(len(outline.uids))
-            counts[here] = self._num_examples(outline)
-            for row, meta in enumerate(outline.metas):
-                at, uid = end + row, uids[end + row]
+            stored, records = reader.outline(shard, number)
+            if self.source == "features" and stored.features is not None:
+                self._check_features(uids[at], stored.features)
+            for record, kept in zip(records, stored.kept_steps, strict=True):
+                steps = self._steps(record, kept)
+                blocks[at] = block
+                lengths[at] = record.num_prompt, record.num_generated
+                num_steps[at] = record.num_steps
                 if self.source == "tokens" or getattr(backbone, "vision", None) is not None:
-                    take_up(backbone, uid, meta)
-                tasks.append(sys.intern(str(meta.get("task", ""))))
-                if self.only_correct and not self._is_correct(uid, meta):
+                    take_up(backbone, record.uid, record.meta)
+                tasks.append(sys.intern(str(record.meta.get("task", ""))))
+                if self.only_correct and not self._is_correct(record.uid, record.meta):
                     is_used[at] = False
-                elif is_validation(uid, seed=self.seed, fraction=self.val_fraction):
-                    is_val[at] = True
-                    val_steps[at] = self._steps(outline, row)
-            end = here.stop
-        order = np.array(uid_order(uids), dtype=np.int32)
-        # Before records are left out, so that a block is mostly one stored block.
-        has_steps = counts[order] > 0
-        blocks = _blocks(has_steps if self.source == "features" else np.ones_like(has_steps))
-        counts[~is_used] = 0
-        starts = np.concatenate([[0], np.cumsum(counts[order], dtype=np.int64)])
+                else:
+                    counts[at] = len(steps)
+                    chosen.append(np.array(steps, dtype=np.int32))
+                    is_val[at] = is_validation(
+                        record.uid, seed=self.seed, fraction=self.val_fraction
+                    )
+                at += 1
+        starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         if not starts[-1]:
             hint = (
                 "; generate them with level: features, or train with source: tokens"
@@ -381,19 +337,8 @@ class TrajectoryDataModule(ElasticDataModule):
                 f"{self.shards}: {is_used.sum()} of {n} records are used and "
                 f"none of them holds {self.source} of a step{hint}"
             )
-        index = StateIndex(
-            [uids[record] for record in order.tolist()],
-            [tasks[record] for record in order.tolist()],
-            num_steps[order],
-            lengths[order],
-            blocks.astype(np.int32),
-            stored[order],
-            rows[order],
-            starts,
-        )
-        is_val = is_val[order]
-        in_order = (val_steps[record] for record in order[is_val].tolist())
-        return index, is_val, np.fromiter(chain.from_iterable(in_order), dtype=np.int64)
+        all_steps = np.concatenate(chosen)
+        return StateIndex(uids, tasks, num_steps, lengths, blocks, starts, all_steps), is_val
 
     def _is_correct(self, uid: str, meta: dict[str, Any]) -> bool:
         if "correct" not in meta:
@@ -403,34 +348,22 @@ class TrajectoryDataModule(ElasticDataModule):
             )
         return bool(meta["correct"])
 
-    def _num_examples(self, outline: BlockOutline) -> NDArray[np.int64] | list[int]:
-        """``(n,)`` examples of each record of a block."""
+    def _steps(self, record: Trajectory, kept: NDArray[np.int32]) -> list[int]:
+        """Step of every example of a record; a short one may have kept none."""
         if self.source == "features":
-            # A decode of few steps may have kept none of them.
-            kept = outline.features
-            return [0] * len(outline.uids) if kept is None else [len(one) for one in kept.steps]
-        counts = np.rint(self.step_ratio * outline.num_steps).astype(np.int64)
-        if outline.has_written is not None:
-            counts += self.remasks_per_trace * outline.has_written
-        return counts
-
-    def _steps(self, outline: BlockOutline, row: int) -> list[int]:
-        """Step of every example of a record."""
-        if self.source == "features":
-            return [] if outline.features is None else outline.features.steps[row].tolist()
-        num_steps = int(outline.num_steps[row])
-        steps = _chosen_steps(outline.uids[row], num_steps, self.step_ratio, seed=self.seed)
-        if outline.has_written is not None and outline.has_written[row]:
+            return kept.tolist()
+        steps = _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
+        if self.remasks_per_trace and record.num_committed:
             steps += [REMASKED] * self.remasks_per_trace
         return steps
 
-    def _check_features(self, uid: str, features: FeatureOutline) -> None:
+    def _check_features(self, uid: str, features: FeatureFacts) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, TraceLockModule):
             return
         scorer = module.scorer
         for name, expected, found in (
-            ("projector digest", scorer.projector.digest(), features.projector_digest),
+            ("projector digest", scorer.projector.digest(), features.projector),
             ("layout", scorer.settings.layout, features.layout),
             (
                 "feature groups",
@@ -449,6 +382,26 @@ class TrajectoryDataModule(ElasticDataModule):
         """Names of the tasks whose decodes are trained on; known after ``setup``."""
         return sorted(set(self._dataset.index.tasks) - {""}) if self._dataset else []
 
+    def state_dict(self) -> dict[str, Any]:
+        """What an update is made of, and who reads it."""
+        facts = super().state_dict()
+        return {**facts, "num_workers": self.num_workers} if facts else facts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses other readers, which would have read other blocks."""
+        facts = dict(state_dict)
+        then = facts["processes"], facts.pop("num_workers")
+        trainer = self.trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            now = trainer.world_size, self.num_workers
+            if then != now:
+                raise ValueError(
+                    "ckpt_path: each process and loader worker reads blocks of its own; expected "
+                    f"{then[0]} processes with num_workers {then[1]} as before, got {now[0]} with "
+                    f"{now[1]}"
+                )
+        super().load_state_dict(facts)
+
     # -- loaders ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader[StateBatch]:
@@ -461,7 +414,8 @@ class TrajectoryDataModule(ElasticDataModule):
             index.blocks[records],
             self.train_indices,
             lengths=None if self.max_tokens_per_batch is None else index.lengths[records],
-            blocks_per_group=self.blocks_per_group,
+            blocks_per_group=self._blocks_per_group,
+            own_blocks=True,
         )
 
     def val_dataloader(self) -> DataLoader[StateBatch]:
@@ -470,18 +424,6 @@ class TrajectoryDataModule(ElasticDataModule):
         return self.planned_validation(
             self._dataset, self.val_indices, batch_size=self.val_batch_size
         )
-
-
-def _blocks(has_features: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """``(n,)`` block of each record: cut at full ones and where features begin or end.
-
-    The writer of shards cuts like this, too, where records come in this order and nothing hurries
-    it, so that a block is mostly one stored block.
-    """
-    at = np.arange(len(has_features))
-    is_first = np.diff(has_features, prepend=~has_features[:1])
-    run_start = np.maximum.accumulate(np.where(is_first, at, 0))
-    return np.cumsum((at - run_start) % _BLOCK_SIZE == 0) - 1
 
 
 def is_validation(uid: str, *, seed: int, fraction: float) -> bool:
@@ -513,12 +455,11 @@ def _hash(text: str) -> int:
 def _spread_evenly(
     index: StateIndex,
     chosen: NDArray[np.int64],
-    steps: NDArray[np.int64],
     limit: int,
     seed: int,
 ) -> NDArray[np.int64]:
     """At most ``limit`` of the chosen examples, in turn from every task and quarter of time."""
-    traces = index.records_of(chosen)
+    traces, steps = index.records_of(chosen), index.steps[chosen]
     kept = chosen - index.starts[traces]
     num_steps = np.maximum(index.num_steps[traces], 1)
     quarters = np.where(steps == REMASKED, -1, 4 * steps // num_steps)
@@ -537,4 +478,5 @@ def _spread_evenly(
     sort = np.lexsort((chosen, order, queue))
     queue = queue[sort]
     turn = np.arange(len(sort)) - np.searchsorted(queue, queue)
-    return chosen[sort][np.lexsort((chosen[sort], queue, turn))[:limit]]
+    # Ascending, so that validation reads block after block.
+    return np.sort(chosen[sort][np.lexsort((chosen[sort], queue, turn))[:limit]])

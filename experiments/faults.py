@@ -129,7 +129,7 @@ JOBS = {
             "--model.init_args.decoders={entropy: {policy: EntropyPolicy}}",
             "--model.init_args.hidden_rank=8", "--model.init_args.delta_rank=4",
             "--trainer.callbacks.init_args.grade=true",
-            "--trainer.callbacks.init_args.block_size=1",
+            "--trainer.callbacks.init_args.records_per_block=1",
         ],
         traces_left,
     ),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAINER_COMMANDS = {"fit", "validate", "test", "predict"}
 HEAVY = {
     *("torch", "lightning", "transformers", "jsonargparse", "matplotlib"),
-    *("webdataset", "datasets", "huggingface_hub", "pyarrow"),
+    *("webdataset", "datasets", "huggingface_hub"),
 }
 
 

@@ -93,12 +93,17 @@ def recorded(
 
 
 def write_shards(
-    folder: Path, records: Sequence[Trajectory], *, block_size: int = 4, rank: int = 0
+    folder: Path, records: Sequence[Trajectory], *, records_per_block: int = 4, rank: int = 0
 ) -> Path:
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     with TrajectoryShardWriter(
-        folder, name="traces", split="train", rank=rank, run=run, block_size=block_size
+        folder,
+        name="traces",
+        split="train",
+        rank=rank,
+        run=run,
+        records_per_block=records_per_block,
     ) as writer:
         for record in records:
             writer.put(record)

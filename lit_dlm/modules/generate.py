@@ -46,9 +46,6 @@ class TraceModule(DecodeModule):
         projector_dir: where the projector is kept, and fitted where nothing is yet; or the
             TraceLock release's ``best_val_loss.pt``. Needed at level ``features``.
         projector_prompts: prompts on which it is fitted.
-        top_k: most probable tokens to keep of every masked position of every step, whatever the
-            level.
-        step_times: keep the duration of every step.
         chat_template: what stands around the turns of a prompt; the tokenizer's own by default.
     """
 
@@ -67,8 +64,6 @@ class TraceModule(DecodeModule):
         delta_rank: int = 32,
         projector_dir: str | None = None,
         projector_prompts: int = 64,
-        top_k: int = 0,
-        step_times: bool = False,
         chat_template: str | None = None,
     ) -> None:
         super().__init__(
@@ -91,8 +86,6 @@ class TraceModule(DecodeModule):
         self.delta_rank = delta_rank
         self.projector_dir = projector_dir
         self.projector_prompts = projector_prompts
-        self.top_k = top_k
-        self.step_times = step_times
         self._features: FeatureCapture | None = None
 
     def on_predict_start(self) -> None:
@@ -168,6 +161,4 @@ class TraceModule(DecodeModule):
             vocab_size=self.backbone.vocab_size,
             level=self.level,
             features=self._features,
-            top_k=self.top_k,
-            step_times=self.step_times,
         )

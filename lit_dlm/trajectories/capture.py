@@ -9,15 +9,13 @@ the records, such as the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability and selection margin of every write), ``features``
-(the record, and features and proposals at kept steps). At any level the most probable tokens of
-every masked position and the duration of every step can be kept as well.
+(the record, and features and proposals at kept steps).
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -33,7 +31,6 @@ from lit_dlm.ops.noise import uniform_noise
 from lit_dlm.ops.options import within
 from lit_dlm.trajectories.features import only_masked
 from lit_dlm.trajectories.record import (
-    TOP_SIGNALS,
     FeatureLayout,
     FeatureScheme,
     StepFeatures,
@@ -52,30 +49,16 @@ class FeatureCapture:
     """Called as ``function(hidden, prob, entropy=..., margin=...)`` with ``(b, R, H, D)`` hidden
     snapshots and ``(b, R)`` scores of the model's own distribution, whatever the sampler scores;
     returns ``(b, R, F)``. Must treat rows independently."""
-    hidden_layers: tuple[int, ...]
-    """Snapshots to ask of the backbone."""
-    groups: tuple[int, ...]
-    """Sizes of the feature groups, which sum to F."""
-    projector_digest: str
-    """Digest of the function, stored beside the features."""
-    step_ratio: float = 0.1
-    """Fraction of steps that keep features."""
+    hidden_layers: tuple[int, ...]  # snapshots to ask of the backbone
+    groups: tuple[int, ...]  # sizes of the feature groups, which sum to F
+    projector_digest: str  # digest of the function, stored beside the features
+    step_ratio: float = 0.1  # fraction of steps that keep features
     scheme: FeatureScheme = "int8"
     """How features are stored."""
     layout: FeatureLayout = "generation"
     """Response rows only, or prompt rows too."""
     scores: frozenset[str] = frozenset({"entropy", "margin"})
     """Scores besides the probability that the function needs."""
-
-
-@dataclass(frozen=True)
-class _OpenRow:
-    """A row that has begun: its start, its number there, and the step of the batch it began at."""
-
-    start: StartingRows
-    number: int
-    first_step: int
-    plan: KeptSteps | None
 
 
 class TrajectoryCapture:
@@ -87,8 +70,6 @@ class TrajectoryCapture:
         vocab_size: int,
         level: Level = "tokens",
         features: FeatureCapture | None = None,
-        top_k: int = 0,
-        step_times: bool = False,
     ) -> None:
         """Sets what is captured.
 
@@ -96,24 +77,15 @@ class TrajectoryCapture:
             vocab_size: bound of the token ids, stored with every record.
             level: how much to keep.
             features: needed at level ``features``, and only there.
-            top_k: most probable tokens to keep of every masked position of every step.
-            step_times: keep the duration of every step of the batch.
-
-        Raises:
-            ValueError: If the level does not fit ``features``, or ``top_k`` is out of range.
         """
         if (level == "features") != (features is not None):
             raise ValueError(f"capture level {level!r} and features={features} do not fit")
-        within(f"[0, {vocab_size}]", top_k=top_k)
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
-        self.top_k = top_k
-        self.step_times = step_times
         self.hidden_layers: tuple[int, ...] = features.hidden_layers if features else ()
         needs = {"signals": {"region", "entropy"}, "features": {"hidden"}}
-        self._always = frozenset({"region", "logits"} if top_k else ())
-        self.requires: frozenset[str] = self._always.union(needs.get(level, ()))
+        self.requires: frozenset[str] = frozenset(needs.get(level, ()))
         self._ended: list[CapturedRow] = []
         self._captured: CapturedDecode | None = None
 
@@ -124,7 +96,7 @@ class TrajectoryCapture:
         self._copies = HostCopies(device)
         buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G)
         self._canvas = buffer(torch.int32)
-        self._signals = top_buffers(B, G, self.top_k, self._copies)  # of every step, by name
+        self._signals: dict[str, StepBuffer] = {}  # of every step, by name
         self._tables: dict[str, Tensor] = {}  # of every write, (B, G) float16
         if self.level == "signals":
             self._signals["step_prob"] = buffer(torch.float16)
@@ -134,13 +106,13 @@ class TrajectoryCapture:
                 self._tables[name] = torch.full((B, G), torch.nan, device=device).half()
         self._mask_id = state.mask_id
         self._step = 0
-        self._open: dict[int, _OpenRow] = {}
+        self._open: dict[int, CapturedRow] = {}
+        self._plans: dict[int, KeptSteps] = {}
         self._ended, self._captured = [], None
         self._kept: list[KeptStep] = []
-        self._step_seconds: list[float] = []
         self._enter(state, range(B))
 
-    def _enter(self, state: DecodeState, places: Iterable[int]) -> None:
+    def _enter(self, state: DecodeState, places: Sequence[int]) -> None:
         """Notes what rows start from; the host gets it at once, where few rows are sent."""
         start = StartingRows.of(
             state.ids,
@@ -150,26 +122,17 @@ class TrajectoryCapture:
             copies=self._copies,
             editable=state.editable,
         )
-        seeds = state.seeds.tolist() if self.features is not None else []
         for number, place in enumerate(places):
-            plan = None
-            if self.features is not None:
-                plan = KeptSteps(seeds[number : number + 1], ratio=self.features.step_ratio)
-            self._open[place] = _OpenRow(start, number, self._step, plan)
+            self._open[place] = CapturedRow(start, number, place, self._step)
         if self.features is not None:
+            for seed, place in zip(state.seeds.tolist(), places, strict=True):
+                self._plans[place] = KeptSteps([seed], ratio=self.features.step_ratio)
             self.requires = self._required(self.features)
-        self._clock = time.perf_counter()
 
     def on_step(self, record: StepRecord) -> None:
         """Copies what the level keeps; never waits for the device."""
         state = record.state
-        if self.step_times:
-            self._step_seconds.append(time.perf_counter() - self._clock)
         self._canvas.append(state.rows, record.new_ids)
-        if self.top_k:
-            assert record.denoised is not None
-            columns = record.denoised.columns - state.start
-            append_top(self._signals, state.rows, record.denoised.logits, columns, self.top_k)
         if self.level == "signals":
             self._add_signals(record)
         if self.features is not None:
@@ -179,8 +142,6 @@ class TrajectoryCapture:
         self._step += 1
         if self.features is not None:
             self.requires = self._required(self.features)
-        if self.step_times:
-            self._clock = time.perf_counter()
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
         """Ends rows, and begins others in their places."""
@@ -202,26 +163,18 @@ class TrajectoryCapture:
             tables = {k: self._copies.add(table[index]) for k, table in self._tables.items()}
         steps = result.num_steps.tolist()
         for number, (place, status) in enumerate(zip(result.rows, result.status, strict=True)):
-            begun = self._open.pop(place)
-            self._ended.append(
-                CapturedRow(
-                    start=begun.start,
-                    number=begun.number,
-                    place=place,
-                    first_step=begun.first_step,
-                    num_steps=steps[number],
-                    status=status,
-                    tables={name: table[number] for name, table in tables.items()},
-                )
+            ended = replace(
+                self._open.pop(place),
+                num_steps=steps[number],
+                status=status,
+                tables={name: table[number] for name, table in tables.items()},
             )
+            self._ended.append(ended)
 
     def captured(self) -> CapturedDecode:
         """The rows that have ended since the last call that found some, in the order of results.
 
         Their records can be made at any time and in any thread.
-
-        Raises:
-            ValueError: If no row has ended.
         """
         if self._captured is None:
             if not self._ended:
@@ -233,7 +186,6 @@ class TrajectoryCapture:
                 mask_id=self._mask_id,
                 vocab_size=self.vocab_size,
                 signals={name: buffer.parts() for name, buffer in self._signals.items()},
-                step_seconds=self._step_seconds,
                 kept=self._kept,
                 features=self.features,
             )
@@ -247,7 +199,7 @@ class TrajectoryCapture:
     def trajectories(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """The records of :meth:`captured`, see :meth:`CapturedDecode.trajectories`."""
+        """The records of :meth:`captured`."""
         return self.captured().trajectories(uids, metas)
 
     # -- signals -------------------------------------------------------------------------------
@@ -281,15 +233,15 @@ class TrajectoryCapture:
         return [
             place
             for place, row in self._open.items()
-            if row.plan is not None and row.plan.rows(self._step - row.first_step)
+            if self._plans[place].rows(self._step - row.first_step)
         ]
 
     def _required(self, settings: FeatureCapture) -> frozenset[str]:
         """What a step must compute: the scores of the whole response only where they are kept."""
         if not self._due():
-            return self._always | {"hidden"}
+            return frozenset({"hidden"})
         scores = {f"raw_{name}" for name in settings.scores}
-        return self._always | {"hidden", "region", "raw_prob"} | scores
+        return frozenset({"hidden", "region", "raw_prob"} | scores)
 
     def _features_of(
         self, settings: FeatureCapture, record: StepRecord, rows: list[int]
@@ -337,8 +289,7 @@ class StartingRows:
     facts: Tensor
     """One int32 row: the response ``(n, G)``, prompt columns ``(n, P)``, which of them are real
     ``(n, P)``, seeds as pairs ``(n, 2)``, and whether a prompt column was editable ``(1,)``."""
-    shape: tuple[int, int, int]
-    """n, P and G."""
+    shape: tuple[int, int, int]  # n, P and G
 
     @classmethod
     def of(
@@ -351,16 +302,7 @@ class StartingRows:
         copies: HostCopies,
         editable: Tensor | None = None,
     ) -> StartingRows:
-        """Sends the facts to the host.
-
-        Args:
-            ids: ``(n, L)`` canvas before step 0.
-            start: first response column.
-            pad_mask: ``(n, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded.
-            seeds: ``(n,)`` int64.
-            copies: bring them.
-            editable: ``(n, L)`` bool, where prompts may be.
-        """
+        """Sends the facts of ``(n, L)`` canvases and masks and ``(n,)`` seeds to the host."""
         prompt = ids[:, :start]
         facts = (
             ids[:, start:],
@@ -376,11 +318,7 @@ class StartingRows:
 
     @cached_property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Response, prompt, real columns, and seeds as uint64; once the copies have arrived.
-
-        Raises:
-            ValueError: columns before the response were editable.
-        """
+        """Response, prompt, real columns, and seeds as uint64; once the copies have arrived."""
         n, P, G = self.shape
         sizes = np.cumsum([n * G, n * P, n * P, 2 * n])
         first, ids, real, seeds, editable = np.split(self.facts.numpy(), sizes)
@@ -396,15 +334,8 @@ class StartingRows:
 def as_recorded(prompt: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
     """A prompt as records hold it: rows of pictures, beyond the vocabulary, numbered in order.
 
-    Where a picture lies among the rows that a backbone has at hand is a matter of the moment.
-
-    Args:
-        prompt: ``(P,)`` int32 ids.
-        vocab_size: first id that is no token.
-
-    Returns:
-        ``(P,)`` int32; the ids from ``vocab_size`` on are replaced by ``vocab_size``, ``vocab_size
-        + 1`` and so on.
+    Where a picture lies among the rows that a backbone has at hand is a matter of the moment, so
+    the ids from ``vocab_size`` on become ``vocab_size``, ``vocab_size + 1`` and so on.
     """
     is_row = prompt >= vocab_size
     if not is_row.any():
@@ -412,40 +343,31 @@ def as_recorded(prompt: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]
     return np.where(is_row, vocab_size - 1 + np.cumsum(is_row, dtype=np.int32), prompt)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class CapturedRow:
-    """A row that has ended."""
+    """A row that has begun, and how it has ended."""
 
     start: StartingRows
-    number: int
-    """Its number among those that it began with."""
+    number: int  # its number among those that it began with
     place: int
-    first_step: int
-    """Step of the batch in which it began."""
-    num_steps: int
-    status: str
-    tables: Mapping[str, Tensor] = field(default_factory=dict)
-    """``commit_*``: ``(G,)`` each."""
+    first_step: int  # step of the batch in which it began
+    num_steps: int = 0
+    status: str = ""
+    tables: Mapping[str, Tensor] = field(default_factory=dict)  # commit_*: (G,) each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedDecode:
     """Rows that have ended: buffers that are on the host or on their way there, and the records."""
 
-    copies: HostCopies
-    """Tells when the tensors below have arrived."""
+    copies: HostCopies  # tells when the tensors below have arrived
     rows: Sequence[CapturedRow]
-    canvases: StepParts
-    """``(T, B, G)`` int32, the response canvas after every step."""
+    canvases: StepParts  # (T, B, G) int32, the response canvas after every step
     mask_id: int
     vocab_size: int
-    signals: Mapping[str, StepParts] = field(default_factory=dict)
-    """``step_*`` as ``(T, B, G)``, the most probable tokens as ``(T, B, G k)``."""
-    step_seconds: Sequence[float] = ()
-    """Duration of every step; empty when it was not captured."""
+    signals: Mapping[str, StepParts] = field(default_factory=dict)  # step_* as (T, B, G)
     kept: Sequence[KeptStep] = ()
-    features: FeatureCapture | None = None
-    """What was kept at level ``features``, and how it is stored."""
+    features: FeatureCapture | None = None  # what was kept at level features, and how it is stored
 
     @property
     def nbytes(self) -> int:
@@ -463,13 +385,6 @@ class CapturedDecode:
         Args:
             uids: one name per row, in their order.
             metas: small JSON values per row.
-
-        Returns:
-            One record per row.
-
-        Raises:
-            ValueError: If the number of names differs from that of rows, or columns before the
-                response were editable.
         """
         n = len(self.rows)
         if len(uids) != n or (metas is not None and len(metas) != n):
@@ -486,11 +401,7 @@ class CapturedDecode:
     def _trajectory(self, row: CapturedRow, uid: str, meta: dict[str, Any]) -> Trajectory:
         first, prompt, real, seeds = (facts[row.number] for facts in row.start.arrays)
         steps = slice(row.first_step, row.first_step + row.num_steps)
-        (tokens,), (commit_step,), (events,) = derive(
-            first[None],
-            self.canvases.of(row.place, steps)[:, None],
-            np.array([row.num_steps]),
-        )
+        tokens, commit_step, events = derive(first, self.canvases.of(row.place, steps))
         record = Trajectory(
             uid=uid,
             prompt_ids=as_recorded(prompt[real], self.vocab_size),
@@ -509,14 +420,7 @@ class CapturedDecode:
         if self.signals:
             step, position = record.masked_rows().T
             for name, parts in self.signals.items():
-                values = parts.of(row.place, steps)
-                if name in TOP_SIGNALS:
-                    k = values.shape[1] // record.num_generated
-                    values = values.reshape(len(values), record.num_generated, k)
-                record.signals[name] = values[step, position]
-        if self.step_seconds:
-            times = np.rint(1e6 * np.array(self.step_seconds[steps]))
-            record.signals["step_time_us"] = times.clip(0, 2**32 - 1).astype(np.uint32)
+                record.signals[name] = parts.of(row.place, steps)[step, position]
         return record if self.features is None else self._with_features(record, row, self.features)
 
     def _with_features(
@@ -602,45 +506,6 @@ MAX_CHUNK_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 16
 
 
-def top_buffers(
-    num_rows: int, num_response: int, k: int, copies: HostCopies
-) -> dict[str, StepBuffer]:
-    """Buffers ``(T, B, G k)`` of :data:`TOP_SIGNALS` by name; none for a ``k`` of 0."""
-    return {
-        name: StepBuffer(
-            num_rows,
-            num_response * k,
-            torch.float16 if "log_probs" in name else torch.int32,
-            copies,
-            expected_steps=num_response,
-        )
-        for name in (TOP_SIGNALS if k else ())
-    }
-
-
-def append_top(
-    buffers: Mapping[str, StepBuffer], rows: Tensor, logits: Tensor, columns: Tensor, k: int
-) -> None:
-    """Stores the most probable tokens of every response position of a step.
-
-    Args:
-        buffers: among them those of :func:`top_buffers`.
-        rows: ``(b,)`` int64 rows of the starting batch.
-        logits: ``(b, K, V)`` aligned.
-        columns: ``(b, K)`` int64 response position of each; the others keep zeros.
-        k: tokens of each.
-    """
-    values, ids = logits.topk(k, dim=-1)
-    # Row by row: a float32 copy of all logits would be larger than they are.
-    total = torch.stack([row.float().logsumexp(-1) for row in logits])
-    log_probs = (values.float() - total[..., None]).half()
-    place = columns[..., None].expand_as(ids)
-    for name, found in zip(TOP_SIGNALS, (ids.int(), log_probs), strict=True):
-        buffer = buffers[name]
-        spread = found.new_zeros(len(rows), buffer.num_columns // k, k).scatter_(1, place, found)
-        buffer.append(rows, spread.flatten(1))
-
-
 class HostCopies:
     """Tensors on their way from one device to the host."""
 
@@ -685,10 +550,8 @@ class StepParts:
     """Values of every step of a batch, from some step on."""
 
     first_step: int
-    parts: Sequence[Tensor]
-    """``(t, B, G)`` each, on the host once the copies have arrived."""
+    parts: Sequence[Tensor]  # (t, B, G) each, on the host once the copies have arrived
     num_columns: int
-    """G."""
 
     def of(self, place: int, steps: slice) -> NDArray[Any]:
         """The values ``(t, G)`` of one place in some steps."""

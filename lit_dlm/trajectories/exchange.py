@@ -17,54 +17,33 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.record import (
-    MAX_LENGTH,
-    SIGNAL_DTYPES,
-    TOP_SIGNALS,
-    RecordStatus,
-    Trajectory,
-)
+from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.record import MAX_LENGTH, RecordStatus, Trajectory
 
 _ROWS_PER_GROUP = 1024
-_OF_NULLS = (TypeError, AttributeError, RecursionError)
-"""What a null gives where there must be none, and JSON that is nested too deeply."""
-_PLAIN = (
-    *("uid", "prompt_ids", "tokens", "commit_step", "num_steps", "mask_id", "vocab_size", "seed"),
-    *("status", "given"),
-)
-"""Fields of a record that are columns of a Parquet file as they are."""
 _RELEASE_METHODS = {"confidence": "default"}
 """What TABOM's release calls our decoders, where it differs; its filters know no other names."""
 
 
 def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    """One line of TABOM's data (arXiv 2605.11854, release).
+    """One line of TABOM's data (arXiv 2605.11854, release), and our own fields.
 
-    Args:
-        record: without overwritten writes.
-        tokenizer: gives the texts; token ids stay authoritative.
-
-    Returns:
-        ``prompt`` (without the chat template), ``response``, ``response_token_ids``,
-        ``decoding_order`` (position to step, -1 where no step wrote), ``non_ltr_positions``
-        (those in ``meta``, else :func:`non_ltr_positions`), ``method``, ``data_source``, and our
-        own fields.
-
-    Raises:
-        ValueError: the record does not fit the format.
+    ``prompt`` is without the chat template, ``decoding_order`` has the step of each position (-1:
+    none), ``non_ltr_positions`` are those in ``meta``, else those of
+    :func:`lit_dlm.ops.cuts.non_ltr_positions`.
     """
     _check_single_writes(record)
     order = record.commit_step
-    computed = np.flatnonzero(non_ltr_positions(order)).tolist()
+    computed = _non_ltr(order).nonzero()[0].tolist()
     method = record.meta.get("method", "default")
     row = {
         "id": record.uid,
@@ -83,33 +62,20 @@ def tabom_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     return row
 
 
-def non_ltr_positions(order: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Positions that some position to their left was written after.
+def _non_ltr(order: NDArray[np.int32]) -> NDArray[np.bool_]:
+    import torch  # here: most of the exchange does without
 
-    Args:
-        order: ``(G,)`` int32 step of each position, -1 where no step wrote.
+    from lit_dlm.ops.cuts import non_ltr_positions
 
-    Returns:
-        ``(G,)`` bool; equal to :func:`lit_dlm.ops.cuts.non_ltr_positions`, without torch.
-    """
-    return (order >= 0) & (np.maximum.accumulate(order) > order)
+    return non_ltr_positions(torch.from_numpy(order)).numpy()
 
 
 def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
-    """One entry of dLLM-RL's training data (arXiv 2509.06949, release).
+    """One entry of dLLM-RL's training data (arXiv 2509.06949, release), and our own fields.
 
-    Cells after the last written one are left out, as the release cuts an ended response.
-
-    Args:
-        record: without overwritten writes, given cells, or gaps before its last written cell.
-        tokenizer: gives the texts.
-
-    Returns:
-        ``prompt`` (with the chat template), ``response``, ``step_map`` (steps from 0), ``reward``
-        where the record was graded, and our own fields.
-
-    Raises:
-        ValueError: the record does not fit the format.
+    Cells after the last written one are left out, as the release cuts an ended response; gaps
+    before it are refused. ``prompt`` has the chat template, ``step_map`` counts from 0, ``reward``
+    is there where the record was graded.
     """
     _check_single_writes(record)
     written = np.flatnonzero(record.commit_step >= 0)
@@ -135,11 +101,7 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> int:
-    """Writes one JSON object per line, under another name until all of it is there.
-
-    Returns:
-        The number of rows.
-    """
+    """Writes one JSON object per line; returns the number of rows."""
     with _replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         count = 0
         for row in rows:
@@ -160,77 +122,43 @@ def write_json_list(rows: Iterable[dict[str, Any]], path: Path) -> int:
 
 
 def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | None = None) -> int:
-    """Writes records as rows of a Parquet file, zstd-compressed; nothing but features is lost.
+    """Writes records as rows of a Parquet file; nothing but features is lost.
 
-    Args:
-        records: the records.
-        path: target file, replaced when all rows are written.
-        run_text: run record of all rows, stored in the file's metadata.
-
-    Returns:
-        The number of rows.
+    The columns are those of a block (:mod:`lit_dlm.trajectories.format`), and so are the metadata,
+    with the run record of all rows beside them. Returns the number of rows.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema().with_metadata({"lit_dlm_run": run_text} if run_text else None)
-    rows, count = map(_parquet_row, records), 0
-    with (
-        _replacing(path) as partial,
-        pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9) as file,
-    ):
-        while group := list(islice(rows, _ROWS_PER_GROUP)):
-            file.write_table(pa.Table.from_pylist(group, schema=schema))
-            count += len(group)
+    from lit_dlm.trajectories.format import COLUMNS, record_batch
+
+    # One type for all groups; a column that a group lacks is null there.
+    kinds = {name: types[-1] for name, types in COLUMNS.items() if name != "kept_steps"}
+    schema, file, count = pa.schema(list(kinds.items())), None, 0
+    rows = (replace(record, features=None) for record in records)
+    with _replacing(path) as partial, ExitStack() as stack:
+        for _, alike in groupby(rows, key=lambda record: tuple(sorted(record.signals))):
+            while group := list(islice(alike, _ROWS_PER_GROUP)):
+                batch = record_batch(group)
+                facts = batch.schema.metadata | ({b"lit_dlm_run": run_text} if run_text else {})
+                if file is None:
+                    schema = schema.with_metadata(facts)
+                    file = stack.enter_context(
+                        pq.ParquetWriter(partial, schema, compression="zstd", compression_level=9)
+                    )
+                elif schema.metadata != pa.schema([], facts).metadata:
+                    raise ValueError(f"{group[0].uid!r}: another mask id or vocabulary than before")
+                columns = [
+                    batch.column(name).cast(kind)
+                    if name in batch.schema.names
+                    else pa.nulls(len(group), kind)
+                    for name, kind in kinds.items()
+                ]
+                file.write_table(pa.Table.from_arrays(columns, schema=schema))
+                count += len(group)
+        if file is None:
+            pq.write_table(schema.empty_table(), partial)
     return count
-
-
-def _schema() -> Any:
-    import pyarrow as pa
-
-    ints = pa.list_(pa.int32())
-    write = pa.struct([("step", pa.int32()), ("position", pa.int32()), ("token", pa.int32())])
-    signals = [
-        (name, pa.list_(pa.from_numpy_dtype(dtype)))
-        if name not in TOP_SIGNALS
-        else (name, pa.list_(pa.list_(pa.from_numpy_dtype(dtype))))
-        for name, dtype in SIGNAL_DTYPES.items()
-    ]
-    return pa.schema(
-        [
-            ("uid", pa.string()),
-            ("prompt_ids", ints),
-            ("tokens", ints),
-            ("commit_step", ints),
-            ("num_steps", pa.int32()),
-            ("mask_id", pa.int32()),
-            ("vocab_size", pa.int32()),
-            ("seed", pa.uint64()),
-            ("status", pa.string()),
-            ("given", pa.list_(pa.bool_())),
-            ("superseded", pa.list_(write)),
-            ("meta", pa.string()),
-            ("digest", pa.binary(16)),
-            *signals,
-        ]
-    )
-
-
-def _parquet_row(record: Trajectory) -> dict[str, Any]:
-    writes = None
-    if record.superseded is not None:
-        names = ("step", "position", "token")
-        writes = [dict(zip(names, write, strict=True)) for write in record.superseded.tolist()]
-    return {
-        **{name: getattr(record, name) for name in _PLAIN},
-        "superseded": writes,
-        "meta": json.dumps(record.meta, ensure_ascii=False, sort_keys=True),
-        "digest": record.digest(),
-        **{
-            name: list(values) if name in TOP_SIGNALS else values
-            for name, values in record.signals.items()
-        },
-    }
 
 
 def _own_fields(record: Trajectory) -> dict[str, Any]:
@@ -286,36 +214,20 @@ _RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
 class ImportSettings:
     """What rows of other tools do not say."""
 
-    mask_id: int | None = None
-    """Id of the mask token, for rows without ``mask_id``."""
-    vocab_size: int | None = None
-    """Bound of the token ids, for rows without ``vocab_size``."""
-    tokenizer: Any = None
-    """For rows without token ids."""
-    first_step: int = 0
-    """Number that the source gives to its first step: 1 for dLLM-RL's block models."""
-    pad_id: int | None = None
-    """Id behind token ids that end before the steps of their row do."""
+    mask_id: int | None = None  # id of the mask token, for rows without mask_id
+    vocab_size: int | None = None  # bound of the token ids, for rows without vocab_size
+    tokenizer: Any = None  # for rows without token ids
+    pad_id: int | None = None  # id behind token ids that end before the steps of their row do
     missing_order: Literal["none", "ltr"] = "none"
     """``ltr`` takes the ids of a row from left to right where its ``decoding_order`` is missing or
     shorter than they are; ``none`` refuses such a row."""
 
 
 def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
-    """Reads TABOM's JSONL (``decoding_order``), also gzipped.
+    """Reads TABOM's JSONL (``decoding_order``), also gzipped; errors name the file and line.
 
     Positions with order -1 were never decoded; they become masks, whatever id pads them there.
     Where a row's ``non_ltr_positions`` are not what its order gives, ``meta`` keeps them.
-
-    Args:
-        path: the file, one JSON object a line.
-        settings: what the rows do not say.
-
-    Yields:
-        One record per row, in order.
-
-    Raises:
-        ValueError: naming the file and line: a field is missing or does not fit.
     """
     for number, line in numbered_lines(path):
         where = f"{path}:{number}"
@@ -327,7 +239,7 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         record = _record(where, row, settings, path, number, prompt, tokens, order, given)
         if row.get("non_ltr_positions") is not None:
             listed = _cells(where, row, "non_ltr_positions", len(tokens))
-            if not np.array_equal(listed, non_ltr_positions(record.commit_step)):
+            if not np.array_equal(listed, _non_ltr(record.commit_step)):
                 record = record.with_meta(non_ltr_positions=np.flatnonzero(listed).tolist())
         yield record
 
@@ -366,13 +278,7 @@ def _ordered(
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
-    """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``.
-
-    Args and errors are those of :func:`read_tabom`.
-
-    Yields:
-        One record per entry, in order.
-    """
+    """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``."""
     rows = parsed_json(str(path), path.read_bytes())
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a JSON list, got {type(rows).__name__}")
@@ -380,13 +286,14 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
         where = f"{path}: entry {number}"
         if not isinstance(row, dict) or "step_map" not in row:
             raise ValueError(f"{where}: expected an object with a step_map")
-        steps = _integers(where, "step_map", row["step_map"]) - settings.first_step
+        steps = _integers(where, "step_map", row["step_map"])
+        if "num_steps" not in row and (steps >= 0).all():  # dLLM-RL's block models count from 1
+            steps = steps - steps.min(initial=2**31)
         prompt = _prompt_ids(where, row, "prompt_ids", settings, templated=True)
         tokens = _response_ids(where, row, "response_ids", settings)
         if len(steps) != len(tokens) or (len(steps) and steps.min() < 0):
             raise ValueError(
-                f"{where}: step_map has {len(steps)} entries (from {settings.first_step}) for "
-                f"{len(tokens)} tokens"
+                f"{where}: step_map has {len(steps)} entries of 0 or more for {len(tokens)} tokens"
             )
         length = max(_whole(where, row, "response_length", 0), len(tokens))
         if length > MAX_LENGTH:
@@ -402,67 +309,30 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
 
 
 def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
-    """Reads what :func:`write_parquet` wrote.
-
-    Returns:
-        The records, and the run record's text where the file has one.
-
-    Raises:
-        ValueError: the file is not Parquet, lacks a column, or a row's digest does not match.
-    """
+    """The records that :func:`write_parquet` wrote, and their run's text where the file has one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from lit_dlm.trajectories.format import block_of, records_of
+
     try:
         file = pq.ParquetFile(path)
+        facts = file.schema_arrow.metadata or {}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
-    found = file.schema_arrow
-    for column in _schema():
-        at = found.get_field_index(column.name)
-        if at < 0 and column.name not in SIGNAL_DTYPES:
-            raise ValueError(f"{path}: not an export of trajectories, it lacks {column.name!r}")
-        kind = found.field(at).type if at >= 0 else column.type
-        if not kind.equals(column.type):
-            raise ValueError(f"{path}: column {column.name!r}: expected {column.type}, got {kind}")
-    run_text = (found.metadata or {}).get(b"lit_dlm_run")
 
     def rows() -> Iterator[Trajectory]:
-        number = 0
-        try:
-            for batch in file.iter_batches(batch_size=_ROWS_PER_GROUP):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _from_parquet(row)
-        except (pa.ArrowException, OSError, ValueError, *_OF_NULLS) as error:
-            raise ValueError(f"{path}: damaged at row {number}: {error}") from error
+        for number in range(file.num_row_groups):
+            try:
+                table = file.read_row_group(number).combine_chunks()
+                full = [c.name for c in table.schema if table[c.name].null_count < len(table)]
+                for batch in table.select(full).to_batches():
+                    yield from records_of(block_of(batch.replace_schema_metadata(facts)))
+            except (pa.ArrowException, OSError, TrajectoryFormatError) as error:
+                raise ValueError(f"{path}: row group {number}: {error}") from error
 
+    run_text = facts.get(b"lit_dlm_run")
     return rows(), None if run_text is None else run_text.decode(errors="replace")
-
-
-def _from_parquet(row: Mapping[str, Any]) -> Trajectory:
-    writes = row["superseded"]
-    if writes is not None:
-        writes = np.array([[w["step"], w["position"], w["token"]] for w in writes], dtype=np.int32)
-    record = Trajectory(
-        **{name: row[name] for name in _PLAIN},
-        superseded=writes,
-        signals={
-            name: np.array(row[name], dtype=dtype).reshape(
-                (len(row[name]), -1 if row[name] else 0) if name in TOP_SIGNALS else -1
-            )
-            for name, dtype in SIGNAL_DTYPES.items()
-            if row.get(name) is not None
-        },
-        meta=json.loads(row["meta"]),
-    )
-    record.validate()
-    if record.digest() != row["digest"]:
-        raise ValueError(
-            f"trajectory {record.uid!r}: content digest {row['digest'].hex()} recorded, "
-            f"{record.digest().hex()} now"
-        )
-    return record
 
 
 def _record(
@@ -520,26 +390,14 @@ def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_object(where: str, value: Any) -> dict[str, Any]:
-    """A value of JSON that must be an object.
-
-    Raises:
-        ValueError: it is another one; names the place.
-    """
+    """A value of JSON that must be an object; ``where`` it stands is for the error."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def parsed_json(where: str, text: bytes) -> Any:
-    """What JSON of others says.
-
-    Args:
-        where: it stands, for the error.
-        text: UTF-8.
-
-    Raises:
-        ValueError: It is no JSON, or is nested too deeply.
-    """
+    """What JSON of others says, in UTF-8."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also where the bytes are no text
@@ -638,17 +496,7 @@ def _tokenizer(where: str, ids_key: str, settings: ImportSettings) -> Any:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank; a name that ends in ``.gz`` is unpacked.
-
-    Args:
-        path: the file.
-
-    Yields:
-        The number of the line in the file, from 1, and its bytes.
-
-    Raises:
-        ValueError: the packed file is damaged or cut off, naming it and its last whole line.
-    """
+    """Lines that are not blank, with their numbers from 1; ``.gz`` is unpacked."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:

@@ -1,231 +1,151 @@
-"""Features of kept steps as a second block beside the records' block.
+"""Features of kept steps in a member of their own, packed like the block that it belongs to.
 
-The same container, with columns of its own. Records without features have a kept-step count of 0;
-all others share one layout, one set of feature groups and one projector, which ``FMET`` names once.
-The content digest of every record is repeated, so that features cannot be joined to other records.
+One row for each record of the block, in its order: ``uid`` and ``digest`` again, so that features
+cannot be joined to other records, and ``proposals``, ``features`` and, for int8, ``scales`` as
+lists, null for a record without features. The block says which steps were kept, and names layout,
+feature groups and projector.
 
-====  ===========================================================================
-FMET  one JSON object: layout, scheme, groups, projector
-FCNT  u32, n: kept steps S of each record
-FROW  u32, n: rows R per kept step (G, or P + G)
-FSTP  u16, sum S: the kept steps
-FPRP  u24, N: proposed tokens
-FSCL  f16, N*(number of groups): scales of int8 features
-FEAT  i8 or f16, N*F
-====  ===========================================================================
-
-N, the number of stored rows, is sum S*R; in layout ``masked`` it counts the response positions that
-are masked before their step, which the record itself tells.
+A list holds the stored rows back to back: ``S R`` of them, or in layout ``masked`` the response
+positions that are masked before each kept step, which the record tells.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from operator import mul
-from typing import Any, BinaryIO
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.container import (
-    Column,
-    ColumnReader,
-    Dtype,
-    Header,
-    make_column,
+from lit_dlm.trajectories.errors import TrajectoryFormatError
+from lit_dlm.trajectories.format import (
+    VERSION,
+    Block,
+    feature_facts,
+    known_columns,
+    list_column,
     pack,
-    pack_texts,
     raw_limit,
-    read_columns,
-    split_texts,
+    refusing,
+    split_lists,
     unpack,
-)
-from lit_dlm.trajectories.errors import (
-    InvariantError,
-    TrajectoryFormatError,
-    UnsupportedFormatError,
 )
 from lit_dlm.trajectories.record import StepFeatures, Trajectory
 
-_DTYPES: dict[str, tuple[Dtype, ...]] = {
-    "SMID": (Dtype.BYTES,),
-    "CDIG": (Dtype.BYTES,),
-    "FMET": (Dtype.BYTES,),
-    "FCNT": (Dtype.U32,),
-    "FROW": (Dtype.U32,),
-    "FSTP": (Dtype.U16,),
-    "FPRP": (Dtype.U24,),
-    "FSCL": (Dtype.F16,),
-    "FEAT": (Dtype.I8, Dtype.F16),
+_HALF = pa.list_(pa.float16())
+_COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
+    "uid": (pa.string(),),
+    "digest": (pa.binary(16),),
+    "proposals": (pa.list_(pa.int32()),),
+    "features": (pa.list_(pa.int8()), _HALF),
+    "scales": (_HALF,),
 }
-
-
 _DENSE_SLACK = 256 << 20
 """Values that a small block in layout ``masked`` may take when its zeros are put back."""
 
 
-def encode_features(
-    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 3
-) -> bytes:
-    """Writes the features of a block of records.
+def encode_features(records: Sequence[Trajectory], *, level: int = 3) -> bytes:
+    """Writes the features of a block of records, of which at least one has some.
 
-    Args:
-        records: the records of the block, in its order; at least one has features.
-        run_digest: 16 bytes that name the run.
-        level: zstd level. Features hardly shrink, so a high one buys nothing.
-
-    Returns:
-        The bytes of the features block.
-
-    Raises:
-        ValueError: If no record has features, or two differ in layout, groups or projector.
+    They hardly shrink, so a high level buys nothing.
     """
-    kept = [(record, record.features) for record in records if record.features is not None]
-    if not kept:
+    if feature_facts(records) is None:
         raise ValueError("encode_features: no record has features")
-    facts = _facts(kept[0][1])
-    for record, features in kept:
-        features.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
-        if _facts(features) != facts:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: all features of a block need one layout, "
-                f"expected {facts}, got {_facts(features)}"
-            )
-    # All records have scales, or none has: it is one of the facts.
-    values, proposals, *scales = map(
-        np.concatenate, zip(*(_stored_rows(*one) for one in kept), strict=True)
-    )
-    counts = [0 if r.features is None else r.features.num_kept for r in records]
-    rows = [0 if r.features is None else r.features.proposals.shape[1] for r in records]
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
-    columns = [
-        Column("SMID", Dtype.BYTES, pack_texts("<H", [r.uid.encode() for r in records])),
-        Column("CDIG", Dtype.BYTES, b"".join(r.digest() for r in records)),
-        Column("FMET", Dtype.BYTES, pack_texts("<I", [text])),
-        make_column("FCNT", Dtype.U32, np.array(counts)),
-        make_column("FROW", Dtype.U32, np.array(rows)),
-        make_column("FSTP", Dtype.U16, np.concatenate([f.kept_steps for _, f in kept])),
-        make_column("FPRP", Dtype.U24, proposals),
-        *(make_column("FSCL", Dtype.F16, one) for one in scales),
-        make_column("FEAT", Dtype.I8 if scales else Dtype.F16, values),
-    ]
-    header = Header(
-        num_records=len(records),
-        flags=0,
-        mask_id=records[0].mask_id,
-        vocab_size=records[0].vocab_size,
-        run_digest=run_digest,
-    )
-    return pack(header, columns, level=level)
+    columns: dict[str, pa.Array] = {
+        "uid": pa.array([record.uid for record in records]),
+        "digest": pa.array([record.digest() for record in records], pa.binary(16)),
+    }
+    rows = [_stored_rows(record) for record in records]
+    for at, name in enumerate(("proposals", "features", "scales")):
+        parts = [None if row is None else row[at] for row in rows]
+        if any(part is not None for part in parts):
+            columns[name] = list_column(parts)
+    batch = pa.record_batch(columns)
+    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=level)
 
 
 def attach_features(
-    records: Sequence[Trajectory],
-    data: bytes | memoryview,
+    block: Block, records: Sequence[Trajectory], data: bytes | memoryview
 ) -> list[Trajectory]:
-    """Joins a features block to the records it belongs to.
-
-    Args:
-        records: the decoded records of the same key.
-        data: the features block.
+    """Joins a features member to the records of its block.
 
     Returns:
-        The records, those with kept steps carrying their features (views of the block's columns).
-
-    Raises:
-        TrajectoryFormatError: If the bytes are damaged or belong to other records.
+        The records, those with kept steps carrying their features (views of the member's columns).
     """
-    header, columns = unpack(data, known=tuple(_DTYPES))
-    n = header.num_records
-    missing = [tag for tag in _DTYPES if tag not in columns and tag != "FSCL"]
-    if missing:
-        raise TrajectoryFormatError(f"features block: columns {missing} are missing")
-    if n != len(records):
-        raise InvariantError(f"features block: {n} records, the record block has {len(records)}")
-    read = ColumnReader(columns, _DTYPES)
+    batch = known_columns(unpack(data), _COLUMNS, tuple(_COLUMNS)[:4])
+    if block.features is None:
+        raise TrajectoryFormatError("features: those of another block")
     # Features belong to a record by its name and its content: a changed one must not have them.
-    uids = split_texts("<H", columns["SMID"], n)
-    digests = read.raw("CDIG", 16 * n)
-    for i, record in enumerate(records):
-        if uids[i] != record.uid.encode() or digests[16 * i : 16 * i + 16] != record.digest():
-            raise InvariantError(f"features block: its record {i} is not {record.uid!r}")
-    facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
-    groups: tuple[int, ...] = tuple(facts["groups"])
-    F, int8 = sum(groups), facts["scheme"] == "int8"
-    if (columns["FEAT"].dtype is Dtype.I8) is not int8 or ("FSCL" in columns) is not int8:
-        raise InvariantError("features block: element type and scheme do not fit")
-    counts, rows = read.integers("FCNT", n), read.integers("FROW", n)
-    steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
-    ends = np.cumsum(counts)
-    dense = sum(map(mul, counts.tolist(), rows.tolist())) * F
-    if facts["layout"] == "masked" and dense > max(_DENSE_SLACK, raw_limit(len(data))):
-        raise InvariantError(
-            f"features block: its rows take {dense} values, more than a block of {len(data)} bytes "
-            "may"
-        )
-    masks: list[NDArray[np.bool_] | None] = [None] * n
-    cells = counts * rows
-    # Which cells are stored is not: it follows from the record.
-    if facts["layout"] == "masked":
-        for i, record in enumerate(records):
-            if counts[i]:
-                mask = _masked(record, steps[ends[i] - counts[i] : ends[i]], int(rows[i]))
-                masks[i], cells[i] = mask, int(mask.sum())
-    total = int(cells.sum())
-    proposals = read.tokens("FPRP", total)
-    features = read.array("FEAT", total * F)
-    scales = read.array("FSCL", total * len(groups)) if int8 else None
-    cell_ends = np.cumsum(cells).tolist()
+    named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
+    if list(named) != [(record.uid, record.digest()) for record in records]:
+        raise TrajectoryFormatError("features: those of other records")
+    columns = {
+        name: split_lists(batch.column(name))
+        for name in ("proposals", "features", "scales")
+        if name in batch.schema.names
+    }
+    steps, facts = block.kept_steps, block.features
+    budget = max(_DENSE_SLACK, raw_limit(len(data)))
     joined = []
-    for i, record in enumerate(records):
-        S, R = int(counts[i]), int(rows[i])
-        if S == 0:
-            joined.append(record)
-            continue
-        first, last = cell_ends[i] - int(cells[i]), cell_ends[i]
-        own = None
-        if scales is not None:
-            own = _restored(scales, first, last, (S, R, len(groups)), masks[i])
-        kept = steps[ends[i] - S : ends[i]]
-        tokens = proposals[first:last]
-        if masks[i] is None:
-            tokens = tokens.reshape(S, R)
-        else:  # where a token stood already, it stands for the proposal
-            standing = np.stack([record.state_at(int(step)) for step in kept])
-            standing[masks[i]] = tokens
-            tokens = standing
-        part = StepFeatures(
-            kept_steps=kept,
-            features=_restored(features, first, last, (S, R, F), masks[i]),
-            scales=own,
-            groups=groups,
-            proposals=tokens,
-            layout=facts["layout"],
-            projector_digest=facts["projector"],
-        )
-        try:
-            part.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
-        except ValueError as error:
-            raise InvariantError(f"features block: {error}") from error
-        joined.append(replace(record, features=part))
+    for i, (record, kept) in enumerate(zip(records, steps, strict=True)):
+        if len(kept):
+            own = {name: lists[i] for name, lists in columns.items()}
+            rows = record.num_generated + (record.num_prompt if facts.layout == "all" else 0)
+            budget -= len(kept) * rows * sum(facts.groups)
+            if budget < 0:
+                raise TrajectoryFormatError("features: their rows take more values than they may")
+            record = replace(record, features=_features(record, kept, rows, block, own))
+        elif any(len(lists[i]) for lists in columns.values()):
+            raise TrajectoryFormatError(f"features: {record.uid!r} kept no step")
+        joined.append(record)
     return joined
 
 
+def _features(
+    record: Trajectory,
+    kept: NDArray[np.int32],
+    rows: int,
+    block: Block,
+    stored: dict[str, NDArray[Any]],
+) -> StepFeatures:
+    facts = block.features
+    assert facts is not None
+    shape = (len(kept), rows)
+    mask = None
+    if facts.layout == "masked":
+        if kept.max(initial=-1) >= record.num_steps:
+            raise TrajectoryFormatError(f"features: kept steps do not fit {record.uid!r}")
+        states = np.stack([record.state_at(int(step)) for step in kept])
+        mask = states == record.mask_id
+
+    def restored(name: str, width: int) -> NDArray[Any]:
+        values = stored[name].reshape(-1, width)
+        if mask is None:
+            return values.reshape(*shape, width)
+        array = np.zeros((*shape, width), dtype=values.dtype)
+        array[mask] = values
+        return array
+
+    with refusing(f"features of {record.uid!r}"):
+        proposals = restored("proposals", 1)[..., 0]
+        features = StepFeatures(
+            kept_steps=kept,
+            features=restored("features", sum(facts.groups)),
+            scales=restored("scales", len(facts.groups)) if "scales" in stored else None,
+            groups=facts.groups,
+            # Where a token stood already, it stands for the proposal.
+            proposals=proposals if mask is None else np.where(mask, proposals, states),
+            layout=facts.layout,  # type: ignore[arg-type]  # validated below
+            projector_digest=facts.projector,
+        )
+        features.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
+    return features
+
+
 def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
-    """Features in layout ``masked``, from ones of all response rows.
-
-    Args:
-        record: the record they belong to.
-        features: in layout ``generation``.
-
-    Returns:
-        The same features with zeros at rows that are not masked before their step.
-
-    Raises:
-        ValueError: If the layout is another one.
-    """
+    """Features in layout ``masked``, from ones of layout ``generation``: zeros at other rows."""
     if features.layout != "generation":
         raise ValueError(
             f"trajectory {record.uid!r}: expected features in layout 'generation', "
@@ -245,110 +165,17 @@ def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
     )
 
 
-def _stored_rows(record: Trajectory, features: StepFeatures) -> tuple[NDArray[Any], ...]:
-    """The flat columns of one record's features: features, proposals, and scales of int8."""
+def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
+    """Proposals, features, and scales of int8 as flat arrays."""
+    if (features := record.features) is None:
+        return None
     chosen: Any = ...
     if features.layout == "masked":
-        chosen = _masked(record, features.kept_steps, record.num_generated)
+        states = np.stack([record.state_at(int(step)) for step in features.kept_steps])
+        chosen = states == record.mask_id
         if features.features[~chosen].any():
-            raise InvariantError(
+            raise TrajectoryFormatError(
                 f"trajectory {record.uid!r}: features in layout 'masked' must be 0 where no mask is"
             )
-    arrays = (features.features, features.proposals, features.scales)
-    return tuple(array[chosen].reshape(-1) for array in arrays if array is not None)
-
-
-def _masked(record: Trajectory, steps: NDArray[np.int32], rows: int) -> NDArray[np.bool_]:
-    """``(S, R)`` bool: response positions that are masked before each kept step."""
-    if rows != record.num_generated or not ((steps >= 0) & (steps < record.num_steps)).all():
-        raise InvariantError(f"features block: kept steps and rows do not fit {record.uid!r}")
-    states = np.stack([record.state_at(int(step)) for step in steps])
-    masked: NDArray[np.bool_] = states == record.mask_id
-    return masked
-
-
-@dataclass(frozen=True, eq=False)
-class FeatureOutline:
-    """What a features block says about its records besides the features."""
-
-    steps: list[NDArray[np.int32]]
-    """``n`` arrays ``(S,)``, empty for records without features."""
-    layout: str
-    groups: tuple[int, ...]
-    projector_digest: str
-
-
-def read_feature_outline(file: BinaryIO, offset: int, size: int) -> FeatureOutline:
-    """Reads the small columns of a features block in a file, and not its features.
-
-    Args:
-        file: open for reading.
-        offset: first byte of the block.
-        size: bytes of the block.
-
-    Raises:
-        TrajectoryFormatError: If a column that is read is damaged or missing.
-    """
-    tags = ("FMET", "FCNT", "FSTP")
-    header, columns = read_columns(file, offset, size, known=tuple(_DTYPES), wanted=tags)
-    missing = [tag for tag in tags if tag not in columns]
-    if missing:
-        raise InvariantError(f"features block: columns {missing} are missing")
-    read = ColumnReader(columns, _DTYPES)
-    facts = _read_facts(split_texts("<I", columns["FMET"], 1)[0])
-    counts = read.integers("FCNT", header.num_records)
-    steps = read.array("FSTP", int(counts.sum())).astype(np.int32)
-    return FeatureOutline(
-        np.split(steps, np.cumsum(counts)[:-1]),
-        facts["layout"],
-        tuple(facts["groups"]),
-        facts["projector"],
-    )
-
-
-def _restored(
-    flat: NDArray[Any],
-    first: int,
-    last: int,
-    shape: tuple[int, int, int],
-    mask: NDArray[np.bool_] | None,
-) -> NDArray[Any]:
-    """Stored rows ``first .. last`` in their places; zeros elsewhere."""
-    stored = flat[first * shape[2] : last * shape[2]]
-    if mask is None:
-        return stored.reshape(shape)
-    array = np.zeros(shape, dtype=flat.dtype)
-    array[mask] = stored.reshape(-1, shape[2])
-    return array
-
-
-def _facts(features: StepFeatures) -> dict[str, Any]:
-    return {
-        "layout": features.layout,
-        "scheme": features.scheme,
-        "groups": list(features.groups),
-        "projector": features.projector_digest,
-    }
-
-
-def _read_facts(text: bytes) -> dict[str, Any]:
-    try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TrajectoryFormatError(f"features block: FMET is not JSON: {error}") from error
-    if isinstance(facts, dict) and facts.get("scheme") == "int8_channel":
-        raise UnsupportedFormatError(
-            "features block: its scheme is int8_channel (one scale per feature); only version 0.1 "
-            "of lit-dlm could read it"
-        )
-    fits = (
-        isinstance(facts, dict)
-        and facts.get("layout") in ("generation", "all", "masked")
-        and facts.get("scheme") in ("fp16", "int8")
-        and isinstance(facts.get("projector"), str)
-        and isinstance(facts.get("groups"), list)
-        and all(type(size) is int and 0 < size < 2**24 for size in facts["groups"])
-    )
-    if not fits:
-        raise TrajectoryFormatError(f"features block: FMET does not hold what it must: {facts}")
-    return dict(facts)
+    arrays = (features.proposals, features.features, features.scales)
+    return tuple(None if array is None else array[chosen].reshape(-1) for array in arrays)

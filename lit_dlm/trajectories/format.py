@@ -1,428 +1,583 @@
-"""Format v1 of trajectories: records to bytes and back.
+"""Format 2 of trajectories: a block is one zstd frame around an Arrow IPC stream.
 
-A block holds 1 to 65,535 records as columns (see :mod:`lit_dlm.trajectories.container` for the byte
-layout and ``docs/trajectory_format.md`` for the whole format). Records are method-neutral: prompt,
-final tokens, commit steps, superseded writes, seeds, and optional signal columns. Features of kept
-steps live in a second member, see :mod:`lit_dlm.trajectories.features`.
-
-One convention differs from the record in memory: the commit step column stores 0 where nothing was
-ever written, since it is unsigned. Such a position holds the mask id and has no earlier write; a
-given position is named by its own bit column. Both get back -1 on reading.
+``pyarrow.ipc.open_stream(zstandard.decompress(block)).read_all()`` opens it: one row for each
+record, columns as in :data:`COLUMNS`, and what all rows share in the metadata of the schema.
+``docs/trajectory_format.md`` has the rules. Features of kept steps lie in a member of their own
+(:mod:`lit_dlm.trajectories.features`); which steps were kept is a column here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import struct
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import zstandard
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.container import (
-    Column,
-    ColumnReader,
-    Dtype,
-    Header,
-    make_column,
-    pack,
-    pack_texts,
-    split_texts,
-    unpack,
-    unpack_texts,
-)
-from lit_dlm.trajectories.errors import (
-    ChecksumError,
-    InvariantError,
-    TrajectoryFormatError,
-    UnsupportedFormatError,
-)
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.record import (
     MAX_LENGTH,
     SIGNAL_DTYPES,
     STATUSES,
-    TOP_SIGNALS,
     Columns,
     Trajectory,
     checked,
     trusted,
 )
 
-SIGNAL_TAGS: dict[str, tuple[str, Dtype]] = {
-    "commit_prob": ("CCNF", Dtype.F16),
-    "commit_margin": ("CMRG", Dtype.F16),
-    "commit_score": ("CSCO", Dtype.F16),
-    "commit_log_prob": ("ROLD", Dtype.F32),
-    "commit_value": ("CVAL", Dtype.F16),
-    "commit_advantage": ("CADV", Dtype.F16),
-    "step_time_us": ("STMU", Dtype.U32),
-    "step_prob": ("RCNF", Dtype.F16),
-    "step_entropy": ("RENT", Dtype.F16),
-    "step_proposal": ("RPRP", Dtype.U24),
-    "step_top_ids": ("RTKI", Dtype.U24),
-    "step_top_log_probs": ("RTKL", Dtype.F16),
-}
-"""Signal name to column."""
-FLAG_PARTIAL = 0x0001
-"""Block flag: some record was cut by a step limit or aborted."""
-FLAG_FEATURES = 0x10000
-"""Block flag, of the half that readers may ignore: a features member belongs to this block."""
+VERSION = "2"
+MAX_RAW_BYTES = 1 << 30
+_RAW_SLACK, _RAW_RATIO = 64 << 20, 256
+_OLD_MAGIC = b"\x89LDT"
+_CUT_BYTES = 1024
+"""Buffers from this size on are zstd blocks of their own."""
+_END_BLOCK = zstandard.COMPRESSOBJ_FLUSH_BLOCK
+_LOCAL = threading.local()
 
-DTYPES: dict[str, tuple[Dtype, ...]] = {
-    "SMID": (Dtype.BYTES,),
-    "PLEN": (Dtype.U16,),
-    "GLEN": (Dtype.U16,),
-    "NSTP": (Dtype.U16,),
-    "PTOK": (Dtype.U24,),
-    "PDIG": (Dtype.BYTES,),
-    "GTOK": (Dtype.U24,),
-    "CSTP": (Dtype.U8, Dtype.U16),
-    "GIVN": (Dtype.BYTES,),
-    "ECNT": (Dtype.U32,),
-    "ESTP": (Dtype.U16,),
-    "EPOS": (Dtype.U16,),
-    "ETOK": (Dtype.U24,),
-    "SEED": (Dtype.U64,),
-    "CDIG": (Dtype.BYTES,),
-    "STAT": (Dtype.U8,),
-    "META": (Dtype.BYTES,),
-    **{tag: (dtype,) for tag, dtype in SIGNAL_TAGS.values()},
+_IDS = pa.list_(pa.int32())
+_WRITES = pa.list_(
+    pa.struct([("step", pa.uint16()), ("position", pa.uint16()), ("token", pa.int32())])
+)
+COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
+    "uid": (pa.string(),),
+    "prompt_ids": (_IDS,),
+    "tokens": (_IDS,),
+    "commit_step": (pa.list_(pa.uint8()), pa.list_(pa.uint16())),
+    "num_steps": (pa.uint16(),),
+    "seed": (pa.uint64(),),
+    "status": (pa.string(),),
+    "digest": (pa.binary(16),),
+    "given": (pa.list_(pa.bool_()),),
+    "superseded": (_WRITES,),
+    "kept_steps": (pa.list_(pa.uint16()),),
+    "meta": (pa.string(),),
+    **{name: (pa.list_(pa.from_numpy_dtype(kind)),) for name, kind in SIGNAL_DTYPES.items()},
 }
-"""Columns that this reader knows, with the element types that each may have."""
-_REQUIRED = ("SMID", "PLEN", "GLEN", "NSTP", "PTOK", "GTOK", "CSTP", "SEED", "CDIG", "STAT")
-_EVENTS = ("ECNT", "ESTP", "EPOS", "ETOK")
+"""Columns of a record block and the types that each may have; see the fields of a record."""
+_REQUIRED = tuple(COLUMNS)[:8]
+
+
+@dataclass(frozen=True)
+class FeatureFacts:
+    """What all features of a block share."""
+
+    layout: str
+    groups: tuple[int, ...]
+    projector: str
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A record block that was read; :func:`records_of` gives its records."""
+
+    batch: pa.RecordBatch
+    mask_id: int
+    vocab_size: int
+    run_digest: bytes
+    features: FeatureFacts | None  # None where no record of the block has features
+
+    @property
+    def kept_steps(self) -> list[NDArray[np.int32]]:
+        """``n`` arrays ``(S,)``, empty for records without features."""
+        if self.features is None:
+            return [np.empty(0, dtype=np.int32)] * self.batch.num_rows
+        return [part.astype(np.int32) for part in split_lists(self.batch.column("kept_steps"))]
 
 
 def encode_block(
-    records: Sequence[Trajectory],
-    *,
-    run_digest: bytes = b"\0" * 16,
-    level: int = 9,
+    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16, level: int = 9
 ) -> bytes:
-    """Writes records as one block. Features are not part of it.
+    """Writes records as one block; their features are not part of it.
 
     Args:
-        records: 1 to 65,535 records with one mask id, vocabulary size and set of signals.
+        records: 1 to 65,535 records with one mask id, vocabulary size, set of signals and kind of
+            features.
         run_digest: 16 bytes that name the run (see ``RunRecord.digest``).
         level: zstd level.
-
-    Returns:
-        The bytes of the block.
-
-    Raises:
-        ValueError: If a record breaks a rule of the format (named), or the block has no record.
     """
+    return pack(record_batch(records, run_digest=run_digest), level=level)
+
+
+def decode_block(data: bytes | memoryview, *, strict: bool = True) -> list[Trajectory]:
+    """Reads a block without features; see :func:`records_of`."""
+    return records_of(read_block(data), strict=strict)
+
+
+# -- records to columns ----------------------------------------------------------------------------
+
+
+def record_batch(
+    records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16
+) -> pa.RecordBatch:
+    """The columns of a block, after every rule of the format was checked."""
     if not 1 <= len(records) <= MAX_LENGTH:
-        raise ValueError(f"encode_block: expected 1 to {MAX_LENGTH} records, got {len(records)}")
-    if len(run_digest) != 16:
-        raise ValueError(f"encode_block: run_digest must have 16 bytes, got {len(run_digest)}")
+        raise ValueError(f"block: expected 1 to {MAX_LENGTH} records, got {len(records)}")
     flat = checked(records)
     if len(set(flat.uids)) < len(records):
         twice = next(uid for uid in flat.uids if flat.uids.count(uid) > 1)
-        raise InvariantError(f"trajectory {twice!r}: a uid appears twice", record=twice)
-    statuses = np.array([STATUSES.index(record.status) for record in records])
-    # -1 goes in as 0: a mask or a given token tells the reader that no step wrote the cell.
-    cstp = np.maximum(flat.commit_step, 0)
-    narrow = int(flat.num_steps.max()) <= 256
-    columns = [
-        Column("SMID", Dtype.BYTES, pack_texts("<H", [uid.encode() for uid in flat.uids])),
-        make_column("PLEN", Dtype.U16, flat.num_prompt),
-        make_column("GLEN", Dtype.U16, flat.num_generated),
-        make_column("NSTP", Dtype.U16, flat.num_steps),
-        make_column("PTOK", Dtype.U24, flat.prompts),
-        make_column("GTOK", Dtype.U24, flat.tokens),
-        make_column("CSTP", Dtype.U8 if narrow else Dtype.U16, cstp),
-        make_column("SEED", Dtype.U64, np.array([r.seed for r in records], dtype=np.uint64)),
-        Column("CDIG", Dtype.BYTES, b"".join(flat.content_digests())),
-        make_column("STAT", Dtype.U8, statuses),
-    ]
-    if flat.given is not None:
-        bits = np.packbits(flat.given, bitorder="little").tobytes()
-        columns.append(Column("GIVN", Dtype.BYTES, bits))
-    if len(flat.events):
-        columns += [
-            make_column("ECNT", Dtype.U32, flat.num_events),
-            make_column("ESTP", Dtype.U16, flat.events[:, 0]),
-            make_column("EPOS", Dtype.U16, flat.events[:, 1]),
-            make_column("ETOK", Dtype.U24, flat.events[:, 2]),
-        ]
-    if any(r.meta for r in records):
-        columns.append(
-            Column("META", Dtype.BYTES, pack_texts("<I", [meta_bytes(r) for r in records]))
-        )
-    columns += signal_columns(records)
-    flags = FLAG_PARTIAL if (statuses >= 2).any() else 0
-    if any(record.features is not None for record in records):
-        flags |= FLAG_FEATURES
-    header = Header(
-        num_records=len(records),
-        flags=flags,
-        mask_id=flat.mask_id,
-        vocab_size=flat.vocab_size,
-        run_digest=run_digest,
+        raise TrajectoryFormatError(f"trajectory {twice!r}: a uid appears twice")
+    # 255 is the last step of 256.
+    steps = pa.uint8() if int(flat.num_steps.max()) <= 256 else pa.uint16()
+    unwritten = flat.commit_step < 0
+    commit = pa.array(
+        np.maximum(flat.commit_step, 0), steps, mask=unwritten if unwritten.any() else None
     )
-    return pack(header, columns, level=level)
+    columns: dict[str, pa.Array] = {
+        "uid": pa.array(flat.uids),
+        "prompt_ids": _lists(pa.array(flat.prompts), flat.num_prompt),
+        "tokens": _lists(pa.array(flat.tokens), flat.num_generated),
+        "commit_step": _lists(commit, flat.num_generated),
+        "num_steps": pa.array(flat.num_steps, pa.uint16()),
+        "seed": pa.array([record.seed for record in records], pa.uint64()),
+        "status": pa.array([record.status for record in records]),
+        "digest": pa.array(flat.content_digests(), pa.binary(16)),
+    }
+    metadata = {
+        "lit_dlm_trajectories": VERSION,
+        "mask_id": str(flat.mask_id),
+        "vocab_size": str(flat.vocab_size),
+        "run_digest": run_digest.hex(),
+    }
+    for name in ("given", "superseded"):
+        if any(getattr(record, name) is not None for record in records):
+            parts = [getattr(record, name) for record in records]
+            columns[name] = list_column(parts, COLUMNS[name][0])
+    if (facts := feature_facts(records)) is not None:
+        kept = [None if r.features is None else r.features.kept_steps for r in records]
+        columns["kept_steps"] = list_column(kept, COLUMNS["kept_steps"][0])
+        metadata["features"] = json.dumps(asdict(facts))
+    if any(record.meta for record in records):
+        columns["meta"] = pa.array([meta_text(record) for record in records])
+    for name in _signal_names(records):
+        columns[name] = list_column([record.signals[name] for record in records], COLUMNS[name][0])
+    return pa.record_batch(columns).replace_schema_metadata(metadata)
 
 
-def decode_block(
-    data: bytes | memoryview,
-    *,
-    strict: bool = True,
-) -> list[Trajectory]:
-    """Reads a block.
-
-    The arrays of the records are views of the block's columns.
-
-    Args:
-        data: exactly one block.
-        strict: also compute each record's content digest anew, and check the uids and the block
-            flag. Checksums, lengths and the rules of the arrays are always checked.
-
-    Returns:
-        The records in their stored order.
-
-    Raises:
-        TrajectoryFormatError: Or one of its kinds, whatever is wrong with the bytes.
-    """
-    header, columns = unpack(data, known=DTYPES)
-    n = header.num_records
-    if not 1 <= n <= MAX_LENGTH:
-        raise InvariantError(f"block: expected 1 to {MAX_LENGTH} records, got {n}")
-    missing = [tag for tag in _REQUIRED if tag not in columns]
-    present = [tag for tag in _EVENTS if tag in columns]
-    if missing == ["PTOK"] and "PDIG" in columns:
-        raise UnsupportedFormatError(
-            "block: its prompts are withheld (digests in place of ids); only version 0.1 of "
-            "lit-dlm could read such a block"
-        )
-    if missing or len(present) not in (0, len(_EVENTS)):
-        raise InvariantError(f"block: columns {missing or present} are missing or alone")
-    read = ColumnReader(columns, DTYPES)
-    flat = _read_flat(read, header)
-    _restore_unwritten(flat)
-    flat.check()
-    statuses = read.array("STAT", n)
-    if statuses.max() >= len(STATUSES):
-        raise InvariantError(f"block: unknown status code {statuses.max()}")
-    seed_values = read.array("SEED", n)
-    digests = read.raw("CDIG", 16 * n)
-    if strict:
-        _check_strictly(flat, statuses, header, digests)
-    fields = _split(flat, statuses, seed_values, read_metas(columns.get("META"), n))
-    signals = read_signals(read, flat)
-    return [trusted({**own, "signals": s}) for own, s in zip(fields, signals, strict=True)]
+def _lists(values: pa.Array, lengths: Sequence[int] | NDArray[Any], mask: Any = None) -> Any:
+    offsets = pa.array(list(accumulate(map(int, lengths), initial=0)), pa.int32())
+    return pa.ListArray.from_arrays(offsets, values, mask=mask)
 
 
-def _read_flat(read: ColumnReader, header: Header) -> Columns:
-    n = header.num_records
-    num_prompt, num_generated = read.integers("PLEN", n), read.integers("GLEN", n)
-    size = int(num_generated.sum())
-    tokens = read.tokens("GTOK", size)
-    has_events = "ECNT" in read.columns
-    num_events = read.integers("ECNT", n) if has_events else np.zeros(n, dtype=np.int64)
-    return Columns(
-        uids=unpack_texts("<H", read.columns["SMID"], n),
-        num_prompt=num_prompt,
-        num_generated=num_generated,
-        num_steps=read.integers("NSTP", n),
-        prompts=read.tokens("PTOK", int(num_prompt.sum())),
-        tokens=tokens,
-        commit_step=read.array("CSTP", size).astype(np.int32),
-        given=read_given(read.columns.get("GIVN"), size),
-        num_events=num_events,
-        events=_read_events(read, int(num_events.sum())) if has_events else _NO_EVENTS,
-        mask_id=header.mask_id,
-        vocab_size=header.vocab_size,
-    )
+def list_column(
+    parts: Sequence[NDArray[Any] | None], kind: pa.DataType | None = None
+) -> pa.ListArray:
+    """A column of arrays, null where there is none; rows ``(K, fields)`` for a struct."""
+    present = [part for part in parts if part is not None]
+    joined = np.concatenate(present)
+    if kind is None:
+        values = pa.array(joined)
+    elif pa.types.is_struct(kind.value_type):
+        fields = list(kind.value_type)
+        cells = [pa.array(joined[:, at], field.type) for at, field in enumerate(fields)]
+        values = pa.StructArray.from_arrays(cells, fields=fields)
+    else:
+        values = pa.array(joined, kind.value_type)
+    mask = pa.array([part is None for part in parts]) if len(present) < len(parts) else None
+    return _lists(values, [0 if part is None else len(part) for part in parts], mask)
 
 
-def _split(
-    flat: Columns,
-    statuses: NDArray[np.uint8],
-    seed_values: NDArray[np.uint64],
-    metas: list[dict[str, Any]],
-) -> Iterator[dict[str, Any]]:
-    """Fields of one record after the other, without its signals; arrays are views."""
-    mask_id, vocab_size = flat.mask_id, flat.vocab_size
-    prompts, tokens, commit_step, events = flat.prompts, flat.tokens, flat.commit_step, flat.events
-    rows = zip(
-        flat.uids,
-        np.cumsum(flat.num_prompt).tolist(),
-        np.cumsum(flat.num_generated).tolist(),
-        np.cumsum(flat.num_events).tolist(),
-        flat.num_steps.tolist(),
-        seed_values.tolist(),
-        statuses.tolist(),
-        metas,
-        strict=True,
-    )
-    start = prompt_start = event_start = 0
-    for uid, prompt_end, end, event_end, num_steps, seed, code, meta in rows:
-        given = None if flat.given is None else flat.given[start:end]
-        yield {
-            "uid": uid,
-            "prompt_ids": prompts[prompt_start:prompt_end],
-            "tokens": tokens[start:end],
-            "commit_step": commit_step[start:end],
-            "num_steps": num_steps,
-            "mask_id": mask_id,
-            "vocab_size": vocab_size,
-            "seed": seed,
-            "status": STATUSES[code],
-            "given": given if given is not None and given.any() else None,
-            "superseded": events[event_start:event_end] if event_end > event_start else None,
-            "features": None,
-            "meta": meta,
-        }
-        start, prompt_start, event_start = end, prompt_end, event_end
+def _signal_names(records: Sequence[Trajectory]) -> list[str]:
+    """Names of the signals, which all records of a block share."""
+    names = sorted(records[0].signals)
+    for record in records:
+        if sorted(record.signals) != names:
+            raise TrajectoryFormatError(
+                f"trajectory {record.uid!r}: all records of a block need the same signals, "
+                f"expected {names}, got {sorted(record.signals)}"
+            )
+    return names
 
 
-_NO_EVENTS = np.empty((0, 3), dtype=np.int32)
-
-
-def read_given(column: Column | None, size: int) -> NDArray[np.bool_] | None:
-    """``(size,)`` bool of the column ``GIVN``; ``None`` where no position is given."""
-    if column is None:
+def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
+    """What the features of records share; ``None`` where no record has any."""
+    found = [(record, record.features) for record in records if record.features is not None]
+    for record, own in found:
+        own.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
+        if own.kind != found[0][1].kind:
+            raise TrajectoryFormatError(
+                f"trajectory {record.uid!r}: all features of a block need one kind, expected "
+                f"{found[0][1].kind}, got {own.kind}"
+            )
+    if not found:
         return None
-    if len(column.data) != (size + 7) // 8:
-        raise InvariantError(f"block: column 'GIVN' must have {(size + 7) // 8} bytes")
-    bits = np.unpackbits(np.frombuffer(column.data, dtype=np.uint8), bitorder="little")
-    if bits[size:].any():
-        raise InvariantError("block: column 'GIVN' has bits behind its end")
-    return bits[:size].astype(bool)
+    first = found[0][1]
+    return FeatureFacts(first.layout, first.groups, first.projector_digest)
 
 
-def _read_events(read: ColumnReader, total: int) -> NDArray[np.int32]:
-    return np.stack(
-        [
-            read.array("ESTP", total).astype(np.int32),
-            read.array("EPOS", total).astype(np.int32),
-            read.tokens("ETOK", total),
-        ],
-        axis=1,
-    )
-
-
-def _restore_unwritten(flat: Columns) -> None:
-    """Puts -1 back where the column holds 0 for want of a write."""
-    unwritten = (flat.commit_step == 0) & (flat.tokens == flat.mask_id)
-    if flat.given is not None:
-        if (flat.commit_step[flat.given] != 0).any():
-            raise InvariantError("block: a given position has a commit step")
-        unwritten |= flat.given
-    flat.commit_step[unwritten] = -1
-
-
-def _check_strictly(
-    flat: Columns, statuses: NDArray[np.uint8], header: Header, digests: bytes
-) -> None:
-    """What costs more to check than to read: uids, the block flag and the content digests."""
-    if len(set(flat.uids)) != len(flat.uids):
-        raise InvariantError("block: a uid appears twice")
-    if not all(flat.uids):
-        raise InvariantError("block: a uid is empty")
-    if (statuses >= 2).any() and not header.flags & FLAG_PARTIAL:
-        raise InvariantError("block: it holds partial trajectories without saying so in its flags")
-    actual = flat.content_digests()
-    if b"".join(actual) != digests:
-        at = next(i for i, own in enumerate(actual) if own != digests[16 * i : 16 * i + 16])
-        raise ChecksumError(
-            f"trajectory {flat.uids[at]!r}: content digest does not match", record=flat.uids[at]
-        )
-
-
-# -- meta ----------------------------------------------------------------------------------------
-
-
-def meta_bytes(record: Trajectory) -> bytes:
-    """The meta of a record as JSON with sorted keys; nothing for an empty one."""
+def meta_text(record: Trajectory) -> str | None:
+    """The meta of a record as JSON with sorted keys; ``None`` for an empty one."""
     if not record.meta:
-        return b""
+        return None
     try:
-        return json.dumps(
+        text = json.dumps(
             record.meta, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        ).encode()
+        )
+        text.encode()  # a lone surrogate is no text
+        return text
     except (TypeError, ValueError) as error:
-        raise InvariantError(
-            f"trajectory {record.uid!r}: meta is not JSON: {error}", record=record.uid
+        raise TrajectoryFormatError(
+            f"trajectory {record.uid!r}: meta is not JSON: {error}"
         ) from error
 
 
-def read_metas(column: Column | None, n: int) -> list[dict[str, Any]]:
-    """The inverse of :func:`meta_bytes` for the column ``META``; empty ones without it."""
-    if column is None:
-        return [{} for _ in range(n)]
-    texts = split_texts("<I", column, n)
+# -- columns to records ----------------------------------------------------------------------------
+
+
+def read_block(data: bytes | memoryview) -> Block:
+    """Reads a block: its bytes, types and metadata are checked, its records are not yet."""
+    return block_of(unpack(data))
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turns whatever the libraries say about strange bytes into our error, in one line."""
     try:
-        metas = [json.loads(text) if text else {} for text in texts]
+        yield
+    except TrajectoryFormatError:
+        raise
+    except (
+        *(zstandard.ZstdError, pa.ArrowException, OSError, struct.error, RecursionError),
+        *(ValueError, TypeError, KeyError, IndexError, AttributeError, StopIteration, EOFError),
+    ) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TrajectoryFormatError(f"block: {what}: {text}") from error
+
+
+def block_of(batch: pa.RecordBatch) -> Block:
+    """Checks types and metadata of columns that others may have written."""
+    batch = known_columns(batch, COLUMNS, _REQUIRED)
+    with refusing("its metadata do not fit"):
+        facts = {key.decode(): value.decode() for key, value in batch.schema.metadata.items()}
+        features = None
+        if "kept_steps" in batch.schema.names:
+            said = json.loads(facts["features"])
+            groups = tuple(map(int, said["groups"]))
+            features = FeatureFacts(str(said["layout"]), groups, str(said["projector"]))
+        block = Block(
+            batch,
+            int(facts["mask_id"]),
+            int(facts["vocab_size"]),
+            bytes.fromhex(facts["run_digest"]),
+            features,
+        )
+    if not 1 <= batch.num_rows <= MAX_LENGTH or len(block.run_digest) != 16:
+        raise TrajectoryFormatError(
+            f"block: expected 1 to {MAX_LENGTH} records and a run digest of 16 bytes, got "
+            f"{batch.num_rows} and {len(block.run_digest)}"
+        )
+    return block
+
+
+def known_columns(
+    batch: pa.RecordBatch, columns: dict[str, tuple[pa.DataType, ...]], required: Collection[str]
+) -> pa.RecordBatch:
+    """The known columns, with types, lengths and texts checked."""
+    with refusing("its columns do not fit"):
+        names = batch.schema.names
+        missing = [name for name in required if name not in names]
+        if missing or len(set(names)) < len(names):
+            raise TrajectoryFormatError(f"block: columns {missing or names} missing or repeated")
+        known = batch.select([name for name in names if name in columns])
+        for field in known.schema:
+            if field.type not in columns[field.name]:
+                raise TrajectoryFormatError(
+                    f"block: column {field.name!r} must be {columns[field.name][-1]}, "
+                    f"got {field.type}"
+                )
+        known.validate(full=True)
+    return known
+
+
+def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
+    """The records of a block, whose arrays are views of its columns.
+
+    Args:
+        block: the block.
+        strict: also compute each record's content digest anew and compare the uids. The rules of
+            the arrays are always checked.
+    """
+    batch = block.batch
+    flat = _read_flat(block)
+    flat.check()
+    statuses = _column(batch, "status").to_pylist()
+    if unknown := set(statuses).difference(STATUSES):
+        raise TrajectoryFormatError(f"block: unknown status {sorted(unknown)[0]!r}")
+    if strict:
+        digests = _column(batch, "digest")
+        first = 16 * digests.offset
+        _check_strictly(flat, digests.buffers()[1][first : first + 16 * len(digests)].to_pybytes())
+    none = [None] * len(statuses)
+    columns = zip(
+        flat.uids,
+        views(flat.prompts, flat.num_prompt),
+        views(flat.tokens, flat.num_generated),
+        views(flat.commit_step, flat.num_generated),
+        flat.num_steps.tolist(),
+        _column(batch, "seed").to_numpy().tolist(),
+        statuses,
+        none if flat.given is None else views(flat.given, flat.num_generated),
+        views(flat.events, flat.num_events) if len(flat.events) else none,
+        _read_signals(batch, flat),
+        _read_metas(batch),
+        strict=True,
+    )
+    return [
+        trusted(
+            {
+                "uid": uid,
+                "prompt_ids": prompt_ids,
+                "tokens": tokens,
+                "commit_step": commit_step,
+                "num_steps": num_steps,
+                "mask_id": flat.mask_id,
+                "vocab_size": flat.vocab_size,
+                "seed": seed,
+                "status": status,
+                "given": given if given is not None and given.any() else None,
+                "superseded": events if events is not None and len(events) else None,
+                "signals": signals,
+                "features": None,
+                "meta": meta,
+            }
+        )
+        for (
+            uid,
+            prompt_ids,
+            tokens,
+            commit_step,
+            num_steps,
+            seed,
+            status,
+            given,
+            events,
+            signals,
+            meta,
+        ) in columns
+    ]
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """A column without nulls."""
+    column = batch.column(name)
+    if column.null_count:
+        raise TrajectoryFormatError(f"block: column {name!r} holds nulls")
+    return column
+
+
+def _flat(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Values of all lists back to back, ``(n,)`` lengths; a null is an empty list."""
+    values, lengths = _bare(column)
+    parts = values.flatten() if pa.types.is_struct(values.type) else [values]
+    if values.null_count or any(part.null_count for part in parts):
+        raise TrajectoryFormatError(f"block: nulls in a list of {values.type}")
+    arrays = [part.to_numpy(zero_copy_only=False) for part in parts]
+    return (arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)), lengths
+
+
+def _bare(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
+    # Not by Arrow's functions: a call of one takes longer than a block of numbers.
+    offsets = column.offsets.to_numpy()
+    lengths = np.diff(offsets).astype(np.int64)
+    if column.null_count and lengths[column.is_null().to_numpy(zero_copy_only=False)].any():
+        raise TrajectoryFormatError("block: a null is no empty list")
+    return column.values[int(offsets[0]) : int(offsets[-1])], lengths
+
+
+def views(values: NDArray[Any], lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """Parts of an array, one behind the other."""
+    return [values[first:end] for first, end in pairwise(accumulate(lengths.tolist(), initial=0))]
+
+
+def split_lists(column: pa.Array) -> list[NDArray[Any]]:
+    """The lists of a column as views of one array."""
+    return views(*_flat(column))
+
+
+def _read_flat(block: Block) -> Columns:
+    batch, names = block.batch, block.batch.schema.names
+    prompts, num_prompt = _flat(_column(batch, "prompt_ids"))
+    tokens, num_generated = _flat(_column(batch, "tokens"))
+    values, lengths = _bare(_column(batch, "commit_step"))
+    fits = np.array_equal(lengths, num_generated)
+    if values.null_count:
+        commit_step = values.fill_null(0).to_numpy().astype(np.int32)
+        commit_step[values.is_null().to_numpy(zero_copy_only=False)] = -1
+    else:
+        commit_step = values.to_numpy().astype(np.int32)
+    given = None
+    if "given" in names:
+        cells, lengths = _flat(batch.column("given"))
+        has = batch.column("given").is_valid().to_numpy(zero_copy_only=False)
+        fits = fits and np.array_equal(lengths, np.where(has, num_generated, 0))
+        given = np.zeros(len(tokens), dtype=bool)
+        if fits:
+            given[np.repeat(has, num_generated)] = cells
+    if not fits:
+        raise TrajectoryFormatError("block: commit_step and given must be as long as tokens")
+    num_events, events = np.zeros(len(num_prompt), dtype=np.int64), np.empty((0, 3), np.int32)
+    if "superseded" in names:
+        events, num_events = _flat(batch.column("superseded"))
+    return Columns(
+        uids=_column(batch, "uid").to_pylist(),
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        num_steps=_column(batch, "num_steps").to_numpy().astype(np.int64),
+        # Copies: Arrow's arrays are read-only, which torch warns about.
+        prompts=prompts.copy(),
+        tokens=tokens.copy(),
+        commit_step=commit_step,
+        given=given,
+        num_events=num_events,
+        events=events.astype(np.int32, copy=False),
+        mask_id=block.mask_id,
+        vocab_size=block.vocab_size,
+    )
+
+
+def _check_strictly(flat: Columns, digests: bytes) -> None:
+    """What costs more to check than to read: uids and content digests."""
+    if len(set(flat.uids)) != len(flat.uids) or not all(flat.uids):
+        raise TrajectoryFormatError("block: a uid is empty or appears twice")
+    own = flat.content_digests()
+    if b"".join(own) != digests:
+        at = next(i for i, one in enumerate(own) if one != digests[16 * i : 16 * i + 16])
+        raise TrajectoryFormatError(f"trajectory {flat.uids[at]!r}: content digest does not match")
+
+
+def _read_metas(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    if "meta" not in batch.schema.names:
+        return [{} for _ in range(batch.num_rows)]
+    try:
+        metas = [json.loads(text or "{}") for text in batch.column("meta").to_pylist()]
     except (ValueError, RecursionError) as error:
-        raise TrajectoryFormatError(f"block: column 'META' is not JSON: {error}") from error
+        raise TrajectoryFormatError(f"block: column 'meta' is not JSON: {error}") from error
     if not all(isinstance(meta, dict) for meta in metas):
-        raise TrajectoryFormatError("block: column 'META' must hold JSON objects")
+        raise TrajectoryFormatError("block: column 'meta' must hold JSON objects")
     return metas
 
 
-# -- signals -------------------------------------------------------------------------------------
-
-
-def signal_columns(records: Sequence[Trajectory]) -> list[Column]:
-    """The signal columns of a block; all records must carry the same signals."""
-    names = [(name, values.shape[1:]) for name, values in sorted(records[0].signals.items())]
-    for record in records:
-        own = [(name, values.shape[1:]) for name, values in sorted(record.signals.items())]
-        if own != names:
-            raise InvariantError(
-                f"trajectory {record.uid!r}: all records of a block need the same signals, "
-                f"expected {names}, got {own}"
-            )
-    columns = []
-    for name, _ in names:
-        tag, dtype = SIGNAL_TAGS[name]
-        for record in records:
-            _check_range(record.uid, name, record.signals[name], dtype)
-        values = np.concatenate([record.signals[name] for record in records])
-        columns.append(make_column(tag, dtype, values.reshape(-1)))
-    return columns
-
-
-_LARGEST = {Dtype.U24: 2**24 - 1, Dtype.U32: 2**32 - 1}
-
-
-def _check_range(uid: str, name: str, array: NDArray[Any], dtype: Dtype) -> None:
-    """Refuses integers that would wrap around in their column."""
-    largest = _LARGEST.get(dtype)
-    if largest is None or not array.size:
-        return
-    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > largest:
-        raise InvariantError(
-            f"trajectory {uid!r}: signal {name!r} must hold integers in 0..{largest}", record=uid
-        )
-
-
-def read_signals(read: ColumnReader, flat: Columns) -> list[dict[str, NDArray[Any]]]:
+def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArray[Any]]]:
     """The signals of every record."""
     signals: list[dict[str, NDArray[Any]]] = [{} for _ in flat.uids]
-    names = [name for name, (tag, _) in SIGNAL_TAGS.items() if tag in read.columns]
-    rows = flat.masked_row_counts() if names else None
+    names = [name for name in SIGNAL_DTYPES if name in batch.schema.names]
+    rows = flat.masked_row_counts() if names else flat.num_steps
     for name in names:
-        tag, dtype = SIGNAL_TAGS[name]
-        if name.startswith("commit_"):
-            lengths = flat.num_generated
-        elif name == "step_time_us":
-            lengths = flat.num_steps
-        else:
-            assert rows is not None
-            lengths = rows
-        total = int(lengths.sum())
-        width = 1
-        if name in TOP_SIGNALS:
-            width = len(read.columns[tag].data) // max(total * (3 if dtype is Dtype.U24 else 2), 1)
-        count = total * width
-        values = read.tokens(tag, count) if dtype is Dtype.U24 else read.array(tag, count)
-        values = values.astype(SIGNAL_DTYPES[name], copy=False)
-        if name in TOP_SIGNALS:
-            values = values.reshape(total, width)
-        ends = np.cumsum(lengths).tolist()
-        for i, length in enumerate(lengths.tolist()):
-            signals[i][name] = values[ends[i] - length : ends[i]]
+        values, lengths = _flat(_column(batch, name))
+        wanted = flat.num_generated if name.startswith("commit_") else rows
+        if not np.array_equal(lengths, wanted):
+            raise TrajectoryFormatError(f"block: column {name!r} has lists of other lengths")
+        for own, part in zip(signals, views(values, lengths), strict=True):
+            own[name] = part
     return signals
+
+
+# -- columns to bytes ------------------------------------------------------------------------------
+
+
+class _Buffers:
+    """A file that keeps apart what Arrow writes: metadata, and each buffer of each column."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        self.parts.append(bytes(data))
+        return len(self.parts[-1])
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
+    """One zstd frame, with its checksum and content size, around an Arrow IPC stream."""
+    sink = _Buffers()
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), batch.schema) as writer:
+        writer.write_batch(batch)
+    size = sum(map(len, sink.parts))
+    frame = zstandard.ZstdCompressor(
+        level=level, write_checksum=True, write_content_size=True
+    ).compressobj(size=size)
+    packed = []
+    for part in sink.parts:
+        # Tokens, steps and floats differ in their statistics, of which a zstd block has one set.
+        is_large = len(part) >= _CUT_BYTES
+        packed += [frame.flush(_END_BLOCK)] if is_large else []
+        packed.append(frame.compress(part))
+        packed += [frame.flush(_END_BLOCK)] if is_large else []
+    packed.append(frame.flush())
+    data = b"".join(packed)
+    if size > raw_limit(len(data)):
+        raise TrajectoryFormatError(
+            f"block: {batch.num_rows} records take {size} bytes, {len(data)} packed, which readers "
+            "would refuse; put fewer into a block"
+        )
+    return data
+
+
+def raw_limit(stored: int) -> int:
+    """Most bytes that a block of so many may unpack to: a small file cannot take much memory."""
+    return min(MAX_RAW_BYTES, _RAW_SLACK + _RAW_RATIO * stored)
+
+
+def unpack(data: bytes | memoryview) -> pa.RecordBatch:
+    """The columns of one packed batch.
+
+    Any change of a bit is an error, but for a few bits of a frame that zstd itself does not read.
+    """
+    if bytes(data[:4]) == _OLD_MAGIC:
+        raise TrajectoryFormatError(
+            "block: of the older format 1, which this version does not read"
+        )
+    with refusing("does not unpack"):
+        frame = zstandard.get_frame_parameters(data)
+        limit = raw_limit(len(data))
+        # An unknown size is the largest number; nothing is unpacked before this.
+        if not frame.has_checksum or frame.content_size > limit:
+            raise TrajectoryFormatError(
+                f"block: expected a frame with a checksum and at most {limit} bytes, got "
+                f"{frame.content_size}"
+            )
+        if not hasattr(_LOCAL, "decompressor"):  # making one takes a third of the time of a block
+            _LOCAL.decompressor = zstandard.ZstdDecompressor()
+        raw = _LOCAL.decompressor.decompress(data, allow_extra_data=False)
+        messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(raw))
+        first, second = messages.read_next_message(), messages.read_next_message()
+        if second.type != "record batch" or _has_packed_buffers(second.metadata.to_pybytes()):
+            raise TrajectoryFormatError("block: expected one record batch, not compressed within")
+        schema = pa.ipc.read_schema(first)
+        version = (schema.metadata or {}).get(b"lit_dlm_trajectories", b"none").decode()
+        if version != VERSION:
+            raise TrajectoryFormatError(
+                f"block: format version {version}, this reader knows {VERSION}"
+            )
+        return pa.ipc.read_record_batch(second, schema)
+
+
+def _has_packed_buffers(message: bytes) -> bool:
+    """Whether the buffers of a record batch are compressed once more.
+
+    Arrow would take memory for whatever size such a buffer claims, and has no option that refuses
+    them: field 3 of the flatbuffer ``RecordBatch``, which is field 2 of ``Message``, tells.
+    """
+
+    def field(table: int, number: int) -> int:
+        fields = table - struct.unpack_from("<i", message, table)[0]
+        (size,) = struct.unpack_from("<H", message, fields)
+        at = 4 + 2 * number
+        (offset,) = struct.unpack_from("<H", message, fields + at) if at < size else (0,)
+        return table + offset if offset else 0
+
+    (root,) = struct.unpack_from("<I", message, 0)
+    header = field(root, 2)
+    return field(header + struct.unpack_from("<I", message, header)[0], 3) != 0

@@ -24,16 +24,13 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.errors import InvariantError
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 
 RecordStatus = Literal["complete", "eos", "step_limit", "aborted"]
 """How a decode ended: canvas full, stopped at an end token, out of steps, or interrupted."""
 STATUSES: tuple[str, ...] = ("complete", "eos", "step_limit", "aborted")
-"""Status names; their index is the stored code."""
 MAX_LENGTH = 65_535
-"""Largest prompt length, response length and step count of format v1 (16-bit columns)."""
-MAX_TOKEN = 2**24 - 1
-"""Largest token id of format v1 (24-bit columns)."""
+"""Largest prompt length, response length and step count of the format (16-bit columns)."""
 FeatureLayout = Literal["generation", "all", "masked"]
 FeatureScheme = Literal["fp16", "int8"]
 DIGEST_TAG = b"ldt.traj.v1\0"
@@ -48,19 +45,13 @@ SIGNAL_DTYPES: dict[str, np.dtype] = {
     "commit_log_prob": np.dtype(np.float32),
     "commit_value": np.dtype(np.float16),
     "commit_advantage": np.dtype(np.float16),
-    "step_time_us": np.dtype(np.uint32),
     "step_prob": np.dtype(np.float16),
     "step_entropy": np.dtype(np.float16),
     "step_proposal": np.dtype(np.int32),
-    "step_top_ids": np.dtype(np.int32),
-    "step_top_log_probs": np.dtype(np.float16),
 }
-"""Optional columns. ``commit_*`` have one value per response position, ``step_time_us`` one per
-step, ``step_*`` one per (step, position that is masked before that step), ordered by step, then
-position (see :meth:`Trajectory.masked_rows`); the two of :data:`TOP_SIGNALS` have ``k`` of them,
-``(R, k)``, the most probable first."""
-TOP_SIGNALS = ("step_top_ids", "step_top_log_probs")
-"""The ``k`` largest logits of a row, normalised to log-probabilities over the vocabulary."""
+"""Optional columns. ``commit_*`` have one value per response position, ``step_*`` one per (step,
+position that is masked before that step), ordered by step, then position (see
+:meth:`Trajectory.masked_rows`)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,14 +130,7 @@ class Trajectory:
         return state
 
     def state_at(self, step: int) -> Int32:
-        """The response canvas before step ``step``, that is, the input of forward ``step``.
-
-        Args:
-            step: 0 (nothing committed) to ``num_steps`` (final).
-
-        Returns:
-            ``(G,)`` int32.
-        """
+        """``(G,)`` int32: the response canvas before step ``step``, 0 to ``num_steps`` (final)."""
         self._check_step(step, self.num_steps)
         state = self.tokens.copy()
         np.putmask(state, self.commit_step >= step, self.mask_id)
@@ -197,12 +181,7 @@ class Trajectory:
         return final[np.lexsort((final[:, 1], final[:, 0]))]
 
     def masked_rows(self) -> NDArray[np.int64]:
-        """The row order of the ``step_*`` signals.
-
-        Returns:
-            ``(R, 2)`` int64 rows (step, position) of every position that is masked before its
-            step, sorted by step, then position.
-        """
+        """``(R, 2)`` int64: every (step, position masked before it), the order of ``step_*``."""
         return np.argwhere(self.all_states()[:-1] == self.mask_id)
 
     def digest(self) -> bytes:
@@ -210,16 +189,11 @@ class Trajectory:
 
         SHA-256 over a tag, the lengths, prompt ids, final ids, commit steps and superseded writes,
         all as little-endian unsigned 32-bit numbers (so -1 is ``0xFFFFFFFF``), cut to 16 bytes.
-        It depends neither on the uid nor on how the record is stored.
         """
         return flatten([self]).content_digests()[0]
 
     def validate(self) -> None:
-        """Checks every rule of the format.
-
-        Raises:
-            InvariantError: Naming the sample, the field and what was wrong.
-        """
+        """Checks every rule of the format; an error names the sample and the field."""
         checked([self])
         if self.features is not None:
             self.features.validate(self.uid, self.num_prompt, self.num_generated, self.num_steps)
@@ -231,7 +205,7 @@ class Trajectory:
     # -- internals -----------------------------------------------------------------------------
 
     def _fail(self, message: str) -> NoReturn:
-        raise InvariantError(f"trajectory {self.uid!r}: {message}", record=self.uid)
+        raise TrajectoryFormatError(f"trajectory {self.uid!r}: {message}")
 
     def _check_step(self, step: int, last: int) -> None:
         if not 0 <= step <= last:
@@ -252,72 +226,48 @@ class Trajectory:
         for name, array in self.signals.items():
             if name not in SIGNAL_DTYPES:
                 self._fail(f"unknown signal {name!r}; known: {sorted(SIGNAL_DTYPES)}")
-            expected = masked_rows
-            if name.startswith("commit_"):
-                expected = self.num_generated
-            elif name == "step_time_us":
-                expected = self.num_steps
-            shape = (expected, *array.shape[1:2]) if name in TOP_SIGNALS else (expected,)
-            if array.shape != shape:
-                self._fail(f"signal {name!r} must have shape {shape}, got {array.shape}")
+            expected = self.num_generated if name.startswith("commit_") else masked_rows
+            if array.shape != (expected,):
+                self._fail(f"signal {name!r} must have shape {(expected,)}, got {array.shape}")
 
 
-def derive(
-    first: Int32, after: Int32, num_steps: NDArray[np.integer[Any]]
-) -> tuple[Int32, Int32, list[Int32 | None]]:
-    """Final tokens, commit steps and overwritten writes of a batch of histories.
+def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
+    """Tokens, commit steps and superseded writes of a decode.
 
     Args:
-        first: ``(B, G)`` int32 response canvas before step 0.
-        after: ``(T, B, G)`` int32 canvas after every step; rows count only below their number of
-            steps.
-        num_steps: ``(B,)`` integer.
-
-    Returns:
-        ``(B, G)`` int32 tokens, ``(B, G)`` int32 commit steps (-1: none), and for every row
-        ``(K, 3)`` int32 (step, position, token) sorted by (step, position), or ``None``.
+        first: ``(G,)`` int32 response canvas before step 0.
+        after: ``(T, G)`` int32 canvas after every step.
     """
-    B, G = first.shape
-    commit_step = np.full((B, G), -1, dtype=np.int32)
-    if len(after) == 0:
-        return first.copy(), commit_step, [None] * B
-    changed = np.empty(after.shape, dtype=bool)
-    np.not_equal(after[0], first, out=changed[0])
-    np.not_equal(after[1:], after[:-1], out=changed[1:])
-    changed &= (np.arange(len(after))[:, None] < num_steps)[..., None]
-    step, cell = np.divmod(np.flatnonzero(changed), B * G)
-    commit_step.reshape(-1)[cell] = step  # ascending steps: the last write wins
-    tokens = after[np.maximum(num_steps - 1, 0), np.arange(B)]
-    tokens[num_steps == 0] = first[num_steps == 0]
-    events: list[Int32 | None] = [None] * B
-    if len(cell) > np.count_nonzero(commit_step >= 0):  # some position was written twice
-        early = step < commit_step.reshape(-1)[cell]
-        step, cell = step[early], cell[early]
-        row, position = np.divmod(cell, G)
-        writes = np.stack([step, position, after.reshape(-1, B * G)[step, cell]], axis=1)
-        for number in np.unique(row).tolist():
-            events[number] = writes[row == number].astype(np.int32)
-    return tokens, commit_step, events
+    states = np.concatenate([first[None], after])
+    step, position = np.nonzero(states[1:] != states[:-1])
+    commit_step = np.full(len(first), -1, dtype=np.int32)
+    commit_step[position] = step  # ascending steps: the last write wins
+    early = step < commit_step[position]
+    if not early.any():
+        return states[-1].copy(), commit_step, None
+    step, position = step[early], position[early]
+    writes = np.stack([step, position, after[step, position]], axis=1)
+    return states[-1].copy(), commit_step, writes.astype(np.int32)
 
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
-    """Lays records end to end. Shapes that do not fit together raise ``InvariantError``."""
+    """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
     mask_id, vocab_size = records[0].mask_id, records[0].vocab_size
     events = [r.superseded for r in records if r.superseded is not None]
     given = None
     for r in records:
         if (r.mask_id, r.vocab_size) != (mask_id, vocab_size):
-            raise InvariantError(
+            raise TrajectoryFormatError(
                 f"trajectory {r.uid!r}: mask id and vocabulary size must be those of the block, "
                 f"expected {(mask_id, vocab_size)}, got {(r.mask_id, r.vocab_size)}"
             )
         G = len(r.tokens)
         if r.commit_step.shape != (G,) or (r.given is not None and r.given.shape != (G,)):
-            raise InvariantError(
+            raise TrajectoryFormatError(
                 f"trajectory {r.uid!r}: commit_step and given must have shape ({G},) like tokens"
             )
         if max(len(r.prompt_ids), G, r.num_steps) > MAX_LENGTH or r.num_steps < 0:
-            raise InvariantError(
+            raise TrajectoryFormatError(
                 f"trajectory {r.uid!r}: prompt length, response length and steps must be in "
                 f"0..{MAX_LENGTH}, got {(len(r.prompt_ids), G, r.num_steps)}"
             )
@@ -344,11 +294,7 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
-    """Lays records end to end and checks every rule of the format but those of features.
-
-    Raises:
-        InvariantError: naming the record, the field and what was wrong.
-    """
+    """Lays records end to end and checks every rule of the format but those of features."""
     flat = flatten(records)
     flat.check()
     for record, rows in zip(records, flat.masked_row_counts().tolist(), strict=True):
@@ -401,14 +347,14 @@ class StepFeatures:
         return len(self.kept_steps)
 
     @property
-    def num_features(self) -> int:
-        """F, the number of features per row."""
-        return int(self.features.shape[2])
-
-    @property
     def scheme(self) -> FeatureScheme:
         """How the features are stored."""
         return "fp16" if self.scales is None else "int8"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What all features of a block must share."""
+        return self.layout, self.scheme, self.groups, self.projector_digest
 
     @property
     def nbytes(self) -> int:
@@ -445,16 +391,10 @@ class StepFeatures:
             features: ``(S, R, F)`` floating point, finite.
             kept_steps: ``(S,)`` integer, ascending.
             proposals: ``(S, R)`` integer.
-            groups: sizes of the feature groups (default: one group of F).
-            scheme: ``int8`` or ``fp16``.
+            groups: sizes of the feature groups; one group of F by default.
+            scheme: how they are stored.
             layout: which rows the second axis holds.
             projector_digest: digest of the function that made the features.
-
-        Returns:
-            The stored form.
-
-        Raises:
-            ValueError: If sizes do not add up, a value is not finite, or does not fit in float16.
         """
         values = np.asarray(features, dtype=np.float32)
         if values.ndim != 3:
@@ -486,11 +426,9 @@ class StepFeatures:
         )
 
     def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
-        """Checks shapes and ranges against the record ``uid``.
-
-        Raises:
-            ValueError: Naming the record and the field.
-        """
+        """Checks shapes and ranges against the record ``uid``."""
+        if self.layout not in ("generation", "all", "masked"):
+            raise ValueError(f"trajectory {uid!r}: unknown feature layout {self.layout!r}")
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
         expected: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
             "features": ((self.num_kept, rows, sum(self.groups)), self.features),
@@ -539,25 +477,15 @@ class Columns:
     """``n`` records as flat arrays; SG is the sum of the response lengths."""
 
     uids: Sequence[str]
-    """``n`` names."""
-    num_prompt: Int64
-    """``(n,)`` P of each record."""
-    num_generated: Int64
-    """``(n,)`` G of each record."""
-    num_steps: Int64
-    """``(n,)`` T of each record."""
-    prompts: Int32
-    """``(sum P,)`` prompt ids."""
-    tokens: Int32
-    """``(SG,)`` final ids."""
-    commit_step: Int32
-    """``(SG,)`` step of the last write, -1 where there is none."""
-    given: NDArray[np.bool_] | None
-    """``(SG,)`` or ``None``."""
-    num_events: Int64
-    """``(n,)`` superseded writes of each record."""
-    events: Int32
-    """``(K, 3)`` rows (step, position within the record, token)."""
+    num_prompt: Int64  # (n,) P of each record
+    num_generated: Int64  # (n,) G of each record
+    num_steps: Int64  # (n,) T of each record
+    prompts: Int32  # (sum P,) prompt ids
+    tokens: Int32  # (SG,) final ids
+    commit_step: Int32  # (SG,) step of the last write, -1 where there is none
+    given: NDArray[np.bool_] | None  # (SG,) or None
+    num_events: Int64  # (n,) superseded writes of each record
+    events: Int32  # (K, 3) rows (step, position within the record, token)
     mask_id: int
     vocab_size: int
 
@@ -567,14 +495,10 @@ class Columns:
         return np.cumsum(self.num_generated) - self.num_generated
 
     def check(self) -> None:
-        """Checks every rule.
-
-        Raises:
-            InvariantError: Naming the record and the rule.
-        """
+        """Checks every rule; an error names the record and the rule."""
         for name in ("mask_id", "vocab_size"):
-            if not 0 <= (value := getattr(self, name)) < 2**32:
-                self._fail(0, f"{name} must be in 0..2**32-1, got {value}")
+            if not 0 <= (value := getattr(self, name)) < 2**31:
+                self._fail(0, f"{name} must be in 0..2**31-1, got {value}")
         self._check_ids("prompt_ids", self._words(), self.num_prompt)
         self._check_ids("tokens", self.tokens, self.num_generated)
         commit = self.commit_step
@@ -704,10 +628,10 @@ class Columns:
     def _check_ids(self, name: str, ids: Int32, lengths: Int64) -> None:
         if len(ids) == 0:
             return
-        bound = min(self.vocab_size, MAX_TOKEN + 1)
+        bound = self.vocab_size
         if ids.min() >= 0 and ids.max() < bound:
             return
-        bad = (ids < 0) | (ids > MAX_TOKEN) | ((ids >= bound) & (ids != self.mask_id))
+        bad = (ids < 0) | ((ids >= bound) & (ids != self.mask_id))
         if bad.any():
             at = int(np.argmax(bad))
             self._fail(
@@ -727,4 +651,4 @@ class Columns:
 
     def _fail(self, record: int, rule: str) -> NoReturn:
         uid = self.uids[record]
-        raise InvariantError(f"trajectory {uid!r}: {rule}", record=uid)
+        raise TrajectoryFormatError(f"trajectory {uid!r}: {rule}")

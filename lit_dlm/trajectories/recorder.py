@@ -9,7 +9,6 @@ the plugs that decide as the loop does.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,15 +28,12 @@ from lit_dlm.decoding import (
     Sampler,
     ScheduleQuota,
 )
-from lit_dlm.ops.options import within
 from lit_dlm.trajectories.capture import (
     CapturedDecode,
     CapturedRow,
     HostCopies,
     StartingRows,
     StepBuffer,
-    append_top,
-    top_buffers,
 )
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.provenance import RunRecord, hardware_facts
@@ -50,23 +46,8 @@ class TraceRecorder:
     edits or masks again. A row's steps end with the last one that found a mask in it or changed it.
     """
 
-    def __init__(
-        self, *, mask_id: int, vocab_size: int, top_k: int = 0, step_times: bool = False
-    ) -> None:
-        """Sets what is recorded.
-
-        Args:
-            mask_id: id of the mask token.
-            vocab_size: bound of the token ids.
-            top_k: most probable tokens to keep of every masked position; needs logits.
-            step_times: keep the time from one call to the next as the duration of the step.
-
-        Raises:
-            ValueError: ``top_k`` is out of range.
-        """
-        within(f"[0, {vocab_size}]", top_k=top_k)
+    def __init__(self, *, mask_id: int, vocab_size: int) -> None:
         self.mask_id, self.vocab_size = mask_id, vocab_size
-        self.top_k, self.step_times = top_k, step_times
         self._ids: Tensor | None = None
 
     def begin(
@@ -85,9 +66,6 @@ class TraceRecorder:
             start: first response column.
             pad_mask: ``(B, L)`` or ``(B, start)``, nonzero on real tokens (an attention mask).
             seeds: noise seed of each row, where the loop has one.
-
-        Raises:
-            ValueError: the shapes do not fit, or a prompt holds a mask.
         """
         if ids.ndim != 2 or not 0 < start < ids.shape[1]:
             raise ValueError(
@@ -109,58 +87,30 @@ class TraceRecorder:
         self._num_steps = torch.zeros(B, dtype=torch.long, device=ids.device)
         self._copies = HostCopies(ids.device)
         self._canvas = StepBuffer(B, L - start, torch.int32, self._copies, expected_steps=L - start)
-        self._top = top_buffers(B, L - start, self.top_k, self._copies)
-        self._step_seconds: list[float] = []
-        self._clock = time.perf_counter()
 
-    def step(self, ids: Tensor, *, logits: Tensor | None = None) -> None:
-        """Takes the canvas after a step; does not wait for the device.
-
-        Args:
-            ids: ``(B, L)`` integer; may be written afterwards.
-            logits: ``(B, L, V)`` of the step's forward, row ``i`` predicting column ``i`` (undo the
-                shift of models that predict the next column); needed with ``top_k`` and only there.
-
-        Raises:
-            ValueError: no decode has begun, a shape differs, or logits are missing.
-        """
+    def step(self, ids: Tensor) -> None:
+        """Takes the canvas ``(B, L)`` after a step; does not wait for the device."""
         before = self._begun()
         if ids.shape != before.shape:
             raise ValueError(
                 f"recorder: expected the whole canvas {tuple(before.shape)} after every step, got "
                 f"{tuple(ids.shape)}"
             )
-        if self.step_times:
-            self._step_seconds.append(time.perf_counter() - self._clock)
         number = self._canvas.length + 1
         ids = ids.detach().clone()
         is_open = (before[:, self._start :] == self.mask_id).any(1) | (ids != before).any(1)
         self._num_steps = torch.where(is_open, number, self._num_steps)
         self._canvas.append(self._rows, ids)
         self._ids = ids
-        if self.top_k:
-            if logits is None:
-                raise ValueError(f"recorder: top_k {self.top_k} needs the logits of every step")
-            response = torch.arange(ids.shape[1] - self._start, device=ids.device)
-            columns = response.expand(len(ids), -1)
-            shown = logits[:, self._start :].detach()
-            append_top(self._top, self._rows, shown, columns, self.top_k)
-        self._clock = time.perf_counter()
 
     def end(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Trajectory]:
-        """Ends the decode.
+        """Ends the decode; gives one record per row.
 
         Args:
             uids: one name per row.
             metas: small JSON values per row, such as ``{"method": "llada", "task": "gsm8k"}``.
-
-        Returns:
-            One record per row.
-
-        Raises:
-            ValueError: no decode has begun, a prompt was changed, or the numbers do not fit.
         """
         ids, start = self._begun(), self._start
         if not torch.equal(ids[:, :start], self._first[:, :start]):
@@ -173,12 +123,7 @@ class TraceRecorder:
             copies=self._copies,
             rows=[
                 CapturedRow(
-                    start=starting,
-                    number=row,
-                    place=row,
-                    first_step=0,
-                    num_steps=num_steps,
-                    status="step_limit" if is_open else "complete",
+                    starting, row, row, 0, num_steps, "step_limit" if is_open else "complete"
                 )
                 for row, (num_steps, is_open) in enumerate(
                     zip(self._num_steps.tolist(), left.tolist(), strict=True)
@@ -187,8 +132,6 @@ class TraceRecorder:
             canvases=self._canvas.parts(),
             mask_id=self.mask_id,
             vocab_size=self.vocab_size,
-            signals={name: buffer.parts() for name, buffer in self._top.items()},
-            step_seconds=self._step_seconds,
         )
         self._ids = None
         return captured.trajectories(uids, metas)
@@ -209,9 +152,6 @@ def record_generate(
     metas: Sequence[Mapping[str, Any]] | None = None,
     attention_mask: Tensor | None = None,
     mask_id: int | None = None,
-    shift: int | None = None,
-    top_k: int = 0,
-    step_times: bool = False,
 ) -> tuple[Any, list[Trajectory]]:
     """Records a plain generate loop by watching the inputs of the model's forwards.
 
@@ -229,17 +169,12 @@ def record_generate(
         metas: small JSON values per row.
         attention_mask: ``(B, P)`` nonzero on real tokens, where prompts are padded.
         mask_id: id of the mask token; that of the model's configuration or family by default.
-        shift: 1 where row ``i`` of the logits predicts column ``i + 1`` (Dream), else 0; by default
-            that of the model's family. Only ``top_k`` reads it.
-        top_k: most probable tokens to keep of every masked position of every step.
-        step_times: keep the duration of every step.
 
     Returns:
         What ``generate`` returned, and one record per row.
 
-    Raises:
-        ValueError: the mask id is unknown, or a forward does not show the whole canvas, as in loops
-            with a cache; such a loop calls :class:`TraceRecorder` itself.
+    A loop with a cache, whose forwards do not show the whole canvas, is refused; it calls
+    :class:`TraceRecorder` itself.
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -250,17 +185,12 @@ def record_generate(
         raise ValueError(
             f"mask_id: the configuration of {type(model).__name__} names none; give it"
         )
-    if shift is None:
-        shift = family.shift if family else 0
     (B, P), vocab_size = prompt_ids.shape, getattr(config, "vocab_size", None)
     if vocab_size is None:
         raise ValueError(f"the configuration of {type(model).__name__} names no vocab_size")
-    recorder = TraceRecorder(
-        mask_id=mask_id, vocab_size=vocab_size, top_k=top_k, step_times=step_times
-    )
+    recorder = TraceRecorder(mask_id=mask_id, vocab_size=vocab_size)
     # The input of a forward shows what the step before it wrote; the loop itself is not touched.
     num_forwards = 0
-    logits: Tensor | None = None
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_forwards
@@ -280,7 +210,7 @@ def record_generate(
             recorder.begin(ids, start=P, pad_mask=attention_mask)
         else:
             try:
-                recorder.step(ids, logits=logits)
+                recorder.step(ids)
             except ValueError as error:
                 raise ValueError(
                     f"{where}: {error}; a loop with a cache shows its forwards a part of the "
@@ -288,27 +218,16 @@ def record_generate(
                 ) from error
         num_forwards += 1
 
-    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        nonlocal logits
-        if top_k:
-            logits = output.logits[:B]
-            if shift:
-                logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
-
-    handles = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True),
-    ]
+    handle = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
         result = generate()
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     if num_forwards == 0:
         raise ValueError(f"generate: it never called the forward of {type(model).__name__}")
     final: Any = result[0] if isinstance(result, tuple) else result
     final = getattr(final, "sequences", final)
-    recorder.step(final, logits=logits)
+    recorder.step(final)
     return result, recorder.end(uids, metas)
 
 
@@ -354,10 +273,7 @@ def llada_decoder(
 ) -> Decoder | str:
     """The decoder that decides as the ``generate`` of LLaDA's repository (arXiv 2502.09992) does.
 
-    Arguments are those of that function.
-
-    Returns:
-        The decoder, or the reason why the loop cannot be described as one.
+    Arguments are those of that function. A reason stands for a loop that has no such decoder.
     """
     if temperature > 0.0 or remasking == "random":
         return "it draws from torch's global generator, whose state no record holds"
@@ -386,10 +302,8 @@ def dream_decoder(
 ) -> Decoder | str:
     """The decoder that decides as Dream's ``diffusion_generate`` does, without hooks.
 
-    Arguments are those of its generation configuration.
-
-    Returns:
-        The decoder, or the reason why the loop cannot be described as one.
+    Arguments are those of its generation configuration. A reason stands for a loop that has no such
+    decoder.
     """
     policies: dict[str, CommitPolicy] = {
         "maskgit_plus": ConfidencePolicy(),

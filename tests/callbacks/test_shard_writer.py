@@ -15,7 +15,7 @@ from tests.fakes import MASK
 
 
 def predict(folder: Path, module=None, *, count: int = 10, recover_first=True, **options) -> None:
-    callback = ShardWriter(str(folder), **{"name": "demo", "block_size": 4, **options})
+    callback = ShardWriter(str(folder), **{"name": "demo", "records_per_block": 4, **options})
     data = PromptDataModule(
         [Letters(count)],
         response_length=LENGTH,
@@ -119,7 +119,7 @@ def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="No space left on device") as error:
         predict(tmp_path)
-    assert "demo-train-r00000-w000-000000.tar.tmp-" in error.value.filename
+    assert "demo-train-r00000-000000.tar.tmp-" in error.value.filename
     assert all(record.exc_info is None or record.exc_info is False for record in caplog.records)
     assert completed_uids(tmp_path) == set()
     monkeypatch.undo()

@@ -143,7 +143,7 @@ def test_recorded_decodes_come_in_one_order_however_they_were_written(
     whole = write_shards(tmp_path / "whole", records)
     dealt = tmp_path / "dealt"
     for rank in (1, 0):
-        write_shards(dealt, records[rank::2], block_size=3, rank=rank)
+        write_shards(dealt, records[rank::2], records_per_block=3, rank=rank)
     for limit in (None, 3):
         orders = [
             [e.uid for e in RecordedDecodes(folder, limit=limit).examples(model)]

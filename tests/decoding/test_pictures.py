@@ -23,7 +23,7 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.description import decoder_from_description
 from lit_dlm.trajectories.capture import TrajectoryCapture
-from lit_dlm.trajectories.reexecution import free_running, teacher_forced
+from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.backbones.folders import write
 from tests.backbones.waves import waves
 

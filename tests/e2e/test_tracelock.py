@@ -84,7 +84,7 @@ def test_every_problem_has_one_graded_trajectory_with_features(whole: Path):
         assert isinstance(trace.meta["correct"], bool)
         assert trace.features is not None
         # Snapshots 3 x 8, differences 2 x 4, log-odds, entropy, margin.
-        assert trace.features.num_features == 3 * 8 + 2 * 4 + 3
+        assert sum(trace.features.groups) == 3 * 8 + 2 * 4 + 3
         assert 1 <= trace.features.num_kept <= 32
 
 
@@ -111,7 +111,7 @@ def test_the_policy_decodes_and_its_forwards_are_counted(whole: Path):
 def test_killed_generation_resumes_to_the_same_trajectories(whole: Path, tmp_path: Path):
     command = [*GENERATE, f"--run_dir={tmp_path}", "--data.init_args.batch_size=3"]
     # One block per sample, so that something is on disk when the process dies.
-    command += ["--trainer.callbacks.init_args.block_size=1"]
+    command += ["--trainer.callbacks.init_args.records_per_block=1"]
     killed(tmp_path, *command, before=4, files="traces/*.tar*", num_bytes=60_000)
     assert len(completed_uids(tmp_path / "traces")) < 24
     run(*command)
@@ -189,8 +189,12 @@ TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--data.init_args.batch_
 
 @pytest.mark.ddp
 def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, tmp_path: Path):
+    """They go on as they would have without it."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
     for name in ("traces", "projector"):
-        (tmp_path / name).symlink_to(whole / name)
+        for folder in (tmp_path, plain):
+            (folder / name).symlink_to(whole / name)
     number = signal.SIGTERM
     told = killed(
         tmp_path, *FIT, f"--run_dir={tmp_path}", *TWO, before=3, files="fit.yaml", number=number,
@@ -199,10 +203,11 @@ def test_two_processes_end_together_at_a_signal_to_the_first(whole: Path, tmp_pa
     assert told.count("saved as") == 1
     stored = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["global_step"] == 4
-    finished(start(*FIT, f"--run_dir={tmp_path}", *TWO))
+    for folder in (tmp_path, plain):
+        finished(start(*FIT, f"--run_dir={folder}", *TWO))
     one, two = (
         torch.load(at / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        for at in (whole, tmp_path)
+        for at in (plain, tmp_path)
     )
     for name, value in one.items():
         if value.is_floating_point():  # sums in another order, under a rate of 0.002

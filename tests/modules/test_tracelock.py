@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +6,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
 from lit_dlm.decoding import Decoder, NoQuota, prompt_canvas
@@ -20,7 +18,6 @@ from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.selection import SelectionSettings
 from lit_dlm.modules.state_batch import StateBatch, collate_states, trace_state
 from lit_dlm.modules.tracelock import MONITOR, TraceLockModule
-from tests.processes import in_processes
 from tests.traces import (
     EOS,
     feature_capture,
@@ -200,37 +197,6 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     )
     expected = weights(whole)
     assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
-
-
-def _go_on(rank: int, count: int, shards: Path, folder: Path, steps: int, resume: Any) -> None:
-    """Six states at a time, whatever the processes; seven updates a pass."""
-    run = trainer(
-        folder, max_steps=steps, devices=count, limit_val_batches=0,
-        strategy=DDPStrategy(process_group_backend="gloo") if count > 1 else "auto",
-    )  # fmt: skip
-    policy = module(
-        head=replace(HEAD, dropout=0.0), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
-    )
-    states = data(shards, batch_size=6 // count)
-    run.fit(policy, states, ckpt_path=resume, weights_only=True if resume else None)
-    run.save_checkpoint(folder / f"{count}.ckpt")
-
-
-@pytest.mark.ddp
-def test_training_goes_on_with_any_number_of_processes(shards: Path, tmp_path: Path) -> None:
-    """Two, one, then three processes."""
-    _go_on(0, 1, shards, tmp_path / "whole", 12, None)
-    resume = None
-    for count, steps in ((2, 5), (1, 9), (3, 12)):
-        in_processes(count, _go_on, count, shards, tmp_path, steps, resume)
-        resume = tmp_path / f"{count}.ckpt"
-    expected, found = (
-        torch.load(tmp_path / name, weights_only=True)["state_dict"]
-        for name in ("whole/1.ckpt", "3.ckpt")
-    )
-    # Sums in another order. AdamW would make whole steps of it where a gradient is 0 but for
-    # rounding, as that of the keys' biases is.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_checkpoint_holds_no_backbone_and_loads_without_pickle(

@@ -81,7 +81,7 @@ def write_set(
     *,
     tokenizer: str = "tiny",
     methods: dict[str, Any] | None = None,
-    block_size: int = 4,
+    records_per_block: int = 4,
 ) -> Path:
     empty: dict[str, Any] = {}
     run = RunRecord(
@@ -94,7 +94,7 @@ def write_set(
         hardware=empty,
     )
     with TrajectoryShardWriter(
-        folder, name="s", split="test", rank=0, run=run, block_size=block_size
+        folder, name="s", split="test", rank=0, run=run, records_per_block=records_per_block
     ) as writer:
         for one in records:
             writer.put(one)

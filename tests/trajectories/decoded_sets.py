@@ -145,4 +145,4 @@ def decoded_set(folder: Path, methods: tuple[str, ...] = tuple(DECODERS)) -> Pat
     records = [
         record for name, decoder in decoders.items() for record in decoded(backbone, decoder, name)
     ]
-    return write_set(folder, records, run_record(backbone, decoders), block_size=4)
+    return write_set(folder, records, run_record(backbone, decoders), records_per_block=4)

@@ -33,7 +33,6 @@ from lit_dlm.trajectories.capture import (
     TrajectoryCapture,
 )
 from lit_dlm.trajectories.format import decode_block, encode_block
-from lit_dlm.trajectories.record import TOP_SIGNALS
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
 from tests.trajectories.samples import assert_same, from_history, random_history
 
@@ -436,46 +435,8 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
     assert record.features.kept_steps.tolist() == sorted(kept)
 
 
-@pytest.mark.parametrize("name", ["threshold", "blocks"])
-@pytest.mark.parametrize("level", ["tokens", "signals"])
-def test_the_most_probable_tokens_and_the_times_of_every_step_are_kept_on_request(name, level):
-    """The backbone's table says what every masked cell's logits were, whatever the window was."""
-    watcher = Watcher()
-    capture = TrajectoryCapture(vocab_size=VOCAB, level=level, top_k=3, step_times=True)
-    result = run(DECODERS[name], [watcher, capture])
-    records = capture.trajectories([f"u{i}" for i in range(len(PROMPTS))])
-    for row, record in enumerate(records):
-        record.validate()
-        P = max(map(len, PROMPTS))
-        ids, log_probs = (record.signals[name] for name in TOP_SIGNALS)
-        assert ids.shape == log_probs.shape == (len(record.masked_rows()), 3)
-        for found, values, (step, position) in zip(
-            ids, log_probs, record.masked_rows(), strict=True
-        ):
-            seen = watcher.records[step].state
-            at = seen.rows.tolist().index(row)
-            table = logits(seen.ids)[at, P + position]
-            table[[MASK, PAD]] = -torch.inf  # never proposed
-            expected = table.log_softmax(-1).topk(3)
-            assert found.tolist() == expected.indices.tolist()
-            np.testing.assert_allclose(values, expected.values, atol=5e-3)
-        times = record.signals["step_time_us"]
-        assert times.shape == (int(result.num_steps[row]),)
-        assert (times > 0).all()
-    assert_same(records[1], decode_block(encode_block(records))[1])
-    plain = TrajectoryCapture(vocab_size=VOCAB)
-    run(DECODERS[name], [plain])
-    for before, after in zip(records, plain.trajectories([r.uid for r in records]), strict=True):
-        assert before.digest() == after.digest()
-        assert after.signals == {}
-    with pytest.raises(ValueError, match=rf"top_k: .* in \[0, {VOCAB}\], got {VOCAB + 1}"):
-        TrajectoryCapture(vocab_size=VOCAB, top_k=VOCAB + 1)
-
-
 @pytest.mark.parametrize("asked", ["as rows end", "at the end"])
-@pytest.mark.parametrize(
-    "level", ["tokens", "signals", "features", "features of the prompt", "the most probable"]
-)
+@pytest.mark.parametrize("level", ["tokens", "signals", "features", "features of the prompt"])
 @pytest.mark.parametrize("name", ["threshold", "blocks", "stop"])
 def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, asked):
     """16 prompts in 3 places."""
@@ -484,7 +445,6 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
         "signals": {"level": "signals"},
         "features": {"level": "features", "features": feature_capture()},
         "features of the prompt": {"level": "features", "features": feature_capture(layout="all")},
-        "the most probable": {"top_k": 3},
     }[level]
     prompts, seeds = PROMPTS * 2, [7 * i for i in range(16)]
     expected = captured(DECODERS[name], prompts, seeds, **options)

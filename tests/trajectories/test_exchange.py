@@ -166,7 +166,7 @@ def test_rows_of_other_tools_are_tokenised_only_when_they_have_no_ids(tmp_path: 
 def test_a_step_map_that_counts_from_one_is_brought_to_zero(tmp_path: Path) -> None:
     path = tmp_path / "block.json"
     path.write_text(json.dumps([{"prompt": "yya", "response": "abc", "step_map": [1, 1, 2]}]))
-    settings = ImportSettings(mask_id=MASK, vocab_size=VOCAB, tokenizer=TOKENIZER, first_step=1)
+    settings = ImportSettings(mask_id=MASK, vocab_size=VOCAB, tokenizer=TOKENIZER)
     (record,) = read_step_map(path, settings)
     assert record.commit_step.tolist() == [0, 0, 1]
     assert (record.num_steps, record.status) == (2, "complete")
@@ -215,7 +215,7 @@ def test_a_changed_parquet_row_does_not_pass(tmp_path: Path) -> None:
     rows = table.to_pylist()
     rows[0]["tokens"][0] += 1
     pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
-    with pytest.raises(ValueError, match=r"content digest .* recorded"):
+    with pytest.raises(ValueError, match="content digest does not match"):
         list(read_parquet(path)[0])
     path.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="not a Parquet file"):
@@ -227,9 +227,6 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="were overwritten"):
         write_jsonl((tabom_row(r, TOKENIZER) for r in records), tmp_path / "rows.jsonl")
     assert list(tmp_path.iterdir()) == []
-
-
-# -- the peer's pickles --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,10 +265,8 @@ def test_foreign_and_damaged_parquet_is_refused_in_one_line(tmp_path: Path) -> N
     other = table.set_column(at, "tokens", pa.array([b"a", b"b", b"c"]))
     path = tmp_path / "other.parquet"
     pq.write_table(other, path)
-    with pytest.raises(
-        ValueError, match=r"other\.parquet: column 'tokens': expected list<.*binary"
-    ):
-        read_parquet(path)
+    with pytest.raises(ValueError, match=r"other\.parquet: .*'tokens' must be list<.*got binary"):
+        list(read_parquet(path)[0])
     data = good.read_bytes()
     rng = np.random.default_rng(0)
     for at in rng.integers(4, len(data), 60):

@@ -7,12 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from lit_dlm.ops.cuts import non_ltr_positions
-from lit_dlm.trajectories import exchange
 from lit_dlm.trajectories.exchange import ImportSettings, read_step_map, read_tabom, tabom_row
 from lit_dlm.trajectories.record import Trajectory
 
@@ -96,14 +92,6 @@ def test_the_files_own_non_ltr_positions_win_and_come_back_in_an_export(tmp_path
     assert [row["non_ltr_positions"] for row in exported] == [[1, 2, 3], [1, 2, 3], [3], []]
     again = read(tmp_path, *exported)
     assert [record.meta.get("non_ltr_positions") for record in again] == listed
-
-
-def test_out_of_order_positions_are_those_of_the_cuts() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        order = rng.integers(-1, 6, 8).astype(np.int32)
-        wanted = non_ltr_positions(torch.from_numpy(order)).numpy()
-        np.testing.assert_array_equal(exchange.non_ltr_positions(order), wanted)
 
 
 def test_rows_without_an_order_go_from_left_to_right_on_demand_only(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.reexecution import free_running, teacher_forced
 from lit_dlm.trajectories.replay import fill_curves_of, regions_of
+from lit_dlm.trajectories.verify import free_running, teacher_forced
 from tests.traces import MASK, VOCAB, small_backbone
 
 TEMPLATE = TemplateLayout(

@@ -29,11 +29,17 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.reexecution import canvas_of, free_running, teacher_forced
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-from lit_dlm.trajectories.verify import Execution, Verification, verify
+from lit_dlm.trajectories.verify import (
+    Execution,
+    Verification,
+    canvas_of,
+    free_running,
+    teacher_forced,
+    verify,
+)
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
 from tests.plugs import AlternatePolicy
 from tests.trajectories.decoded_sets import (
@@ -95,7 +101,7 @@ def test_rows_of_a_block_model_in_different_blocks_are_exact(tmp_path: Path) -> 
     records = decoded(block, decoder, "cached", batch_size=4)
     assert len({record.num_steps for record in records}) > 1
     run = run_record(block, {"cached": decoder}, batch_size=4)
-    folder = write_set(tmp_path / "set", records, run, block_size=4)
+    folder = write_set(tmp_path / "set", records, run, records_per_block=4)
     for level in (3, 4):
         result = check(folder, block, level=level)
         assert not result.failed
@@ -262,7 +268,7 @@ def test_a_model_that_finds_near_ties_everywhere_explains_nothing() -> None:
     record = table_record([4, 5, 6, 4, 5, 6], [5, 4, 3, 2, 1, 0])
     (verdict,) = teacher_forced(backbone, Decoder(policy=ConfidencePolicy()), [record])
     assert verdict.margin == pytest.approx(0.005, abs=1e-6)
-    assert verdict.differing_steps == (0, 1, 2, 3, 4)
+    assert verdict.differing_steps == [0, 1, 2, 3, 4]
     assert verdict.outcome == "failed"
 
 
@@ -393,11 +399,11 @@ def test_levels_0_to_2_find_what_they_are_for(small: Path, tmp_path: Path) -> No
     (problem,) = check(copy, level=2).problems
     assert "SHA-256" in problem
 
-    copy, shard = damaged("root")
+    copy, shard = damaged("digest")
     path = shard.with_name(shard.name + ".json")
-    path.write_text(path.read_text().replace(side.merkle_root, "0" * 64))
+    path.write_text(path.read_text().replace(side.sha256, "0" * 64))
     problems = check(copy, level=2).problems
-    assert any("Merkle root" in problem and "in its side file" in problem for problem in problems)
+    assert any("SHA-256" in problem and "in its side file" in problem for problem in problems)
     assert any("in the manifest" in problem for problem in problems)
 
     copy, shard = damaged("alone")
@@ -419,7 +425,7 @@ def test_another_record_under_the_same_uid_is_not_authentic(
     records = list(TrajectoryShardReader(small))
     records[0] = replace(records[0], seed=1)
     run = run_of_shard(shards_in(small)[0])[0]
-    write_set(tmp_path / "forged", records, run, block_size=4)
+    write_set(tmp_path / "forged", records, run, records_per_block=4)
     for path in (tmp_path / "forged").glob("*.tar*"):
         shutil.copy(path, copy / path.name)
     assert check(copy, level=1).problems == []

@@ -7,7 +7,6 @@ shard counts as finished once that file exists.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,29 +16,30 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from lit_dlm.trajectories.errors import ShardError
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 
-SIDE_FORMAT = "lit-dlm/trajectory-shard"
+SIDE_FORMAT, VERSION = "lit-dlm/trajectory-shard", 2
 MANIFEST_FILE = "manifest.json"
 RUN_MEMBER = "__run__/run.json"
 """Member that carries the run record; names of this kind are skipped by sample readers."""
+RECORDS, FEATURES = "records.arrow.zst", "features.arrow.zst"
+"""Extensions of a block's members."""
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 
 _NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
 _SHARD = re.compile(
-    r"(?P<name>[a-z0-9_-]+)-(?P<split>[a-z0-9_]+)-r(?P<rank>\d{5})-w(?P<worker>\d{3})"
+    r"(?P<name>[a-z0-9_-]+)-(?P<split>[a-z0-9_]+)-r(?P<rank>\d{5})(?:-w\d{3})?"  # worker: format 1
     r"-(?P<index>\d{6})\.tar(?P<tail>\.tmp-\d+)?"
 )
 
 
 @dataclass(frozen=True, order=True)
 class ShardName:
-    """``{name}-{split}-r{rank}-w{worker}-{index}.tar``; two writers never share one."""
+    """``{name}-{split}-r{rank}-{index}.tar``; two writers never share one."""
 
     name: str
     split: str
     rank: int
-    worker: int
     index: int
 
     def __post_init__(self) -> None:
@@ -48,43 +48,26 @@ class ShardName:
                 "shard name: expected a name of a-z, 0-9, '_' and '-' (no dots) and a split of "
                 f"a-z, 0-9 and '_', got {self.name!r} and {self.split!r}"
             )
-        limits = {"rank": 10**5, "worker": 10**3, "index": 10**6}
-        for part, limit in limits.items():
-            if not 0 <= getattr(self, part) < limit:
-                raise ValueError(
-                    f"shard {part}: expected 0..{limit - 1}, got {getattr(self, part)}"
-                )
 
     def __str__(self) -> str:
-        series = f"{self.name}-{self.split}-r{self.rank:05d}-w{self.worker:03d}"
-        return f"{series}-{self.index:06d}.tar"
+        return f"{self.name}-{self.split}-r{self.rank:05d}-{self.index:06d}.tar"
 
     def key(self, block: int) -> str:
         """Key of a block's members: no dots, since readers cut it at the first one."""
-        return f"r{self.rank}w{self.worker}s{self.index}b{block:05d}"
+        return f"r{self.rank}s{self.index}b{block:05d}"
 
     @staticmethod
     def parse(path: Path) -> tuple[ShardName, bool] | None:
-        """Reads a file name.
-
-        Returns:
-            The name and whether the file is unfinished (``.tmp-{pid}``); ``None`` for other files.
-        """
+        """The name, and whether the file is unfinished (``.tmp-{pid}``); ``None`` for others."""
         match = _SHARD.fullmatch(path.name)
         if match is None:
             return None
-        name = ShardName(
-            match["name"],
-            match["split"],
-            int(match["rank"]),
-            int(match["worker"]),
-            int(match["index"]),
-        )
+        name = ShardName(match["name"], match["split"], int(match["rank"]), int(match["index"]))
         return name, match["tail"] is not None
 
 
 def next_index(folder: Path, name: ShardName) -> int:
-    """The first index that no shard of one name, split, rank and worker uses, finished or not."""
+    """The first index that no shard of one name, split and rank uses, finished or not."""
     names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
     used = [one.index for one in names if replace(one, index=name.index) == name]
     return max(used, default=-1) + 1
@@ -100,9 +83,6 @@ def tar_member(name: str, data: bytes) -> bytes:
 
 def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
     """Reads the members of a tar file that may end anywhere.
-
-    Args:
-        file: open for reading, at its start.
 
     Returns:
         Name and content of each whole member up to the end marker, the first damaged header, or
@@ -127,14 +107,16 @@ def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockEntry:
-    """Where a block lies inside its shard, in bytes."""
+    """Where the members of a block lie inside its shard, in bytes, and their CRC32."""
 
     key: str
     num_records: int
     offset: int
     size: int
+    crc32: int
     feature_offset: int | None = None
     feature_size: int | None = None
+    feature_crc32: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,44 +130,44 @@ class SideFile:
     num_records: int
     blocks: tuple[BlockEntry, ...]
     uids: tuple[str, ...]
-    merkle_root: str
 
     def write(self, folder: Path) -> Path:
         """Writes ``{shard}.json`` atomically."""
         path = folder / f"{self.shard}.json"
-        content = {"format": SIDE_FORMAT, "version": 1, **asdict(self)}
+        content = {"format": SIDE_FORMAT, "version": VERSION, **asdict(self)}
         write_atomically(path, json.dumps(content, separators=(",", ":")).encode())
         return path
 
     @staticmethod
     def read(path: Path) -> SideFile:
-        """Reads a side file.
-
-        Raises:
-            ShardError: If it is not one.
-        """
+        """Reads a side file, whoever wrote it."""
         try:
             content = json.loads(path.read_bytes())
-            if (content.pop("format"), content.pop("version")) != (SIDE_FORMAT, 1):
-                raise ShardError(f"{path}: not a side file of version 1")
+            kind, version = content.pop("format"), content.pop("version")
+            if (kind, version) == (SIDE_FORMAT, 1):
+                raise TrajectoryFormatError(
+                    f"{path}: a shard of the older format 1, which this version does not read"
+                )
             blocks = tuple(BlockEntry(**entry) for entry in content.pop("blocks"))
             uids = tuple(content.pop("uids"))
             side = SideFile(blocks=blocks, uids=uids, **content)
+            if (kind, version) != (SIDE_FORMAT, VERSION):
+                raise ValueError(f"expected version {VERSION}, got {version}")
             side._check()
             return side
-        except ShardError:
+        except TrajectoryFormatError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ShardError(f"{path}: not a side file of a shard: {error!r}") from error
+            raise TrajectoryFormatError(f"{path}: not a side file of a shard: {error!r}") from error
 
     def _check(self) -> None:
         """Sizes that nobody need trust: a reader takes as much memory as they say."""
         numbers: list[int | None] = [self.bytes, self.num_records]
         for entry in self.blocks:
-            numbers += [entry.num_records, entry.offset, entry.size]
-            if entry.feature_offset is not None or entry.feature_size is not None:
-                numbers += [entry.feature_offset, entry.feature_size]
-        if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+            numbers += [entry.num_records, entry.offset, entry.size, entry.crc32]
+            features = (entry.feature_offset, entry.feature_size, entry.feature_crc32)
+            numbers += features if features != (None, None, None) else ()
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("expected sizes and places that are whole numbers of 63 bits")
         if any(
             entry.offset + entry.size > self.bytes
@@ -193,7 +175,7 @@ class SideFile:
             for entry in self.blocks
         ):
             raise ValueError(f"a block ends behind the {self.bytes} bytes of the shard")
-        texts = [self.shard, self.sha256, self.run_digest, self.merkle_root, *self.uids]
+        texts = [self.shard, self.sha256, self.run_digest, *self.uids]
         if not all(type(text) is str for text in (*texts, *(entry.key for entry in self.blocks))):
             raise ValueError("expected names and digests that are texts")
 
@@ -205,16 +187,11 @@ def side_path(shard: Path) -> Path:
 
 def shards_in(folder: Path) -> list[Path]:
     """Shards of a folder that have their final name, sorted."""
-    paths = (path for path in folder.iterdir() if path.suffix == ".tar")
-    return sorted(path for path in paths if ShardName.parse(path) is not None)
+    return sorted(path for path in folder.glob("*.tar") if ShardName.parse(path) is not None)
 
 
 def shard_paths(paths: Sequence[Path]) -> list[Path]:
-    """Shards that paths name; a folder stands for all of its shards.
-
-    Raises:
-        ValueError: a path does not exist, or a folder has no shard.
-    """
+    """Shards that paths name; a folder stands for all of its shards."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -231,28 +208,24 @@ def shard_paths(paths: Sequence[Path]) -> list[Path]:
 
 def side_files(folder: Path) -> list[SideFile]:
     """All side files of a folder, in the order of their shards."""
-    paths = (path for path in folder.iterdir() if path.name.endswith(".tar.json"))
-    return [SideFile.read(path) for path in sorted(paths)]
+    return [SideFile.read(path) for path in sorted(folder.glob("*.tar.json"))]
 
 
 def completed_uids(folder: str | Path) -> set[str]:
-    """Uids of all finished shards of a folder; empty when there is no such folder.
-
-    Raises:
-        ShardError: If a side file is damaged.
-    """
+    """Uids of all finished shards of a folder; empty when there is no such folder."""
     folder = Path(folder)
-    if not folder.is_dir():
-        return set()
-    return {uid for side in side_files(folder) for uid in side.uids}
+    return {uid for side in side_files(folder) for uid in side.uids} if folder.is_dir() else set()
 
 
-def doubled(folder: Path, uid: str, first: str, second: str) -> str:
-    """Says that two shards of a folder hold one uid, and how to mend it."""
-    return (
-        f"uid {uid!r} is in both {first} and {second}: two processes wrote to {folder}; "
-        f"`lit-dlm traj recover {folder}` takes the second ones out"
-    )
+def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
+    """Notes which shard of a folder holds which uid; two of them may not hold the same."""
+    twice = next((uid for uid in side.uids if uid in owners), None)
+    if twice is not None:
+        raise TrajectoryFormatError(
+            f"uid {twice!r} is in both {owners[twice]} and {side.shard}: two processes wrote to "
+            f"{folder}; `lit-dlm traj recover {folder}` takes the second ones out"
+        )
+    owners.update(dict.fromkeys(side.uids, side.shard))
 
 
 def uid_order(uids: Sequence[str]) -> list[int]:
@@ -276,29 +249,8 @@ def uid_order(uids: Sequence[str]) -> list[int]:
     ]
 
 
-def merkle_root(digests: Sequence[bytes]) -> str:
-    """Root over content digests, in order: leaves ``H(0 d)``, nodes ``H(1 left right)``.
-
-    An odd node moves up unchanged; no digest at all gives ``H("")``.
-    """
-    if not digests:
-        return hashlib.sha256(b"").hexdigest()
-    level = [hashlib.sha256(b"\0" + digest).digest() for digest in digests]
-    while len(level) > 1:
-        pairs = [
-            hashlib.sha256(b"\1" + level[i] + level[i + 1]).digest()
-            for i in range(0, len(level) - 1, 2)
-        ]
-        level = pairs + level[len(pairs) * 2 :]
-    return level[0].hex()
-
-
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file so that readers see all of it or nothing, and a crash keeps it.
-
-    Raises:
-        OSError: Naming ``path``.
-    """
+    """Writes a small file so that readers see all of it or nothing, and a crash keeps it."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

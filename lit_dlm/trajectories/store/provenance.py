@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import lit_dlm
-from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.store.files import RUN_MEMBER, write_atomically
 
 RUN_FILE = "run.json"
@@ -35,7 +33,7 @@ _OPEN = ("decode.methods", "data.tasks")
 """Collections to which a later run of the same folder may add members, or leave some out."""
 _ABSENT = object()
 
-_PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "webdataset", "zstandard")
+_PACKAGES = ("torch", "transformers", "lightning", "peft", "numpy", "pyarrow", "zstandard")
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_LAUNCH_BLOCKING",
@@ -51,16 +49,11 @@ _VARIABLES = (
 class RunRecord:
     """Facts about one run, JSON types only."""
 
-    model: Mapping[str, Any]
-    """Id, revision, digests of configuration and weights, dtype, adapters."""
-    tokenizer: Mapping[str, Any]
-    """Id, revision, digest of its files and chat template, special ids."""
-    decode: Mapping[str, Any]
-    """Every setting of the decoder."""
-    randomness: Mapping[str, Any]
-    """Base seed, noise scheme, how sample seeds are derived."""
-    data: Mapping[str, Any]
-    """Data set, split, file digests, prompt template digest."""
+    model: Mapping[str, Any]  # id, revision, digests of configuration and weights, dtype, adapters
+    tokenizer: Mapping[str, Any]  # id, revision, digest of its files and chat template, special ids
+    decode: Mapping[str, Any]  # every setting of the decoder
+    randomness: Mapping[str, Any]  # base seed, noise scheme, how sample seeds are derived
+    data: Mapping[str, Any]  # data set, split, file digests, prompt template digest
     parent: str | None = None
     """Run digest (hexadecimal) of the set or policy this run was derived from."""
     software: Mapping[str, Any] = field(default_factory=lambda: software_facts())
@@ -79,7 +72,7 @@ class RunRecord:
         }
 
     def text(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, no exponents."""
+        """Canonical JSON."""
         return canonical_json(self.as_dict())
 
     def digest(self) -> bytes:
@@ -89,17 +82,12 @@ class RunRecord:
     def save(self, folder: str | Path) -> Path:
         """Writes ``run.json``, or checks the one that is there.
 
-        Args:
-            folder: folder of the trajectory set; it must exist.
+        A folder of a run that differs in what decides the outcome is refused; the keys are named.
 
         Returns:
             The file that holds this record: ``run.json``, or ``run-<digest>.json`` when the folder
             was begun with other software or hardware, or with other methods or tasks beside those
             that both runs have.
-
-        Raises:
-            ValueError: If the folder was made by a run that differs in what decides the outcome;
-                the differing keys are named.
         """
         folder = Path(folder)
         path = folder / RUN_FILE
@@ -125,78 +113,42 @@ class RunRecord:
 
     @classmethod
     def parse(cls, text: str) -> RunRecord:
-        """Reads a record from its text.
-
-        Raises:
-            ValueError: If it is not a run record.
-        """
+        """Reads a record from its text."""
         stored = _checked(text.encode(), "run record")
         groups = (*ESSENTIAL, "software", "hardware", "parent")
         return cls(**{name: stored[name] for name in groups})
 
 
 def canonical_json(value: Any) -> str:
-    """The one text of a JSON value.
-
-    Args:
-        value: dictionaries with string keys, lists, tuples, strings, numbers, booleans, ``None``.
-
-    Returns:
-        Sorted keys, no white space, UTF-8 characters as they are, floats without exponent.
-
-    Raises:
-        ValueError: If a value is not JSON or not finite.
-    """
-    if value is None or isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, int):
-        return str(int(value))
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"canonical JSON: numbers must be finite, got {value}")
-        text = repr(float(value))
-        return format(Decimal(text), "f") if "e" in text else text
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise ValueError(
-                f"canonical JSON: keys must be strings, got {sorted(map(repr, value))}"
-            )
-        pairs = (f"{canonical_json(key)}:{canonical_json(value[key])}" for key in sorted(value))
-        return "{" + ",".join(pairs) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(canonical_json, value)) + "]"
-    raise ValueError(f"canonical JSON: cannot hold {type(value).__name__} {value!r}")
+    """The one text of a JSON value: sorted keys, no white space, UTF-8."""
+    try:
+        return json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"canonical JSON: {error}") from error
 
 
 def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
-    """The run record inside a shard, which is its first member.
-
-    Returns:
-        The record, and the run digest of its stored text (hexadecimal).
-
-    Raises:
-        ShardError: the shard does not begin with a run record.
-    """
+    """The run record inside a shard, its first member, and its digest (hexadecimal)."""
     with shard.open("rb") as file:
         try:
             info = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "replace")
         except tarfile.HeaderError as error:
-            raise ShardError(f"{shard}: not a tar file: {error}") from error
+            raise TrajectoryFormatError(f"{shard}: not a tar file: {error}") from error
         if info.name != RUN_MEMBER:
-            raise ShardError(f"{shard}: expected the member {RUN_MEMBER} first, got {info.name!r}")
+            raise TrajectoryFormatError(
+                f"{shard}: expected the member {RUN_MEMBER} first, got {info.name!r}"
+            )
         text = file.read(info.size)
     try:
         return RunRecord.parse(text.decode()), hashlib.sha256(text).digest()[:16].hex()
     except ValueError as error:
-        raise ShardError(f"{shard}: {RUN_MEMBER}: {error}") from error
+        raise TrajectoryFormatError(f"{shard}: {RUN_MEMBER}: {error}") from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 over the vocabulary and the chat template (hexadecimal).
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-    """
+    """SHA-256 (hexadecimal) over vocabulary and chat template of a tokenizer of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     template = getattr(tokenizer, "chat_template", None)

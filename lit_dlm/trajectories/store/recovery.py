@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lit_dlm.trajectories.container import read_header
-from lit_dlm.trajectories.errors import ShardError, TrajectoryFormatError
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.features import attach_features
-from lit_dlm.trajectories.format import FLAG_FEATURES, decode_block
+from lit_dlm.trajectories.format import read_block, records_of
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import (
+    FEATURES,
     MANIFEST_FILE,
+    RECORDS,
     RUN_MEMBER,
+    VERSION,
     ShardName,
+    claim_uids,
     completed_uids,
-    doubled,
-    merkle_root,
     next_index,
     scan_members,
     shards_in,
@@ -39,14 +40,10 @@ MANIFEST_FORMAT = "lit-dlm/trajectory-manifest"
 class Recovered:
     """What :func:`recover` did with one file."""
 
-    path: Path
-    """The orphan; it is gone (or has ``.damaged`` appended)."""
-    shard: Path | None
-    """The shard that now holds its records; ``None`` when it had no new one."""
+    path: Path  # The orphan; it is gone (or has .damaged appended)
+    shard: Path | None  # The shard that now holds its records; None when it had no new one
     num_records: int
-    """Records saved."""
-    num_dropped_blocks: int
-    """Blocks that were cut, damaged, or lacked their features."""
+    num_dropped_blocks: int  # Blocks that were cut, damaged, or lacked their features
 
 
 def recover(folder: str | Path) -> list[Recovered]:
@@ -60,11 +57,8 @@ def recover(folder: str | Path) -> list[Recovered]:
     is resumed, by one process, while no other starts to write there; running it again changes
     nothing.
 
-    Args:
-        folder: folder of the set. A folder that does not exist holds nothing to recover.
-
     Returns:
-        One entry per orphan.
+        One entry per orphan; none for a folder that does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -119,27 +113,17 @@ def _without_doubles(folder: Path) -> list[Recovered]:
 
 
 def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
-    """Deletes the finished shards of records that are to be written anew.
+    """Deletes the finished shards of records that are to be written anew; returns their number.
 
     One process does so, after :func:`recover` and while no other writes there. The manifest goes,
-    too, until the folder is merged again.
-
-    Args:
-        folder: folder of the set.
-        is_stale: whether a record of that uid is to go.
-
-    Returns:
-        How many records went.
-
-    Raises:
-        ShardError: a shard holds such records and others; nothing is deleted then.
+    too, until the folder is merged again. A shard that holds such records and others is an error.
     """
     folder = Path(folder)
     stale = [side for side in side_files(folder) if any(map(is_stale, side.uids))]
     for side in stale:
         kept = [uid for uid in side.uids if not is_stale(uid)]
         if kept:
-            raise ShardError(
+            raise TrajectoryFormatError(
                 f"{folder / side.shard}: expected records that are all to be replaced or all to "
                 f"be kept, got {len(kept)} to keep ({kept[0]!r}) of {side.num_records}"
             )
@@ -152,46 +136,31 @@ def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
 
 
 def merge_manifest(folder: str | Path) -> dict[str, Any]:
-    """Merges all side files of a folder into ``manifest.json``; can be repeated at any time.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ShardError: If a shard lacks its side file, has another size, or two shards hold one uid.
-    """
+    """Merges all side files of a folder into ``manifest.json``; can be repeated at any time."""
     folder = Path(folder)
     sides = side_files(folder)
     named = {side.shard for side in sides}
     alone = [path.name for path in shards_in(folder) if path.name not in named]
     if alone:
-        raise ShardError(f"{folder}: shards without side file: {alone}; recover the folder first")
+        raise TrajectoryFormatError(
+            f"{folder}: shards without side file: {alone}; recover the folder first"
+        )
     owners: dict[str, str] = {}
     for side in sides:
         path = folder / side.shard
         size = path.stat().st_size if path.exists() else None
         if size != side.bytes:
-            raise ShardError(f"{path}: expected {side.bytes} bytes, got {size}")
-        for uid in side.uids:
-            if uid in owners:
-                raise ShardError(doubled(folder, uid, owners[uid], side.shard))
-            owners[uid] = side.shard
+            raise TrajectoryFormatError(f"{path}: expected {side.bytes} bytes, got {size}")
+        claim_uids(folder, side, owners)
     manifest = {
         "format": MANIFEST_FORMAT,
-        "version": 1,
+        "version": VERSION,
         "num_records": sum(side.num_records for side in sides),
         "num_blocks": sum(len(side.blocks) for side in sides),
         "bytes": sum(side.bytes for side in sides),
         "run_digests": sorted({side.run_digest for side in sides}),
-        "merkle_root": merkle_root([bytes.fromhex(side.merkle_root) for side in sides]),
         "shards": [
-            {
-                "shard": side.shard,
-                "bytes": side.bytes,
-                "sha256": side.sha256,
-                "num_records": side.num_records,
-                "merkle_root": side.merkle_root,
-            }
+            {name: getattr(side, name) for name in ("shard", "bytes", "sha256", "num_records")}
             for side in sides
         ],
     }
@@ -210,13 +179,6 @@ class _Salvage:
     is_whole: bool
 
 
-def _is_orphan(path: Path, was_free: bool | None) -> bool:
-    """Whether the process that wrote a file is dead; without locks, by the id in its name."""
-    if was_free is None:
-        return ".tmp-" not in path.name or not _process_lives(path)
-    return was_free
-
-
 def _process_lives(path: Path) -> bool:
     """Whether this machine runs the process whose id ends the name ``{file}.tmp-{pid}``."""
     pid = path.name.rpartition("-")[2]
@@ -231,7 +193,10 @@ def _recover_file(
     except FileNotFoundError:
         return None
     with file:
-        if not _is_orphan(path, lock(file.fileno())):
+        was_free = lock(file.fileno())
+        if was_free is None:  # no locks here: the id in the name tells
+            was_free = ".tmp-" not in path.name or not _process_lives(path)
+        if not was_free:
             return None
         found = _salvage(path, file)
     shard, saved = None, 0
@@ -272,19 +237,16 @@ def _salvage(path: Path, file: BinaryIO) -> _Salvage:
     salvage = _Salvage(run_text, b"\0" * 16, [], 0, reached_end)
     for key, parts in members.items():
         try:
-            block = parts["trajb"]
-            records = decode_block(block)
-            header = read_header(block)
-            features = parts.get("featb")
-            if header.flags & FLAG_FEATURES and features is None:
-                raise ShardError("its features member is missing")
-            if features is not None:
-                records = attach_features(records, features)
+            data, features = parts[RECORDS], parts.get(FEATURES)
+            block = read_block(data)
+            records = records_of(block)
+            if block.features is not None:
+                records = attach_features(block, records, parts[FEATURES])
         except (TrajectoryFormatError, KeyError) as error:
             logger.warning("%s: block %s is dropped: %s", path, key, error)
             salvage.num_dropped += 1
             salvage.is_whole = False
             continue
-        salvage.run_digest = header.run_digest
-        salvage.blocks.append((records, block, features))
+        salvage.run_digest = block.run_digest
+        salvage.blocks.append((records, data, features))
     return salvage

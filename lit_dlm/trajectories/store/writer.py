@@ -16,24 +16,25 @@ import fcntl
 import hashlib
 import logging
 import os
+import tarfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from lit_dlm.trajectories.container import unpack
 from lit_dlm.trajectories.features import encode_features
-from lit_dlm.trajectories.format import encode_block
+from lit_dlm.trajectories.format import encode_block, meta_text
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import (
+    FEATURES,
+    RECORDS,
     RUN_MEMBER,
     TAR_END,
     BlockEntry,
     ShardName,
     SideFile,
     completed_uids,
-    merkle_root,
     next_index,
     sync_folder,
     tar_member,
@@ -56,17 +57,7 @@ class ShardFile:
     """One growing shard: appends blocks durably, then takes its final name."""
 
     def __init__(self, folder: Path, name: ShardName, *, run_text: str, run_digest: bytes) -> None:
-        """Creates ``{name}.tmp-{pid}`` and locks it.
-
-        Args:
-            folder: where the shard goes.
-            name: its final name; must be unused.
-            run_text: canonical text of the run record, stored as the first member.
-            run_digest: 16 bytes that name the run.
-
-        Raises:
-            OSError: If the file cannot be created; it names the path.
-        """
+        """Creates ``{name}.tmp-{pid}`` and locks it; the run's text is the first member."""
         self.folder = folder
         self.name = name
         self.run_digest = run_digest
@@ -79,7 +70,6 @@ class ShardFile:
         self._is_synced = True
         self._blocks: list[BlockEntry] = []
         self._uids: list[str] = []
-        self._digests: list[bytes] = []
         try:
             self._append(tar_member(RUN_MEMBER, run_text.encode()))
         except OSError:
@@ -104,39 +94,36 @@ class ShardFile:
         Args:
             records: the records of the block.
             block: the encoded block.
-            features: the encoded features block, if there is one.
+            features: their encoded features, if there are some.
             sync: ``False`` only hands the bytes to the operating system: they survive the death
                 of this process, and :meth:`sync` makes them survive that of the machine.
 
-        Raises:
-            OSError: Naming the path; the file is as it was before the call.
+        After an ``OSError`` the file is as it was before the call.
         """
         key = self.name.key(len(self._blocks))
-        first = tar_member(f"{key}.trajb", block)
-        second = tar_member(f"{key}.featb", features) if features is not None else b""
-        offset = self.size
+        first = tar_member(f"{key}.{RECORDS}", block)
+        second = b"" if features is None else tar_member(f"{key}.{FEATURES}", features)
+        offset = self.size + tarfile.BLOCKSIZE
         self._append(first + second, sync=sync)
-        header = 512
-        self._blocks.append(
-            BlockEntry(
-                key=key,
-                num_records=len(records),
-                offset=offset + header,
-                size=len(block),
-                feature_offset=None if features is None else offset + len(first) + header,
-                feature_size=None if features is None else len(features),
-            )
+        entry = BlockEntry(
+            key=key,
+            num_records=len(records),
+            offset=offset,
+            size=len(block),
+            crc32=zlib.crc32(block),
         )
+        if features is not None:
+            entry = replace(
+                entry,
+                feature_offset=offset + len(first),
+                feature_size=len(features),
+                feature_crc32=zlib.crc32(features),
+            )
+        self._blocks.append(entry)
         self._uids += [record.uid for record in records]
-        digests = unpack(block, known=("CDIG",))[1]["CDIG"].data  # computed once, by the encoder
-        self._digests += [digests[16 * i : 16 * i + 16] for i in range(len(records))]
 
     def finish(self) -> Path | None:
-        """Ends the shard, gives it its final name and writes its side file.
-
-        Returns:
-            The shard, or ``None`` when it had no record (then nothing stays).
-        """
+        """Gives the shard its final name and its side file; one without a record goes."""
         if not self._blocks:
             self.abandon()
             self.path.unlink(missing_ok=True)
@@ -154,16 +141,11 @@ class ShardFile:
             num_records=len(self._uids),
             blocks=tuple(self._blocks),
             uids=tuple(self._uids),
-            merkle_root=merkle_root(self._digests),
         ).write(self.folder)
         return final
 
     def sync(self) -> None:
-        """Waits until everything written is on disk.
-
-        Raises:
-            OSError: Naming the path. What was written since the last call may be lost.
-        """
+        """Waits until everything written is on disk."""
         if not self._is_synced:
             try:
                 os.fsync(self._fd)
@@ -216,7 +198,7 @@ class TrajectoryShardWriter:
         split: str,
         rank: int,
         run: RunRecord,
-        block_size: int = 64,
+        records_per_block: int = 64,
         max_shard_records: int = 4096,
         flush_seconds: float = 30.0,
         level: int = 9,
@@ -230,30 +212,25 @@ class TrajectoryShardWriter:
             split: split of the set, of a-z, 0-9 and ``_``.
             rank: rank of this process.
             run: what makes these records; stored as ``run.json`` and in every shard.
-            block_size: records per block.
+            records_per_block: a block is closed at so many.
             max_shard_records: close a shard at this many records.
             flush_seconds: a record waits at most this long (looked at on ``put``).
             level: zstd level of records.
-            max_total_bytes: refuse to go on once this writer has written more; ``None`` for no
-                limit.
-
-        Raises:
-            ValueError: If a setting is out of range, or the folder belongs to another run.
-            OSError: If the folder cannot be written.
+            max_total_bytes: refuse to go on once this writer has written more.
         """
         limits = {
-            "block_size": (block_size, 1, 65_535),
+            "records_per_block": (records_per_block, 1, 65_535),
             "max_shard_records": (max_shard_records, 1, 2**31),
         }
         for option, (value, low, high) in limits.items():
             if not low <= value <= high:
                 raise ValueError(f"{option}: expected {low} to {high}, got {value}")
         self.folder = Path(folder)
-        self._name = ShardName(name, split, rank, 0, 0)
+        self._name = ShardName(name, split, rank, 0)
         self.folder.mkdir(parents=True, exist_ok=True)
         run.save(self.folder)
         self._run_text, self._run_digest = run.text(), run.digest()
-        self.block_size = block_size
+        self.records_per_block = records_per_block
         self.max_shard_records = max_shard_records
         self.flush_seconds = flush_seconds
         self.level = level
@@ -276,35 +253,21 @@ class TrajectoryShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def num_open(self) -> int:
-        """Records put so far that no finished shard holds yet."""
-        return len(self._pending) + (self._shard.num_records if self._shard is not None else 0)
-
     def seconds_left(self) -> float | None:
         """Seconds until the open block is due (0 or less: now); ``None`` when it is empty."""
         if not self._pending:
             return None
         return self._pending_since + self.flush_seconds - time.monotonic()
 
-    def put(self, record: Trajectory, *, check: bool = True) -> None:
-        """Adds one record; it is on disk after the next flush.
+    def put(self, record: Trajectory) -> None:
+        """Adds one record, whose uid must be new; it is on disk after the next flush.
 
-        Args:
-            record: must keep every rule of the format and have a new uid.
-            check: check the rules now. ``False`` leaves that to the encoder, which checks a whole
-                block at once: a broken record is then left out and reported by the call that
-                writes its block.
-
-        Raises:
-            ValueError: If the record breaks a rule or its uid was written before; it is not added.
-            OSError: Naming the path, if a block cannot be written; its records stay queued.
-            SizeLimitError: If more than ``max_total_bytes`` are written; what is written is kept.
+        One that breaks a rule is an error and is not added.
         """
         if self._closed:
             raise ValueError(f"{self.folder}: the writer is closed")
-        if check:
-            record.validate()
+        record.validate()
+        meta_text(record)
         if record.uid in self._uids:
             raise ValueError(f"trajectory {record.uid!r}: this uid is already in {self.folder}")
         if self._pending and _kind(record) != self._pending_kind:
@@ -316,7 +279,7 @@ class TrajectoryShardWriter:
         self._pending.append(record)
         self._pending_bytes += record_bytes(record)
         if (
-            len(self._pending) >= self.block_size
+            len(self._pending) >= self.records_per_block
             or self._pending_bytes >= MAX_BLOCK_BYTES
             or time.monotonic() - self._pending_since >= self.flush_seconds
         ):
@@ -325,87 +288,51 @@ class TrajectoryShardWriter:
     def flush(self) -> None:
         """Writes the open block; when it returns, all records put so far survive a crash.
 
-        Raises:
-            OSError: Naming the path; the records stay queued and the call can be repeated.
-            ValueError: If a record that was put unchecked breaks a rule; it is left out, all
-                others are written.
-            SizeLimitError: If more than ``max_total_bytes`` are written; what is written is kept.
+        After an ``OSError`` the records stay queued and the call can be repeated.
         """
         self._write_pending()
         self.sync()
 
     def sync(self) -> None:
-        """Waits until every block written so far is on disk.
-
-        Raises:
-            OSError: Naming the path.
-        """
+        """Waits until every block written so far is on disk."""
         if self._shard is not None:
             self._shard.sync()
 
     def finish_shard(self) -> None:
-        """Writes the open block and gives the open shard its final name and side file.
-
-        Raises:
-            OSError: Naming the path.
-            ValueError: As for :meth:`flush`.
-        """
+        """Writes the open block and gives the open shard its final name and side file."""
         self._write_pending()
         self._finish()
 
     def _write_pending(self) -> None:
         if not self._pending:
             return
-        block, features, broken = self._encode_pending()
-        if block is not None:
-            if self._shard is None:
-                name = replace(self._name, index=next_index(self.folder, self._name))
-                self._shard = ShardFile(
-                    self.folder, name, run_text=self._run_text, run_digest=self._run_digest
-                )
-            before = self._shard.size
-            self._shard.append(self._pending, block, features, sync=self.sync_blocks)
-            self.bytes_written += self._shard.size - before
+        try:
+            members = encoded(self._pending, run_digest=self._run_digest, level=self.level)
+        except ValueError:  # must not meet every later call, too
+            self._pending, self._pending_bytes = [], 0
+            raise
+        if self._shard is None:
+            name = replace(self._name, index=next_index(self.folder, self._name))
+            self._shard = ShardFile(
+                self.folder, name, run_text=self._run_text, run_digest=self._run_digest
+            )
+        before = self._shard.size
+        self._shard.append(self._pending, *members, sync=self.sync_blocks)
+        self.bytes_written += self._shard.size - before
         self._pending, self._pending_bytes = [], 0
-        if self._shard is not None and (
-            self._shard.num_records + self.block_size > self.max_shard_records
+        if (
+            self._shard.num_records + self.records_per_block > self.max_shard_records
             or self._shard.size >= MAX_SHARD_BYTES
         ):
             self._finish()
-        if broken is not None:
-            raise broken
         if self.max_total_bytes is not None and self.bytes_written > self.max_total_bytes:
             raise SizeLimitError(
                 f"max_gigabytes: the writer of {self.folder} has reached its limit of "
                 f"{self.max_total_bytes} bytes; what was written is kept, raise it to go on"
             )
 
-    def _encode_pending(self) -> tuple[bytes | None, bytes | None, ValueError | None]:
-        """The open block, without the records that break a rule, and the first one's error."""
-        encode = partial(encoded, run_digest=self._run_digest, level=self.level)
-        try:
-            return *encode(self._pending), None
-        except ValueError:
-            pass  # find out whose fault it is
-        sound: list[Trajectory] = []
-        broken: ValueError | None = None
-        for record in self._pending:
-            try:
-                encode([record])
-                sound.append(record)
-            except ValueError as error:
-                self._uids.discard(record.uid)
-                broken = broken or error
-        self._pending = sound
-        return *(encode(sound) if sound else (None, None)), broken
-
     def close(self) -> None:
-        """Flushes and finishes the open shard. Calling it again does nothing.
-
-        Raises:
-            OSError: If the last block or the shard cannot be finished; what was flushed before
-                stays in the unfinished file, from which it can be recovered.
-        """
+        """Flushes and finishes the open shard; what is left of a failure can be recovered."""
         if self._closed:
             return
         self._closed = True
@@ -441,14 +368,10 @@ def lives(pid: int) -> bool:
 def encoded(
     records: Sequence[Trajectory], *, run_digest: bytes, level: int = 9
 ) -> tuple[bytes, bytes | None]:
-    """The block of some records, at a zstd level, and the block of their features, if any has some.
-
-    Raises:
-        ValueError: as :func:`encode_block` and :func:`encode_features`.
-    """
+    """The block of some records, and that of their features, if any has some."""
     features = None
     if any(record.features is not None for record in records):
-        features = encode_features(records, run_digest=run_digest)
+        features = encode_features(records)
     return encode_block(records, run_digest=run_digest, level=level), features
 
 
@@ -456,10 +379,7 @@ def lock(fd: int) -> bool | None:
     """Takes the lock that says "a living process writes this file".
 
     Record locks end with their process and are not inherited by forked children, such as loader
-    workers that outlive a killed parent for some seconds.
-
-    Returns:
-        Whether the lock was free; ``None`` on a file system without locks.
+    workers that outlive a killed parent for some seconds. ``None`` on a file system without locks.
     """
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -472,12 +392,8 @@ def lock(fd: int) -> bool | None:
 
 def _kind(record: Trajectory) -> tuple[object, ...]:
     """What all records of one block must share."""
-    features = record.features
-    layout = None
-    if features is not None:
-        layout = (features.layout, features.scheme, features.groups, features.projector_digest)
-    signals = sorted((name, values.shape[1:]) for name, values in record.signals.items())
-    return record.mask_id, record.vocab_size, tuple(signals), layout
+    kind = None if record.features is None else record.features.kind
+    return record.mask_id, record.vocab_size, tuple(sorted(record.signals)), kind
 
 
 def record_bytes(record: Trajectory) -> int:

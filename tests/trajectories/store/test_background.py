@@ -59,7 +59,7 @@ def test_what_is_put_is_read_after_close(tmp_path):
 def test_records_can_be_read_after_a_flush(tmp_path):
     """No block is full: the flush finishes the open shard with what was put before."""
     records = records_of(3)
-    with background(tmp_path, block_size=64) as shards:
+    with background(tmp_path, records_per_block=64) as shards:
         for record in records[:2]:
             shards.put(record)
         shards.flush()
@@ -100,7 +100,7 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch,
 
     put = [0]
     threading.Thread(target=open_late, daemon=True).start()
-    with background(tmp_path, block_size=1) as shards:
+    with background(tmp_path, records_per_block=1) as shards:
         shards.max_queue_bytes = limit
         for record in records:
             shards.put(record)
@@ -223,7 +223,7 @@ def test_a_failed_wait_for_the_disk_gives_the_shard_up_to_recovery(tmp_path, mon
             raise OSError(errno.EIO, "Input/output error")
         plain(handle)
 
-    shards = background(tmp_path, block_size=8)
+    shards = background(tmp_path, records_per_block=8)
     monkeypatch.setattr(os, "fsync", fsync)
     for record in records:
         shards.put(record)
@@ -237,7 +237,7 @@ def test_a_failed_wait_for_the_disk_gives_the_shard_up_to_recovery(tmp_path, mon
 
 
 def test_the_size_limit_is_an_error_and_keeps_what_is_written(tmp_path):
-    shards = background(tmp_path, max_total_bytes=100, block_size=2)
+    shards = background(tmp_path, max_total_bytes=100, records_per_block=2)
     for record in records_of(2):
         shards.put(record)
     with pytest.raises(SizeLimitError, match="limit of 100 bytes"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lit_dlm.trajectories.errors import ShardError
+from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.store import (
     TrajectoryShardReader,
     completed_uids,
@@ -30,7 +30,7 @@ def test_what_is_written_is_read(tmp_path):
     records = records_of(11, features=True, signals=True, remask=0.1)
     write_shards(tmp_path, records, max_shard_records=8)
     names = sorted(path.name for path in tmp_path.glob("*.tar"))
-    assert names == [f"demo-train-r00000-w000-{i:06d}.tar" for i in range(2)]
+    assert names == [f"demo-train-r00000-{i:06d}.tar" for i in range(2)]
     reader = TrajectoryShardReader(tmp_path)
     assert reader.num_records == 11
     for before, after in zip(records, reader, strict=True):
@@ -44,16 +44,16 @@ def test_what_is_written_is_read(tmp_path):
 def test_member_names_have_no_dots_and_equal_content_gives_equal_bytes(tmp_path):
     for name in ("a", "b"):
         write_shards(tmp_path / name, records_of(6, features=True))
-    shard = "demo-train-r00000-w000-000000.tar"
+    shard = "demo-train-r00000-000000.tar"
     assert (tmp_path / "a" / shard).read_bytes() == (tmp_path / "b" / shard).read_bytes()
     with tarfile.open(tmp_path / "a" / shard) as tar:
         members = tar.getmembers()
     assert [member.name for member in members] == [
         "__run__/run.json",
-        "r0w0s0b00000.trajb",
-        "r0w0s0b00000.featb",
-        "r0w0s0b00001.trajb",
-        "r0w0s0b00001.featb",
+        "r0s0b00000.records.arrow.zst",
+        "r0s0b00000.features.arrow.zst",
+        "r0s0b00001.records.arrow.zst",
+        "r0s0b00001.features.arrow.zst",
     ]
     assert all(re.fullmatch(r"[a-z0-9_-]+", m.name.split(".")[0]) for m in members[1:])
     assert {(m.mtime, m.uid, m.mode) for m in members} == {(0, 0, 0o644)}
@@ -104,9 +104,9 @@ def test_records_of_different_kinds_go_to_different_blocks(tmp_path):
 def test_an_empty_writer_leaves_no_shard(tmp_path):
     write_shards(tmp_path, [])
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-    with pytest.raises(ShardError, match="there are no trajectory shards"):
+    with pytest.raises(TrajectoryFormatError, match="there are no trajectory shards"):
         TrajectoryShardReader(tmp_path)
-    with pytest.raises(ShardError, match="no such folder"):
+    with pytest.raises(TrajectoryFormatError, match="no such folder"):
         TrajectoryShardReader(tmp_path / "missing")
 
 
@@ -170,5 +170,5 @@ def test_a_full_disk_is_an_os_error_and_nothing_is_lost(tmp_path):
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="block_size: expected 1 to 65535, got 0"):
-        shard_writer(tmp_path, block_size=0)
+    with pytest.raises(ValueError, match="records_per_block: expected 1 to 65535, got 0"):
+        shard_writer(tmp_path, records_per_block=0)
