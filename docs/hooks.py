@@ -13,25 +13,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Sections of the README link from the repository's root; what is no page is named instead."""
+    """What is no page is named instead of linked."""
     if page.file.src_uri == "recipes.md":
         markdown = markdown.replace("@@RECIPES@@", recipes())
-    if "--8<--" in markdown:
-        markdown = re.sub(r'^--8<-- "README.md:(\w+)"$', _section, markdown, flags=re.MULTILINE)
+    if page.file.src_uri == "index.md":
+        markdown = markdown.replace('--8<-- "README.md:intro"', intro())
     return re.sub(r"(!?)\[([^\]]*)\]\((\.\./[^)]+)\)", r"\2 (`\3`)", markdown).replace(
         "(`../", "(`"
     )
 
 
-def _section(found: re.Match[str]) -> str:
-    """A section of the README as a page of the docs would have it."""
-    name = found[1]
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    start, end = (f"<!-- --8<-- [{word}:{name}] -->" for word in ("start", "end"))
-    text = text[text.index(start) + len(start) : text.index(end)]
-    text = re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text)
-    return re.sub(r"\[([^\]]+)\]\(((?!https?:|#)[\w/]*(?:configs|examples|CONTRIBUTING)[^)]*)\)",
-                  r"\1 (`\2`)", text)  # fmt: skip
+def intro() -> str:
+    """The start of the README as a page of the docs would have it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- --8<-- [")[1]
+    return re.sub(r'(\]\(|src="|srcset=")docs/', r"\1", text.partition("-->")[2])
 
 
 def recipes() -> str:

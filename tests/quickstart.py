@@ -1,4 +1,4 @@
-"""What the quickstart gave when the documents were written, and how the README shows it."""
+"""What the quickstart gave when the documents were written, and how its page shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def kept_summaries() -> list[MethodSummary]:
 
 
 def table() -> str:
-    """The README's table: a row a method, accuracy with its interval and steps of every task."""
+    """That of the page: a row a method, accuracy with its interval and steps of every task."""
     found = {(one.task, one.method): one for one in kept_summaries()}
     tasks = list(dict.fromkeys(task for task, _ in found))
     methods = list(dict.fromkeys(method for _, method in found))

@@ -107,8 +107,7 @@ def test_hashes_are_those_of_the_pinned_versions():
 @pytest.mark.parametrize(
     ("page", "part", "numbers", "source", "count"),
     [
-        ("README.md", r"start:finetuning.*end:finetuning", r"(\d+\.\d) %", "tabom_results", 4),
-        ("README.md", r"TraceRL lifts.*shorter decodes", r"\+\d+\.\d ± \d\.\d", "tracerl", 2),
+        ("docs/finetuning.md", r"on three seeds.*does as well", r"(\d+\.\d) %", "tabom_results", 4),
         ("docs/benchmarks.md", r"\n- TraceLock at.*", r"\b0\.\d{3}\b", "benchmarks", 3),
     ],
 )

@@ -21,7 +21,6 @@ from tests.quickstart import ROOT, kept_summaries
 
 pytestmark = [pytest.mark.docs, pytest.mark.slow, pytest.mark.timeout(7200)]
 FOLDER = Path(os.environ.get("DOCS_RUN", ROOT / "runs" / "docs_check")).resolve()
-README = (ROOT / "README.md").read_text()
 
 
 def run(words: list[str]) -> str:
@@ -59,7 +58,7 @@ def test_the_quickstart_gives_the_table():
 
 
 @pytest.mark.usefixtures("quickstart")
-@pytest.mark.parametrize("page", ["README.md", "docs/viewer.md", "docs/benchmarks.md"])
+@pytest.mark.parametrize("page", ["docs/trajectories.md", "docs/viewer.md", "docs/benchmarks.md"])
 def test_what_a_command_prints_is_what_the_page_shows(page: str):
     text = (ROOT / page).read_text()
     prompted = r"\$ (lit-dlm (?:traj|compare) (?:.*\\\n)*.*)\n((?:(?!```|\$ ).*\n)+)"
@@ -78,14 +77,15 @@ def test_what_a_command_prints_is_what_the_page_shows(page: str):
         assert wanted - printed == set(), command
 
 
-def test_fine_tuning_the_shipped_model_changes_little_as_the_readme_says():
+def test_fine_tuning_the_shipped_model_changes_little_as_the_page_says():
+    page = (ROOT / "docs" / "finetuning.md").read_text()
     (block,) = re.findall(
-        r"```\n(lit-dlm predict --config exp/distill_tiny.*?)```", README, re.DOTALL
+        r"```\n(lit-dlm predict --config exp/distill_tiny.*?)```", page, re.DOTALL
     )
     base = "lit-dlm predict --config exp/evaluate_tiny --run_dir runs/evaluate_base"
     for line in [*block.replace("\\\n", " ").splitlines(), base]:
         run(shlex.split(line.partition("#")[0])[1:])
-    assert "little left to gain on these problems" in README
+    assert "little left to gain on these problems" in page
     before, after = (
         summaries(f"runs/{folder}/summary.json")["word_problems", "entropy"].accuracy
         for folder in ("evaluate_base", "evaluate_tiny")
@@ -93,10 +93,11 @@ def test_fine_tuning_the_shipped_model_changes_little_as_the_readme_says():
     assert after == pytest.approx(before, abs=0.03)  # 15 of 500
 
 
-def test_caches_are_as_much_faster_as_the_readme_says():
+def test_caches_are_as_much_faster_as_the_page_says():
     """Ratios of one process; 15 % to either side for what else a machine does."""
+    page = (ROOT / "docs" / "models.md").read_text()
     prefix, low, high = map(
-        float, re.findall(r"([\d.]+) times as\nmany .*and ([\d.]+) to ([\d.]+) times", README)[0]
+        float, re.findall(r"([\d.]+) times as\nmany .*and ([\d.]+) to ([\d.]+) times", page)[0]
     )
     script = [sys.executable, str(ROOT / "benchmarks" / "decode.py"), "--json"]
     done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
