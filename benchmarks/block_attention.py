@@ -17,11 +17,10 @@ states.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+from collections.abc import Callable
+from functools import partial
 
+import measurement
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -61,19 +60,19 @@ ROW_COUNTS = (
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--length", type=int, default=2048, help="response cells; rows have twice")
-    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
-    parser.add_argument("--block_size", type=int, default=4, help="cells of a block")
-    parser.add_argument("--rows", type=int, default=1, help="rows of a batch")
-    parser.add_argument("--heads", type=int, default=8, help="query heads")
-    parser.add_argument("--kv_heads", type=int, default=2, help="key heads")
-    parser.add_argument("--width", type=int, default=64, help="width of a head")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--count", action="store_true", help="no times")
-    options = parser.parse_args()
+    """Times, or counts."""
+    options = measurement.options(
+        __doc__,
+        length=(2048, "response cells; rows have twice"),
+        prompt=(256, "prompt tokens"),
+        block_size=(4, "cells of a block"),
+        rows=(1, "rows of a batch"),
+        heads=(8, "query heads"),
+        kv_heads=(2, "key heads"),
+        width=(64, "width of a head"),
+        repetitions=(3, "timed runs of each"),
+        count=(False, "no times"),
+    )
     if options.count:
         for response in RESPONSES:
             for copies in range(1, STATES + 1):
@@ -103,42 +102,38 @@ def main() -> None:
         mask = layout.block_mask()
         return compiled(query, key, value, block_mask=mask, enable_gqa=True)
 
-    seconds: dict[str, list[float]] = {"matrix": [], "blocks": []}
+    outputs: dict[str, torch.Tensor] = {}
     peaks: dict[str, int] = {}
-    outputs = {}
-    for repetition in range(options.repetitions + 1):  # the first compiles
-        for name, run in (("matrix", by_matrix), ("blocks", by_blocks)):
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated() if on_gpu else 0
-            start = time.perf_counter()
-            output = run()
-            if on_gpu:
-                output.sum().backward()
-                torch.cuda.synchronize()
-                peaks[name] = torch.cuda.max_memory_allocated() - before
-            if repetition:
-                seconds[name].append(time.perf_counter() - start)
-            outputs[name] = output.detach()
+
+    def run(name: str, attend: Callable[[], torch.Tensor]) -> None:
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        output = attend()
+        if on_gpu:
+            output.sum().backward()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+        outputs[name] = output.detach()
+
+    runs = {
+        "matrix": partial(run, "matrix", by_matrix),
+        "blocks": partial(run, "blocks", by_blocks),
+    }
+    measurement.in_turns(runs, 1)  # compiles
+    seconds = measurement.in_turns(runs, options.repetitions)
     if not on_gpu:
         blocks = layout.block_mask().as_tuple()
         tables = [part for part in blocks if isinstance(part, torch.Tensor)]
         peaks = {"matrix": layout.visibility().nbytes, "blocks": sum(one.nbytes for one in tables)}
-    median = {name: statistics.median(values) for name, values in seconds.items()}
     found = {
         "device": device,
         "tokens": N,
-        "seconds_matrix": median["matrix"],
-        "time_ratio": median["blocks"] / median["matrix"],
+        "seconds_matrix": seconds["matrix"],
+        "time_ratio": seconds["blocks"] / seconds["matrix"],
         "memory_ratio": peaks["blocks"] / peaks["matrix"],
         "largest_difference": float((outputs["matrix"] - outputs["blocks"]).abs().max()),
     }
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    measurement.tell(found, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ rows in fp16, written in the same process; figures are medians over traces, time
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import statistics
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import measurement
 import numpy as np
 import torch
 
@@ -32,9 +31,6 @@ from lit_dlm.trajectories.record import StepFeatures, Trajectory
 from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter
 
 WIDTH, PROMPT, VOCAB, MASK = 3584, 149, 152064, 151666
-RELEASE_MB = 35.0
-"""MB per trace of the release: 245 GB for 7,000 traces."""
-
 TIERS = {
     "default": ("masked", "int8", 0.1),
     "generation int8 0.1": ("generation", "int8", 0.1),
@@ -135,12 +131,7 @@ def release_bytes(record: Trajectory, features: np.ndarray, steps: list[int]) ->
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--traces", type=int, default=4, help="traces, half of each length")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = measurement.options(__doc__, traces=(4, "traces, half of each length"))
     settings = FeatureSettings()
     config = ProjectorConfig(hidden_size=WIDTH, kind="random_orthogonal")
     projector = Projector.random_orthogonal(config)
@@ -163,29 +154,20 @@ def main() -> None:
             begin = time.perf_counter()
             with tempfile.TemporaryDirectory() as folder:
                 with TrajectoryShardWriter(
-                    folder, name="synthetic", split="train", rank=0, run=run, sync_blocks=False
+                    folder, name="synthetic", split="train", rank=0, run=run
                 ) as writer:
                     writer.put(stored(record, features, steps, tier, groups))
                 sizes[name].append(sum(path.stat().st_size for path in Path(folder).glob("*.tar")))
             seconds[name].append(time.perf_counter() - begin)
     ours = {name: statistics.mean(values) / 1e6 for name, values in sizes.items()}
     theirs = statistics.mean(release) / 1e6
-    figures = {
-        "mb_per_trace": {name: round(value, 3) for name, value in ours.items()},
-        "release_mb_per_trace_written_here": round(theirs, 2),
-        "release_mb_per_trace_published": RELEASE_MB,
-        "gb_per_7000_traces": {name: round(7 * value, 1) for name, value in ours.items()},
-        "ratio_to_release": {name: round(theirs / value, 1) for name, value in ours.items()},
-        "seconds_per_trace": {n: round(statistics.median(v), 3) for n, v in seconds.items()},
-        "default_tier": "masked rows, int8, 10 % of the steps",
-    }
-    if options.json:
-        print(json.dumps(figures))
-        return
-    print(f"{'tier':24}{'MB/trace':>10}{'7000 traces, GB':>17}{'release / ours':>16}")
+    figures: dict[str, float] = {"release: MB a trace, written here": theirs}
     for name, value in ours.items():
-        print(f"{name:24}{value:10.2f}{7 * value:17.1f}{theirs / value:16.1f}")
-    print(f"{'release':24}{theirs:10.2f}{7 * theirs:17.1f}")
+        figures[f"{name}: MB a trace"] = value
+        figures[f"{name}: GB of 7,000 traces"] = 7 * value
+        figures[f"{name}: times smaller than the release"] = theirs / value
+        figures[f"{name}: seconds a trace"] = statistics.median(seconds[name])
+    measurement.tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
-import peak_memory
+import measurement
 import torch
 from torch import Tensor
 from torch.nn.functional import linear_cross_entropy
@@ -125,25 +122,22 @@ def work(head: Head, rows: Tensor, weight: Tensor, targets: Tensor) -> float:
     return float(loss.detach())
 
 
-def extra_peak_cuda(run: Callable[[], float]) -> float:
-    """Extra peak of the allocator in GiB."""
-    torch.cuda.synchronize()
+def extra_peak(run: Callable[[], float], device: torch.device) -> float:
+    """Extra peak of the allocator in GiB; on a CPU of the memory of a forked child."""
+
+    def extra() -> int:
+        before = measurement.reset_peak()
+        run()
+        return measurement.peak() - before
+
+    if device.type != "cuda":
+        return measurement.in_child(extra) / GIB
+    measurement.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    torch.cuda.synchronize()
+    measurement.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / GIB
-
-
-def extra_peak_cpu(run: Callable[[], float]) -> float:
-    """Extra peak resident memory in GiB, measured in a forked child."""
-
-    def extra() -> int:
-        before = peak_memory.reset_peak()
-        run()
-        return peak_memory.peak() - before
-
-    return peak_memory.in_child(extra) / GIB
 
 
 def measure(
@@ -165,25 +159,11 @@ def measure(
     weight.requires_grad_(trainable)
     runs = {name: partial(work, head, rows, weight, targets) for name, head in heads.items()}
     # Before this process ever ran one: freed memory that a child inherits would not count again.
-    extra_peak = extra_peak_cuda if device.type == "cuda" else extra_peak_cpu
-    peaks = {name: extra_peak(run) for name, run in runs.items()}
+    peaks = {name: extra_peak(run, device) for name, run in runs.items()}
     losses = {name: run() for name, run in runs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.repetitions):
-        for name, run in runs.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
+    seconds = measurement.in_turns(runs, arguments.repetitions)
     return {
-        name: {
-            "extra_peak_gib": peaks[name],
-            "seconds": statistics.median(seconds[name]),
-            "loss": losses[name],
-        }
+        name: {"extra_peak_gib": peaks[name], "seconds": seconds[name], "loss": losses[name]}
         for name in runs
     }
 
@@ -210,38 +190,27 @@ def summary(rows: dict[str, dict[str, float]], prefix: str = "") -> dict[str, fl
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=512, help="target rows")
-    parser.add_argument("--vocab", type=int, default=152064, help="ids of the vocabulary")
-    parser.add_argument("--width", type=int, default=512, help="width of a hidden row")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each variant")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    arguments = parser.parse_args()
-    for name in ("tokens", "vocab", "width", "repetitions", "threads"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
-    torch.set_num_threads(arguments.threads)
+    """Measures and prints."""
+    arguments = measurement.options(
+        __doc__,
+        tokens=(512, "target rows"),
+        vocab=(152064, "ids of the vocabulary"),
+        width=(512, "width of a hidden row"),
+        dtype="float32",
+        device="cpu",
+        repetitions=(3, "timed runs of each variant"),
+    )
     heads = variants(torch.device(arguments.device))
-    frozen = measure(arguments, heads, trainable=False)
-    trainable = measure(arguments, heads, trainable=True)
-    if arguments.json:
-        settings = {
-            name: getattr(arguments, name)
-            for name in ("tokens", "vocab", "width", "dtype", "device", "threads")
-        }
-        print(json.dumps(summary(frozen) | summary(trainable, "trainable_") | settings))
-        return
-    print(f"{'head':10} {'variant':11} {'extra GiB':>10} {'seconds':>8} {'loss':>10}")
-    for kind, rows in (("frozen", frozen), ("trainable", trainable)):
-        for name, row in rows.items():
-            print(
-                f"{kind:10} {name:11} {row['extra_peak_gib']:10.3f} {row['seconds']:8.2f} "
-                f"{row['loss']:10.6f}"
-            )
+    found = {
+        "": measure(arguments, heads, trainable=False),
+        "trainable_": measure(arguments, heads, trainable=True),
+    }
+    report: dict[str, float] = {}
+    for prefix, rows in found.items():
+        report |= summary(rows, prefix)
+        report |= {f"{prefix}{name}_seconds": row["seconds"] for name, row in rows.items()}
+        report |= {f"{prefix}{name}_gib": row["extra_peak_gib"] for name, row in rows.items()}
+    measurement.tell(report, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ the model waits for launches, at 5 to 10 microseconds each, the count is the tim
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import measurement
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -496,33 +495,26 @@ def report(cases: Sequence[str] = tuple(CASES), **options: Any) -> dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Counts and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = measurement.options(
+        __doc__,
+        arguments,
+        cases=(list(CASES), "of decoding, and no others"),
+        operations=(False, "what is launched most, by name"),
     )
-    parser.add_argument(
-        "--cases", nargs="+", choices=list(CASES), help="of decoding, and no others"
-    )
-    parser.add_argument("--operations", action="store_true", help="what is launched most, by name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
     if options.operations:
-        for name in options.cases or CASES:
+        for name in options.cases:
             counts, steps = decode_counts(CASES[name]), CASES[name].steps
             print(f"{name}: launches and GB a step; waits {dict(counts.waits)}")
             for operation, launches in counts.by_name.most_common(20):
                 size = counts.bytes_by_name[operation] / steps / 1e9
                 print(f"  {operation:<24}{launches / steps:>8.1f}{size:>10.3f}")
         return
-    told = report(options.cases or tuple(CASES))
-    if not options.cases:
+    told = report(options.cases)
+    if options.cases == list(CASES):
         import training_launches  # which builds on this file
 
         told |= training_launches.report()
-    if options.json:
-        print(json.dumps(told))
-        return
-    for name, value in told.items():
-        print(f"{name:<36}{value:>10.4g}")
+    measurement.tell(told, as_json=options.json)
 
 
 if __name__ == "__main__":

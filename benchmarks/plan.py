@@ -11,13 +11,12 @@ above 1 says that the plan was too low.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from typing import Any
 
-import peak_memory
+import measurement
 import torch
 
 from lit_dlm.backbones.architecture import Architecture
@@ -87,7 +86,7 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
     given = {**options, "lora": LoRASettings(**options["lora"])} if "lora" in options else options
 
     def run(arguments: argparse.Namespace) -> int:
-        before = peak_memory.reset_peak()
+        before = measurement.reset_peak()
         backbone = HFBackbone(architecture=Architecture(**architecture(arguments)), **given)
         ids = torch.randint(4, arguments.vocab, (arguments.rows, arguments.length))
         real = torch.ones_like(ids, dtype=torch.bool)
@@ -108,7 +107,7 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
                 response_length=arguments.length - prompt,
                 seeds=range(arguments.rows),
             )
-            return peak_memory.peak() - before
+            return measurement.peak() - before
         scored = (torch.arange(arguments.length) >= prompt).expand_as(ids)
         trained = [weight for weight in backbone.train().parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained)
@@ -116,27 +115,28 @@ def measured(arguments: argparse.Namespace, name: str) -> int:
             backbone.score_tokens(ids, ids, scored, mask=real).ce.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return peak_memory.peak() - before
+        return measurement.peak() - before
 
     run(argparse.Namespace(width=16, layers=1, vocab=64, rows=2, length=32))
     return run(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--width", type=int, default=512, help="width of the residual stream")
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers")
-    parser.add_argument("--vocab", type=int, default=32000, help="ids of the vocabulary")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    """Measures all cases, or one in this process."""
+    options = measurement.options(
+        __doc__,
+        arguments,
+        width=(512, "width of the residual stream"),
+        layers=(8, "decoder layers"),
+        vocab=(32000, "ids of the vocabulary"),
+        rows=(8, "rows of a batch"),
+        length=(256, "tokens of a row"),
+        case=("", "the only one"),
+    )
     if options.case:
         print(measured(options, options.case))
         return
-    found = {}
+    told: dict[str, float] = {}
     for name in CASES:
         child = subprocess.run(
             [sys.executable, *sys.argv, "--case", name],
@@ -145,12 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
             text=True,
             check=True,
         )
-        found[name] = (int(child.stdout), planned(options, name))
-        if not options.json:
-            real, told = found[name]
-            print(f"{name:38} {real / GIB:7.3f} GiB, planned {told / GIB:7.3f}: {real / told:.2f}")
-    if options.json:
-        print(json.dumps({name: real / told for name, (real, told) in found.items()}))
+        told[f"{name}: GiB"] = int(child.stdout) / GIB
+        told[f"{name}: over its plan"] = int(child.stdout) / planned(options, name)
+    measurement.tell(told, as_json=options.json)
 
 
 if __name__ == "__main__":

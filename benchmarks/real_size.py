@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import peak_memory
+import measurement
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -267,7 +267,7 @@ class Clock(Callback):
         if on_gpu:
             torch.cuda.synchronize()
         seconds, own = (now - last for now, last in zip(_now(), self._last, strict=True))
-        most = torch.cuda.max_memory_allocated() if on_gpu else peak_memory.peak()
+        most = torch.cuda.max_memory_allocated() if on_gpu else measurement.peak()
         self.phases.append(
             {
                 "phase": phase,
@@ -282,7 +282,7 @@ class Clock(Callback):
             torch.cuda.reset_peak_memory_stats()
         else:
             ctypes.CDLL(None).malloc_trim(0)  # what earlier phases left is not this one's
-            peak_memory.reset_peak()
+            measurement.reset_peak()
         self._last = _now()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

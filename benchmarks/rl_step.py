@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import peak_memory
+import measurement
 import torch
 from torch import Tensor
 
@@ -73,32 +72,20 @@ _FORMS = ("ours", "unpacked", "naive", "rowwise")
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = measurement.options(
+        __doc__,
+        prompts=2,
+        responses=(2, "to each prompt"),
+        length=(128, "cells of a response"),
+        block=(4, "block size, and steps per block"),
+        vocab=15_200,
+        width=(256, "of the hidden states"),
+        layers=6,
+        batch=(1, "responses per forward"),
+        repeats=3,
+        device="cpu",
     )
-    parser.add_argument("--prompts", type=int, default=2)
-    parser.add_argument("--responses", type=int, default=2, help="to each prompt")
-    parser.add_argument("--length", type=int, default=128, help="cells of a response")
-    parser.add_argument("--block", type=int, default=4, help="block size, and steps per block")
-    parser.add_argument("--vocab", type=int, default=15_200)
-    parser.add_argument("--width", type=int, default=256, help="of the hidden states")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=1, help="responses per forward")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    for name in ("prompts", "responses", "length", "block", "batch", "repeats", "threads"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"--{name}: expected at least 1, got {getattr(options, name)}")
-    torch.set_num_threads(options.threads)
-    report = measure(options)
-    if options.json:
-        print(json.dumps(report))
-        return
-    for name, value in report.items():
-        print(f"{name:28} {value}")
+    measurement.tell(measure(options), as_json=options.json)
 
 
 def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
@@ -111,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
         Ratios, medians by phase, and the largest relative difference of gradients.
     """
     on_cuda = torch.device(options.device).type == "cuda"
-    megabytes = {} if on_cuda else peak_memory.in_child(partial(_memory, options))
+    megabytes = {} if on_cuda else measurement.in_child(partial(_memory, options))
     step = _Step(options)
     meter = _Meter(torch.device(options.device))
     step.warm()
@@ -148,7 +135,6 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
         "gradient_difference": max(
             float((gradients[form] - wanted).abs().max() / wanted.abs().max()) for form in _FORMS
         ),
-        **{name: value for name, value in vars(options).items() if name != "json"},
     }
 
 
@@ -379,8 +365,7 @@ class _Meter:
         before = self._reset()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        measurement.synchronize()
         self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
         self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_begin)
         self.megabytes.setdefault(name, []).append(self._peak() - before)
@@ -391,12 +376,12 @@ class _Meter:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device) / 2**20
-        return peak_memory.reset_peak() / 2**20
+        return measurement.reset_peak() / 2**20
 
     def _peak(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
-        return peak_memory.peak() / 2**20
+        return measurement.peak() / 2**20
 
 
 def _medians(values: Mapping[str, list[float]]) -> dict[str, float]:

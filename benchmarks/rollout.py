@@ -21,7 +21,6 @@ figures, all of one process:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -29,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import measurement
 import numpy as np
 import torch
 from torch import Tensor
@@ -191,15 +191,6 @@ def decoder_of(options: argparse.Namespace, lengths: Tensor, cache: BlockCache) 
     )
 
 
-def measured(runs: dict[str, Callable[[], float]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each, which it tells, one after the other in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repetitions):
-        for name, run in runs.items():
-            seconds[name].append(run())
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
 def refill(options: argparse.Namespace) -> dict[str, float]:
     """Occupancy and speed with rows that are replaced, and batch after batch."""
     lengths = lengths_of(options.responses, scale=options.scale, seed=options.seed)
@@ -209,8 +200,7 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
     prompts = prompts_of(options, options.responses)
     counted = {"with": Occupancy(), "without": Occupancy()}
 
-    def queued() -> float:
-        begin = clock()
+    def queued() -> None:
         for _ in decode_queued_prompts(
             backbone,
             decoder,
@@ -221,10 +211,8 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
             observers=[counted["with"]],
         ):
             pass
-        return clock() - begin
 
-    def batches() -> float:
-        begin = clock()
+    def batches() -> None:
         for first in range(0, len(prompts), options.rows):
             decode_prompts(
                 backbone,
@@ -234,9 +222,9 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
                 seeds=range(first, min(first + options.rows, len(prompts))),
                 observers=[counted["without"]],
             )
-        return clock() - begin
 
-    seconds = measured({"with": queued, "without": batches}, options.repetitions)
+    runs = {"with": queued, "without": batches}
+    seconds = measurement.in_turns(runs, options.repetitions, clock)
     tokens = int(lengths.sum())
     return {
         "occupancy": counted["with"].share,
@@ -275,7 +263,8 @@ def out_of_phase(options: argparse.Namespace) -> dict[str, float]:
         "one": run("one", block_backbone(options), BlockCache()),
         "two": run("two", block_backbone(options, before=True), TwoForwards()),
     }
-    seconds = measured(runs, options.phase_repetitions)
+    taken = [{name: run() for name, run in runs.items()} for _ in range(options.phase_repetitions)]
+    seconds = {name: statistics.median(one[name] for one in taken) for name in runs}
     if not torch.equal(clocks["one"].ids, clocks["two"].ids):
         raise SystemExit("one forward and two gave different tokens")
     return {
@@ -294,43 +283,30 @@ def prompts_of(
     return [generator.integers(3, options.vocab, size).tolist() for size in sizes]
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--block", type=int, default=4)
-    parser.add_argument("--threshold", type=float, default=0.2)
-    parser.add_argument("--prompt", type=int, default=32, help="most tokens of a prompt")
-    parser.add_argument("--responses", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=32, help="rows decoded together")
-    parser.add_argument("--scale", type=float, default=20.0, help="divides the lengths")
-    parser.add_argument("--phase-hidden", type=int, default=256, help="of the model of 64 rows")
-    parser.add_argument("--phase-layers", type=int, default=2)
-    parser.add_argument("--phase-prompt", type=int, default=1400, help="of the 64 rows")
-    parser.add_argument("--phase-response", type=int, default=16, help="cells of the 64 rows")
-    parser.add_argument("--phase-repetitions", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(arguments)
-
-
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    options = parsed(arguments)
-    torch.set_num_threads(options.threads)
-    told = {**refill(options), **out_of_phase(options)}
-    if options.json:
-        print(json.dumps(told))
-        return
-    for name, value in told.items():
-        print(f"{name:<34}{value:>10.2f}")
+    options = measurement.options(
+        __doc__,
+        arguments,
+        hidden=128,
+        layers=4,
+        vocab=1024,
+        block=4,
+        threshold=0.2,
+        prompt=(32, "most tokens of a prompt"),
+        responses=256,
+        rows=(32, "rows decoded together"),
+        scale=(20.0, "divides the lengths"),
+        phase_hidden=(256, "of the model of 64 rows"),
+        phase_layers=2,
+        phase_prompt=(1400, "of the 64 rows"),
+        phase_response=(16, "cells of the 64 rows"),
+        phase_repetitions=1,
+        repetitions=3,
+        seed=0,
+    )
+    measurement.tell({**refill(options), **out_of_phase(options)}, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,11 @@ Ratios are medians of ours over medians of the baseline's: below 1 is in our fav
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
-import peak_memory
+import measurement
 import torch
 from torch import Tensor
 
@@ -30,36 +27,17 @@ from lit_dlm.ops.fused_head import token_stats
 
 
 def main() -> None:
-    """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=512, help="supervised rows in all")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512, help="canvas columns")
-    parser.add_argument("--vocab", type=int, default=152_064)
-    parser.add_argument("--width", type=int, default=512, help="of the hidden states")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    report = measure(options)
-    if options.json:
-        print(json.dumps(report))
-        return
-    for name, value in report.items():
-        print(f"{name:20} {value}")
-
-
-def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
-    """Runs all forms in turns.
-
-    Args:
-        options: of the command line.
-
-    Returns:
-        Ratios, medians, and the largest relative difference of gradients.
-    """
+    """Runs all forms in turns."""
+    options = measurement.options(
+        __doc__,
+        rows=(512, "supervised rows in all"),
+        batch=8,
+        length=(512, "canvas columns"),
+        vocab=152_064,
+        width=(512, "of the hidden states"),
+        dtype="float32",
+        repeats=3,
+    )
     data = _Step(options)
     forms: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         "ours": data.fused,
@@ -68,28 +46,25 @@ def measure(options: argparse.Namespace) -> dict[str, float | int | str]:
     }
     loss, gradient = data.fused()
     wanted_loss, wanted = data.full_logits(rows_first=True)
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
     memory: dict[str, list[float]] = {name: [] for name in forms}
+    seconds = measurement.in_turns(forms, options.repeats)
     for _ in range(options.repeats):
         for name, form in forms.items():
-            before = _reset_peak()
-            started = time.perf_counter()
+            before = measurement.reset_peak()
             form()
-            seconds[name].append(time.perf_counter() - started)
-            memory[name].append(peak_memory.peak() - before)
-    middle = {name: statistics.median(values) for name, values in seconds.items()}
+            memory[name].append(measurement.peak() - before)
     peak = {name: statistics.median(values) / 2**20 for name, values in memory.items()}
-    return {
+    report = {
         "memory_ratio": peak["ours"] / peak["full"],
-        "time_ratio": middle["ours"] / middle["full"],
+        "time_ratio": seconds["ours"] / seconds["full"],
         "rows_memory_ratio": peak["ours"] / peak["rows"],
-        "rows_time_ratio": middle["ours"] / middle["rows"],
-        **{f"{name}_seconds": value for name, value in middle.items()},
+        "rows_time_ratio": seconds["ours"] / seconds["rows"],
+        **{f"{name}_seconds": value for name, value in seconds.items()},
         **{f"{name}_megabytes": value for name, value in peak.items()},
         "loss_difference": abs(float(loss) - float(wanted_loss)),
         "gradient_difference": float((gradient - wanted).abs().max() / wanted.abs().max()),
-        **{name: value for name, value in vars(options).items() if name != "json"},
     }
+    measurement.tell(report, as_json=options.json)
 
 
 class _Step:
@@ -140,16 +115,6 @@ class _Step:
         loss.backward()
         assert hidden.grad is not None
         return loss.detach(), hidden.grad.float()
-
-
-def _reset_peak() -> int:
-    """Sets the peak to what is resident now, which it returns in bytes.
-
-    Memory that earlier steps gave back to the allocator goes back to the system first: a step that
-    found enough of it would seem to need none.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
-    return peak_memory.reset_peak()
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ The arithmetic for a backbone of seven billion parameters is printed with it (``
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import measurement
 import torch
 
 from lit_dlm.backbones import load_tokenizer
@@ -165,34 +165,26 @@ def _figures(
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = measurement.options(
+        __doc__,
+        policy=(["runs/tiny/policy"], "policy folders"),
+        problems=100,
+        seed=(0, "of the problems"),
+        batch=100,
+        threshold=[0.9, 0.99],
+        acceptance=[0.95, 0.99],
+        repetitions=5,
+        prompt=(149, "prompt tokens of the projection"),
+        cells=(256, "response cells of the projection"),
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--policy", nargs="*", default=["runs/tiny/policy"], help="policy folders")
-    parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
-    parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--threshold", type=float, nargs="+", default=[0.9, 0.99])
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.95, 0.99])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompt", type=int, default=149, help="prompt tokens of the projection")
-    parser.add_argument("--cells", type=int, default=256, help="response cells of the projection")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     figures = measure(options)
     reference = figures[f"threshold-{options.threshold[0]}"]
     per_step = reference["cpu_ms"] / reference["row_steps"]
     for row in figures.values():
         row["step_percent"] = 100.0 * (row["cpu_ms"] / row.pop("row_steps") / per_step - 1.0)
-    shape = projection(prompt=options.prompt, cells=options.cells)
-    if options.json:
-        print(json.dumps({"methods": figures, "projection_7b": shape}))
-        return
-    for name, row in figures.items():
-        print(name, {key: round(value, 3) for key, value in row.items()})
-    print("projection_7b", {key: round(value, 4) for key, value in shape.items()})
+    figures["projection_7b"] = projection(prompt=options.prompt, cells=options.cells)
+    told = {f"{name}: {key}": value for name, row in figures.items() for key, value in row.items()}
+    measurement.tell(told, as_json=options.json)
 
 
 if __name__ == "__main__":

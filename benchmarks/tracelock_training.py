@@ -13,13 +13,13 @@ them do.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import measurement
 import numpy as np
 import torch
 
@@ -51,9 +51,7 @@ def write(folder: Path, *, length: int, groups: tuple[int, ...], traces: int, la
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     rng = np.random.default_rng(0)
     ratio = 0.5 if length < 64 else 0.1
-    with TrajectoryShardWriter(
-        folder, name="synthetic", split="train", rank=0, run=run, sync_blocks=False
-    ) as writer:
+    with TrajectoryShardWriter(folder, name="synthetic", split="train", rank=0, run=run) as writer:
         for number in range(traces):
             steps = KeptSteps([number], ratio=ratio).steps(0, length)
             record = Trajectory(
@@ -111,19 +109,19 @@ class PolicyStep:
             torch.cuda.synchronize()
 
 
-def measure(shape: str, *, device: str, repeats: int, traces: int, layout: str) -> dict[str, float]:
+def measure(shape: str, options: argparse.Namespace) -> dict[str, float]:
     """Medians of both, one after the other in every repetition."""
     length, groups, config = SHAPES[shape]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, length=length, groups=groups, traces=traces, layout=layout)
+        write(folder, length=length, groups=groups, traces=options.traces, layout=options.layout)
         data = TrajectoryDataModule(folder, batch_size=BATCH, val_fraction=0.1)
         data.setup("fit")
         batches = iter(data.train_dataloader())
-        step = PolicyStep(next(batches), config, device)
+        step = PolicyStep(next(batches), config, options.device)
         step()
         reading, stepping = [], []
-        for _ in range(repeats):
+        for _ in range(options.repeats):
             begin = time.perf_counter()
             if next(batches, None) is None:
                 batches = iter(data.train_dataloader())
@@ -144,34 +142,21 @@ def measure(shape: str, *, device: str, repeats: int, traces: int, layout: str) 
 
 def main() -> None:
     """Prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", default=sorted(SHAPES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layout", choices=("masked", "generation"), default="masked")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--traces", type=int, default=40)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = measurement.options(
+        __doc__,
+        shape=sorted(SHAPES),
+        device="cpu",
+        layout=("masked", "or generation"),
+        repeats=5,
+        traces=40,
+    )
     torch.manual_seed(0)
     figures = {
-        shape: measure(
-            shape,
-            device=options.device,
-            repeats=options.repeats,
-            traces=options.traces,
-            layout=options.layout,
-        )
+        f"{shape}: {name}": value
         for shape in options.shape
+        for name, value in measure(shape, options).items()
     }
-    if options.json:
-        print(json.dumps({"device": options.device, "layout": options.layout, **figures}))
-        return
-    for shape, values in figures.items():
-        print(shape)
-        for name, value in values.items():
-            print(f"  {name:26}{value:>12}")
+    measurement.tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

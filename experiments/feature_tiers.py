@@ -124,7 +124,7 @@ def write(folder: Path, traces: list[Trajectory]) -> Path:
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
     with TrajectoryShardWriter(
-        folder, name="tier", split="train", rank=0, run=run, sync_blocks=False
+        folder, name="tier", split="train", rank=0, run=run
     ) as writer:
         for trace in traces:
             writer.put(trace)
