@@ -12,7 +12,7 @@ their blocks at different steps; the time of decoding each row alone is then the
 model with the same weights, and compares the tokens.
 
     python benchmarks/decode.py --peer --json
-    python benchmarks/decode.py --block-size 4 --batch 16 --ragged 16 --schemes block
+    python benchmarks/decode.py --block_size 4 --batch 16 --ragged 16 --schemes block
     python benchmarks/decode.py --preset dream-7b --device cuda --dtype bfloat16 --batch 1 16
 """
 
@@ -23,9 +23,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import fast_dllm
+import measurement
 import torch
 from torch import Tensor
 
@@ -132,62 +134,20 @@ class Meter:
         return call
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One scheme and policy at one batch size; medians over the repetitions."""
-
-    scheme: str
-    policy: str
-    batch: int
-    seconds: float
-    tokens_per_second: float
-    forwards: int
-    forwards_per_second: float
-    steps: int
-    """Of the row with the most of them: forwards are as many where rows share each one."""
-    alone_seconds: float | None
-    """Of decoding each row alone, once, for the same tokens; with ``--ragged`` only."""
-    equal_percent: float | None
-    """Tokens that are the same as those of the row alone."""
-    peer_seconds: float | None
-    """Of Fast-dLLM's way; with ``--peer`` only."""
-    peer_equal_percent: float | None
-    loop_overhead_percent: float
-    peak_memory_gib: float | None
-    bandwidth_percent: float | None = None
-    compute_percent: float | None = None
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark and prints a table, or one JSON object."""
     args = _parse(arguments)
-    torch.set_num_threads(args.threads)
     backbone = _backbone(args)
-    measurements = [
-        measurement for batch in args.batch for measurement in measure(backbone, args, batch=batch)
-    ]
-    report = _report(measurements, args)
+    rows = [row for batch in args.batch for row in measure(backbone, args, batch=batch)]
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(_report(rows, args)))
         return
-    print(f"{'scheme':<9}{'policy':<17}{'batch':>5}{'tok/s':>10}{'fwd/s':>9}{'fwd':>6}", end="")
-    print(f"{'fwd/step':>10}{'x alone':>9}{'x peer':>8}", end="")
-    print(f"{'overhead %':>12}{'peak GiB':>10}{'bandwidth %':>13}{'compute %':>11}")
-    for m in measurements:
-        print(f"{m.scheme:<9}{m.policy:<17}{m.batch:>5}{m.tokens_per_second:>10.2f}", end="")
-        print(f"{m.forwards_per_second:>9.2f}{m.forwards:>6}", end="")
-        ratio = "-" if m.alone_seconds is None else f"{m.alone_seconds / m.seconds:.2f}"
-        peer = "-" if m.peer_seconds is None else f"{m.peer_seconds / m.seconds:.2f}"
-        print(f"{m.forwards / m.steps:>10.2f}{ratio:>9}{peer:>8}", end="")
-        print(f"{m.loop_overhead_percent:>12.2f}", end="")
-        for value, width in (
-            (m.peak_memory_gib, 10), (m.bandwidth_percent, 13), (m.compute_percent, 11)
-        ):  # fmt: skip
-            print(f"{'-' if value is None else f'{value:.2f}':>{width}}", end="")
-        print()
+    for row in rows:
+        shown = {f"{row['scheme']} {row['policy']}, {row['batch']}: {n}": v for n, v in row.items()}
+        measurement.tell({name: v for name, v in shown.items() if v is not None}, as_json=False)
 
 
-def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> list[Measurement]:
+def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> list[dict[str, Any]]:
     """Times every scheme and policy at one batch size."""
     cuda = backbone.device.type == "cuda"
     clock = _cuda_clock if cuda else time.process_time
@@ -216,7 +176,7 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
         for scheme, policy in cells:
             decoder = Decoder(
                 window=BlockWindow(args.block, origin=backbone.spec.block_origin)
-                if scheme == "block"
+                if args.block_size
                 else BlockWindow(args.block),
                 cache=SCHEMES[scheme](args),  # type: ignore[arg-type]
                 **POLICIES[policy](args),  # type: ignore[arg-type]
@@ -260,56 +220,52 @@ def measure(backbone: HFBackbone, args: argparse.Namespace, *, batch: int) -> li
             peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
             kept[scheme, policy] = meter, int(result.num_steps.max()), peak
     return [
-        _measurement(
-            backbone,
-            args,
-            cell,
-            batch,
-            times[cell],
-            *kept[cell],
-            alone.get(cell),
-            (statistics.median(peers[cell]), equal[cell]) if peers[cell] else None,
-        )
+        {
+            "scheme": cell[0],
+            "policy": cell[1],
+            "batch": batch,
+            **_figures(backbone, args, batch, times[cell], *kept[cell]),
+            # Of decoding each row alone, for the same tokens.
+            "x_alone": alone[cell][0] / _middle(times[cell]) if cell in alone else None,
+            "alone_equal_percent": alone[cell][1] if cell in alone else None,
+            "x_peer": statistics.median(peers[cell]) / _middle(times[cell]) if peer else None,
+            "peer_equal_percent": equal.get(cell),
+        }
         for cell in cells
     ]
 
 
-def _measurement(
+def _middle(times: list[tuple[float, float]]) -> float:
+    return statistics.median(total for total, _ in times)
+
+
+def _figures(
     backbone: HFBackbone,
     args: argparse.Namespace,
-    cell: tuple[str, str],
     batch: int,
     times: list[tuple[float, float]],
     meter: Meter,
     steps: int,
     peak: float | None,
-    alone: tuple[float, float] | None,
-    peer: tuple[float, float] | None,
-) -> Measurement:
-    total = statistics.median(total for total, _ in times)
-    # Of the same repetition, so that both times saw the same machine.
-    overhead = statistics.median(100.0 * (total - inside) / total for total, inside in times)
+) -> dict[str, float | None]:
+    """Medians of times (whole, inside of forwards), and what the forwards reach of the device."""
+    total = _middle(times)
     inside = statistics.median(inside for _, inside in times)
-    bandwidth, compute = _peaks(backbone, args)
+    name = torch.cuda.get_device_name() if backbone.device.type == "cuda" else ""
+    known = next((peaks for key, peaks in PEAKS.items() if key in name), None)
     weights, flops = _work(backbone, args, meter)
-    return Measurement(
-        scheme=cell[0],
-        policy=cell[1],
-        batch=batch,
-        seconds=total,
-        tokens_per_second=batch * args.gen / total,
-        forwards=meter.forwards,
-        forwards_per_second=meter.forwards / total,
-        steps=steps,
-        alone_seconds=alone[0] if alone else None,
-        equal_percent=alone[1] if alone else None,
-        peer_seconds=peer[0] if peer else None,
-        peer_equal_percent=peer[1] if peer else None,
-        loop_overhead_percent=overhead,
-        peak_memory_gib=peak,
-        bandwidth_percent=100.0 * weights / inside / bandwidth if bandwidth else None,
-        compute_percent=100.0 * flops / inside / compute if compute else None,
-    )
+    return {
+        "tokens_per_second": batch * args.gen / total,
+        "forwards_per_second": meter.forwards / total,
+        "forwards": meter.forwards,
+        # Steps of the row with the most of them: as many where rows share each forward.
+        "forwards_per_step": meter.forwards / steps,
+        # Of the same repetition, so that both times saw the same machine.
+        "overhead_percent": statistics.median(100.0 * (all_ - part) / all_ for all_, part in times),
+        "peak_gib": peak,
+        "bandwidth_percent": 100.0 * weights / inside / known[0] if known else None,
+        "compute_percent": 100.0 * flops / inside / known[1] if known else None,
+    }
 
 
 def _work(backbone: HFBackbone, args: argparse.Namespace, meter: Meter) -> tuple[float, float]:
@@ -329,38 +285,21 @@ def _work(backbone: HFBackbone, args: argparse.Namespace, meter: Meter) -> tuple
     return meter.forwards * float(layers + head.numel()) * size, flops
 
 
-def _peaks(backbone: HFBackbone, args: argparse.Namespace) -> tuple[float | None, float | None]:
-    known: tuple[float | None, float | None] = (None, None)
-    if backbone.device.type == "cuda":
-        name = torch.cuda.get_device_name()
-        known = next((peaks for key, peaks in PEAKS.items() if key in name), known)
-    bandwidth = args.peak_bandwidth * 1e9 if args.peak_bandwidth else known[0]
-    return bandwidth, args.peak_compute * 1e12 if args.peak_compute else known[1]
-
-
-def _report(measurements: list[Measurement], args: argparse.Namespace) -> dict[str, object]:
+def _report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, object]:
     """One object; the speed-ups are those of the first policy at the first batch size."""
-    first = {
-        m.scheme: m
-        for m in measurements
-        if m.policy == args.policies[0] and m.batch == args.batch[0]
-    }
+    chosen = {"policy": args.policies[0], "batch": args.batch[0]}
+    first = {row["scheme"]: row for row in rows if row.items() >= chosen.items()}
+    speed = {scheme: row["tokens_per_second"] for scheme, row in first.items()}
     report: dict[str, object] = {}
-    for scheme in ("prefix", "dual"):
-        if "none" in first and scheme in first:
-            report[f"{scheme}_speedup"] = (
-                first[scheme].tokens_per_second / first["none"].tokens_per_second
-            )
-    for scheme, m in first.items():
-        if m.peer_seconds is not None:
-            report[f"{scheme}_over_fast_dllm"] = m.peer_seconds / m.seconds
-            report[f"{scheme}_equal_percent"] = m.peer_equal_percent
-    report["loop_overhead_percent"] = max(m.loop_overhead_percent for m in measurements)
-    report["tokens_per_second"] = max(m.tokens_per_second for m in first.values())
-    report["tokens_per_second_by_scheme"] = {n: m.tokens_per_second for n, m in first.items()}
-    report["measurements"] = [asdict(m) for m in measurements]
-    report["settings"] = {k: v for k, v in vars(args).items() if k != "json"}
-    return report
+    for scheme, row in first.items():
+        if "none" in speed and scheme != "none":
+            report[f"{scheme}_speedup"] = speed[scheme] / speed["none"]
+        if row["x_peer"] is not None:
+            report[f"{scheme}_over_fast_dllm"] = row["x_peer"]
+            report[f"{scheme}_equal_percent"] = row["peer_equal_percent"]
+    report["overhead_percent"] = max(row["overhead_percent"] for row in rows)
+    report["tokens_per_second_by_scheme"] = speed
+    return {**report, "measurements": rows, "settings": vars(args)}
 
 
 def _backbone(args: argparse.Namespace) -> HFBackbone:
@@ -372,14 +311,14 @@ def _backbone(args: argparse.Namespace) -> HFBackbone:
         intermediate_size=args.intermediate,
         num_layers=args.layers,
         num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
+        num_kv_heads=args.kv_heads or None,
         family="random",
         mask_id=3,
         pad_id=0,
         eos_ids=(1,),
         shift=args.shift,
         attention="block" if args.block_size else "full",
-        block_size=args.block_size,
+        block_size=args.block_size or None,
     )
     with torch.device(args.device):
         backbone = HFBackbone(architecture=architecture, dtype=args.dtype)
@@ -392,54 +331,38 @@ def _cuda_clock() -> float:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = measurement.options(
+        __doc__,
+        arguments,
+        preset=("bench", f"sizes: {', '.join(PRESETS)}; each may be given"),
+        decoder="",
+        **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab"), 0),
+        block_size=(0, "makes the model block-causal"),
+        dtype="float32",
+        device="cpu",
+        prompt=(128, "prompt tokens"),
+        ragged=(0, "prompts are up to so much shorter"),
+        gen=(128, "cells to fill"),
+        block=(0, "block length; 32, or the model's block size"),
+        steps=(64, "steps for the whole response"),
+        batch=[1],
+        threshold=0.9,
+        horizon=32,
+        schemes=([""], f"of {', '.join(SCHEMES)}"),
+        policies=(["confidence"], f"of {', '.join(POLICIES)}"),
+        repetitions=3,
+        warmup=1,
+        peer=(False, "also time Fast-dLLM's way"),
+        seed=0,
     )
-    shape = parser.add_argument_group("model")
-    shape.add_argument("--preset", choices=list(PRESETS), default="bench", help="published sizes")
-    for name in ("hidden", "layers", "heads", "kv-heads", "intermediate", "vocab"):
-        shape.add_argument(f"--{name}", type=int)
-    shape.add_argument("--shift", type=int, choices=(0, 1))
-    shape.add_argument("--block-size", type=int, help="makes the model block-causal")
-    shape.add_argument("--decoder", choices=("qwen2", "llama", "qwen3"))
-    shape.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    shape.add_argument("--device", default="cpu")
-    decode = parser.add_argument_group("decoding")
-    decode.add_argument("--prompt", type=int, default=128, help="prompt tokens")
-    decode.add_argument("--ragged", type=int, default=0, help="prompts are up to so much shorter")
-    decode.add_argument("--gen", type=int, default=128, help="cells to fill")
-    decode.add_argument("--block", type=int, help="block length; 32, or the model's block size")
-    decode.add_argument("--steps", type=int, default=64, help="steps for the whole response")
-    decode.add_argument("--batch", type=int, nargs="+", default=[1])
-    decode.add_argument("--threshold", type=float, default=0.9)
-    decode.add_argument("--horizon", type=int, default=32)
-    decode.add_argument("--schemes", nargs="+", choices=list(SCHEMES))
-    decode.add_argument("--policies", nargs="+", choices=list(POLICIES), default=["confidence"])
-    run = parser.add_argument_group("measurement")
-    run.add_argument("--repetitions", type=int, default=3)
-    run.add_argument("--warmup", type=int, default=1)
-    run.add_argument("--peer", action="store_true", help="also time Fast-dLLM's way")
-    run.add_argument("--threads", type=int, default=1)
-    run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--peak-bandwidth", type=float, help="GB/s of the device, for the shares")
-    run.add_argument("--peak-compute", type=float, help="TFLOP/s of the device, for the shares")
-    run.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(arguments)
     for name, value in {"decoder": "qwen2", "shift": 0, **PRESETS[args.preset]}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.block is None:
-        args.block = args.block_size or 32
-    if args.peer and (
-        args.block_size
-        or args.shift
-        or args.ragged
-        or args.policies != ["confidence"]
-        or not set(args.schemes or []) <= {"none", "prefix", "dual"}
-    ):
-        parser.error("--peer: only full attention without a shift, equal prompts, confidence")
-    if args.schemes is None:
+        setattr(args, name, getattr(args, name, None) or value)
+    args.block = args.block or args.block_size or 32
+    if args.schemes == [""]:
         args.schemes = ["none", "block"] if args.block_size else ["none", "prefix", "dual"]
+    has_peer = args.policies == ["confidence"] and set(args.schemes) <= {"none", "prefix", "dual"}
+    if args.peer and (args.block_size or args.shift or args.ragged or not has_peer):
+        raise SystemExit("--peer: only full attention without a shift, equal prompts, confidence")
     return args
 
 
