@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chain import EXP, call, difference, points, problems, seed_flags, table
 from matplotlib.figure import Figure
-from tabom_effect import EXP, call, difference, problems
 
 from lit_dlm.reports.plots import tidy_axes
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: int) -> Path:
-    """Trains one adapter.
+    """Trains one adapter of a setting and returns its folder.
 
     Args:
         options: of the command line.
@@ -113,19 +113,15 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
         path: of the model.
         arm: ``decode`` or ``random``.
         seed: of training.
-
-    Returns:
-        The adapter's folder.
     """
     setting = SETTINGS[name]
     folder = options.out / name / "fit" / f"{arm}-s{seed}"
     model = ["--model.backbone.init_args.path", path]
-    seeds = ["--seed_everything", seed, "--model.seed", seed, "--data.seed", seed]
     if setting.decoder is not None:
         config = "tracerl_tiny.yaml" if arm == "decode" else "tracerl_tiny_random.yaml"
         call(
             folder / "done",
-            *("fit", "--config", EXP / config, *model, *seeds, "--run_dir", folder),
+            *("fit", "--config", EXP / config, *model, *seed_flags(seed), "--run_dir", folder),
             *("--trainer.max_epochs", setting.updates),
             *("--trainer.check_val_every_n_epoch", setting.updates),
             *("--model.decoders", json.dumps(rollout_decoders(setting.decoder))),
@@ -145,7 +141,15 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
     source = {"shards": str(distilled / "traces"), "only_correct": True, "tasks": None}
     call(
         folder / "done",
-        *("fit", "--config", EXP / "sft_sd_tiny.yaml", *model, *seeds, "--run_dir", distilled),
+        *(
+            "fit",
+            "--config",
+            EXP / "sft_sd_tiny.yaml",
+            *model,
+            *seed_flags(seed),
+            "--run_dir",
+            distilled,
+        ),
         *("--trainer.default_root_dir", folder, "--trainer.callbacks", "[]"),
         *("--trainer.enable_checkpointing", "false", "--trainer.logger", "false"),
         *("--trainer.max_steps", setting.updates, "--model.corruption", json.dumps(states)),
@@ -156,14 +160,7 @@ def trained(options: argparse.Namespace, name: str, path: str, arm: str, seed: i
 
 
 def rollout_decoders(plugs: dict[str, Any]) -> dict[str, Any]:
-    """The decoders of ``tracerl_tiny.yaml`` with other plugs.
-
-    Args:
-        plugs: window and cache, or nothing.
-
-    Returns:
-        ``rollout`` and ``evaluation``, which has no chance.
-    """
+    """The decoders of ``tracerl_tiny.yaml`` with other plugs; that of evaluation has no chance."""
     common = {
         "policy": {"class_path": "ThresholdPolicy", "init_args": {"threshold": 0.6}},
         "quota": "NoQuota",
@@ -189,15 +186,7 @@ def task_options(task: str) -> dict[str, Any]:
 def measure(
     options: argparse.Namespace, setting: Setting, path: str, adapter: Path, folder: Path
 ) -> None:
-    """Decodes the test list.
-
-    Args:
-        options: of the command line.
-        setting: the setting.
-        path: of the model.
-        adapter: what was trained.
-        folder: of the results.
-    """
+    """Decodes the test list with a trained adapter."""
     task = problems(
         *(setting.task, "test", options.size),
         seed=options.list_seed,
@@ -288,38 +277,24 @@ def _between(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a table, in percent and points.
-
-    Args:
-        report: by setting, from :func:`compare`.
-
-    Returns:
-        Markdown; errors are the larger one of those over problems and over seeds.
-    """
-    lines = "| setting | method | forwards | random states | the decode's states | difference "
-    lines += "| at equal forwards |\n|---|---|---|---|---|---|---|\n"
+    """The report as a table, in percent and points."""
+    arms = {"random": "random states", "decode": "the decode's states"}
+    head = ["setting", "method", "forwards", *arms.values(), "difference", "at equal forwards"]
+    lines = [head]
     for name, found in report.items():
         for method, values in found.items():
             if method == "judged":
-                lines += f"| **{name}** | judged | | | | **{_points(values)}** | |\n"
+                lines.append([f"**{name}**", "judged", "", "", "", f"**{points(values)}**", ""])
                 continue
-            rates = {arm: 100 * statistics.mean(each) for arm, each in values["accuracy"].items()}
-            steps = "/".join(f"{values['forwards'][arm]:.1f}" for arm in ("random", "decode"))
-            cells = [name, method, steps, f"{rates['random']:.1f}", f"{rates['decode']:.1f}"]
-            cells += [
-                _points(values[key]) for key in ("difference", "equal_forwards") if key in values
-            ]
-            lines += f"| {' | '.join(cells)} |{'' if 'equal_forwards' in values else ' |'}\n"
-    return lines
+            steps = "/".join(f"{values['forwards'][arm]:.1f}" for arm in arms)
+            rates = [f"{100 * statistics.mean(values['accuracy'][arm]):.1f}" for arm in arms]
+            equal = points(values["equal_forwards"]) if "equal_forwards" in values else ""
+            lines.append([name, method, steps, *rates, points(values["difference"]), equal])
+    return table(lines)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Differences of all settings, with two standard errors.
-
-    Args:
-        report: by setting, from :func:`compare`.
-        path: of the PNG.
-    """
+    """Differences of all settings, with two standard errors."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axis = figure.subplots()
     for height, (name, found) in enumerate(report.items()):
@@ -331,7 +306,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             axis.errorbar(
                 100 * values["mean"],
                 height + 0.25 * number,
-                xerr=200 * _stderr(values),
+                xerr=200 * max(values["stderr_problems"], values["stderr_seeds"]),
                 fmt="o" if number == 0 else "s",
                 color=f"C{number}",
                 capsize=3,
@@ -342,14 +317,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axis.set_xlabel("gain in points over random states (squares: at equal forwards)")
     tidy_axes(axis)
     figure.savefig(path, dpi=150)
-
-
-def _stderr(found: dict[str, float]) -> float:
-    return max(found["stderr_problems"], found["stderr_seeds"])
-
-
-def _points(found: dict[str, float]) -> str:
-    return f"{100 * found['mean']:+.1f} ± {100 * _stderr(found):.1f}"
 
 
 if __name__ == "__main__":

@@ -123,9 +123,7 @@ def write(folder: Path, traces: list[Trajectory]) -> Path:
     """Shards of these traces."""
     empty: dict[str, str] = {}
     run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
-    with TrajectoryShardWriter(
-        folder, name="tier", split="train", rank=0, run=run
-    ) as writer:
+    with TrajectoryShardWriter(folder, name="tier", split="train", rank=0, run=run) as writer:
         for trace in traces:
             writer.put(trace)
     return folder

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from chain import EXP, call, problems, seed_flags, table
 from decode_states import task_options, tokenizer_of
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from probes import Probe
-from tabom_effect import EXP, call, problems
 
 import cli
 import lit_dlm.toy
@@ -123,13 +123,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, chain: str, seed: int) -> None:
-    """Trains a model and its policy, decodes the test list and verifies records.
-
-    Args:
-        options: of the command line.
-        chain: one of :data:`CHAINS`.
-        seed: of training and of what is trained on.
-    """
+    """Trains a model of :data:`CHAINS` and its policy, decodes the test list, verifies records."""
     folder = options.out / f"{chain}-s{seed}"
     path = model_flags(options, trained(options, chain, seed))
     length = ["--data.response_length", LENGTHS[options.task]]
@@ -197,16 +191,7 @@ def probe(options: argparse.Namespace, folder: Path, model: str, *, is_timed: bo
 
 
 def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
-    """Folder of a chain's weights, after whatever is missing of its stages was trained.
-
-    Args:
-        options: of the command line.
-        chain: stages with hyphens between them, or ``base``.
-        seed: of training.
-
-    Returns:
-        The folder.
-    """
+    """Folder of a chain's weights, after whatever is missing of its stages was trained."""
     if chain == "base":
         return str(options.model)
     before, _, stage = chain.rpartition("-")
@@ -215,7 +200,7 @@ def trained(options: argparse.Namespace, chain: str, seed: int) -> str:
     adapter = folder / "adapter"
     path = model_flags(options, start)
     length = ["--data.response_length", LENGTHS[options.task]]
-    common = ["--seed_everything", seed, "--model.seed", seed, "--data.seed", seed]
+    common = seed_flags(seed)
     if stage == "rl":
         adapter = folder / "policy" / "last"
         call(
@@ -263,14 +248,7 @@ def problem_list(options: argparse.Namespace, split: str, count: int, seed: int)
 
 
 def read(options: argparse.Namespace) -> dict[str, Model]:
-    """Results of the chains that every seed has.
-
-    Args:
-        options: of the command line.
-
-    Returns:
-        By chain.
-    """
+    """Results of the chains that every seed has."""
     models = {}
     for chain in CHAINS:
         folders = [options.out / f"{chain}-s{seed}" for seed in options.seeds]
@@ -299,12 +277,12 @@ def read(options: argparse.Namespace) -> dict[str, Model]:
         timed = folders[0] / "times.json"
         clock = json.loads(timed.read_text()) if timed.exists() else {}
         digests = []
-        for seed, folder, table in zip(options.seeds, folders, tables, strict=True):
+        for seed, folder, rows in zip(options.seeds, folders, tables, strict=True):
             weights = options.out / "models" / f"{chain}-s{seed}" / "model"
             records = sorted(
                 f"{method} {uid} {row.trajectory['digest']}"
-                for method, rows in table.items()
-                for uid, row in rows.items()
+                for method, by_uid in rows.items()
+                for uid, row in by_uid.items()
             )
             parts = {
                 "weights": (options.model if chain == "base" else weights) / "model.safetensors",
@@ -455,16 +433,11 @@ def markdown(report: dict[str, Any]) -> str:
         last.append(
             [chain, *(f"{np.mean([seed[name] for seed in seeds]):.3f}" for name in seeds[0])]
         )
-    return "\n".join(map(_table, (lines, more, last)))
+    return "\n".join(map(table, (lines, more, last)))
 
 
 def _shown(found: Sequence[float] | None, sign: str = "") -> str:
     return f"{100 * found[0]:{sign}.1f} ± {100 * found[1]:.1f}" if found else "not reached"
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    head, *rows = (f"| {' | '.join(cells)} |\n" for cells in lines)
-    return head + "|---" + "|---:" * (len(lines[0]) - 1) + "|\n" + "".join(rows)
 
 
 if __name__ == "__main__":

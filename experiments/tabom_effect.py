@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chain import EXP, call, difference, points, problems, table
 from matplotlib.figure import Figure
 
-import cli
+from lit_dlm.reports.plots import tidy_axes
 from lit_dlm.reports.results import ResultFolder, write_atomically
 
-CONFIGS = Path(cli.__file__).resolve().parent / "configs"
-EXP = CONFIGS / "exp"
-QUIET = ("--trainer.enable_progress_bar", "false")
 METHODS = {
     "sft-gt": ("sft_gt_tiny.yaml",),
     "sft-sd": ("sft_sd_tiny.yaml",),
@@ -95,15 +93,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, methods: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Makes what is not on disk yet and condenses all of it.
-
-    Args:
-        options: of the command line.
-        methods: configuration and flags by name.
-
-    Returns:
-        The report.
-    """
+    """Makes what is not on disk yet, and condenses all of it."""
     base = ["--model.backbone.init_args.path", options.model]
     call(
         options.out / "distilled",
@@ -183,25 +173,6 @@ def measure(options: argparse.Namespace, model: Sequence[str], label: str, score
     scores.curves.append(discrimination["curves"]["validate"])
 
 
-def call(done: Path, *arguments: object) -> None:
-    """One command, unless the file that marks its end is there.
-
-    Args:
-        done: that file.
-        arguments: of the command line.
-    """
-    if done.exists():
-        return
-    cli.main([*map(str, arguments), *QUIET])
-    write_atomically(done, shlex.join(map(str, arguments)) + "\n")
-
-
-def problems(task: str, split: str, count: int, **options: object) -> str:
-    """The list of one task as a flag's value."""
-    values = {"split": split, "num_examples": count, **options}
-    return json.dumps([{"class_path": task, "init_args": values}])
-
-
 def draw(scores: dict[str, Scores], path: Path) -> None:
     """Two panels: the discrimination score of each step, and the pairs out of order.
 
@@ -221,22 +192,12 @@ def draw(scores: dict[str, Scores], path: Path) -> None:
     left.legend(fontsize="small")
     right.set(ylabel="pairs out of order, %", ylim=(0, None))
     right.set_xticks(range(len(scores)), list(scores), rotation=20)
-    for axis in (left, right):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+    tidy_axes(left, right)
     figure.savefig(path, dpi=150)
 
 
 def condense(scores: dict[str, Scores], options: argparse.Namespace) -> dict[str, Any]:
-    """Means, and paired differences of every method to every other.
-
-    Args:
-        scores: of all methods.
-        options: of the command line, which the report repeats.
-
-    Returns:
-        What ``effect.json`` holds.
-    """
+    """Means, and paired differences of every method to every other: what ``effect.json`` holds."""
     cells = list(scores["base"].correct)
     report: dict[str, Any] = {
         "settings": {name: str(value) for name, value in vars(options).items() if name != "json"},
@@ -261,65 +222,20 @@ def condense(scores: dict[str, Scores], options: argparse.Namespace) -> dict[str
     return report
 
 
-def difference(
-    one: Sequence[dict[str, float]], two: Sequence[dict[str, float]]
-) -> dict[str, float]:
-    """Difference of two accuracies, paired by problem.
-
-    Args:
-        one: verdicts by uid, one table for each seed.
-        two: of the other method; a single table goes with every seed.
-
-    Returns:
-        ``mean``, and its standard error over problems (of the mean over seeds) and over seeds (of
-        the mean over problems; 0 for one seed).
-    """
-    seeds = max(len(one), len(two))
-    first, second = (tables * seeds if len(tables) == 1 else tables for tables in (one, two))
-    by_seed = [
-        [float(a[uid]) - float(b[uid]) for uid in sorted(a)]
-        for a, b in zip(first, second, strict=True)
-    ]
-    by_problem = [statistics.mean(values) for values in zip(*by_seed, strict=True)]
-    means = [statistics.mean(values) for values in by_seed]
-    return {
-        "mean": statistics.mean(means),
-        "stderr_problems": statistics.stdev(by_problem) / len(by_problem) ** 0.5,
-        "stderr_seeds": statistics.stdev(means) / seeds**0.5 if seeds > 1 else 0.0,
-    }
-
-
 def markdown(report: dict[str, Any]) -> str:
-    """The report as two tables.
-
-    Args:
-        report: from :func:`condense`.
-
-    Returns:
-        Markdown.
-    """
+    """The report as two tables."""
     methods = report["methods"]
     cells = list(methods["base"]["accuracy"])
     values = [name for name in methods["base"] if name != "accuracy"]
-    lines = _row(["method", *cells, *values]) + _row(["---"] * (1 + len(cells) + len(values)))
+    lines = [["method", *cells, *values]]
     for name, found in methods.items():
         rates = [f"{100 * statistics.mean(found['accuracy'][cell]):.1f} %" for cell in cells]
-        others = [f"{statistics.mean(found[value]):.4f}" for value in values]
-        lines += _row([name, *rates, *others])
-    lines += "\n" + _row(["difference, points", *cells]) + _row(["---"] * (1 + len(cells)))
+        lines.append([name, *rates, *(f"{statistics.mean(found[value]):.4f}" for value in values)])
+    more = [["difference, points", *cells]]
     for name, found in report["differences"].items():
         if name.endswith(" - base") or name.startswith("tabom"):
-            lines += _row([name, *(_points(found[cell]) for cell in cells)])
-    return lines
-
-
-def _points(found: dict[str, float]) -> str:
-    error = max(found["stderr_problems"], found["stderr_seeds"])
-    return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |\n"
+            more.append([name, *(points(found[cell]) for cell in cells)])
+    return f"{table(lines)}\n{table(more)}"
 
 
 if __name__ == "__main__":

@@ -9,41 +9,30 @@ rows per response; only the states and advantages differ.
 
 A run that is complete under ``--run_dir`` is not repeated, so the arms may be run one by one or
 side by side (``--methods trace --seeds 0``); a call that names them all reports and draws what
-there is. The reward is the share of right answers among held-out problems of a list of their own
-(``--val_seed``), decoded greedily with the same threshold.
+there is. The reward is the share of right answers among held-out problems, decoded with the same
+threshold, greedily and as rollouts are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import logging
 import math
 import statistics
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from chain import EXP, call, problems, seed_flags
 from matplotlib.figure import Figure
 
-from lit_dlm.backbones import HFBackbone, LoRASettings
-from lit_dlm.callbacks.reward_curve import RewardCurve
-from lit_dlm.datamodules.rollouts import RolloutDataModule
-from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, ThresholdPolicy
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
-from lit_dlm.losses.states import Corruption
-from lit_dlm.losses.views import CoupledMasking
 from lit_dlm.reports.plots import COLOURS, tidy_axes
-from lit_dlm.reports.reward_curve import read_points, write_points
+from lit_dlm.reports.results import write_atomically
+from lit_dlm.reports.reward_curve import read_points
 from lit_dlm.reports.themes import save_figure
-from lit_dlm.rewards import Graded, MeanCorrectnessFilter
-from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.settings import ValueObjective
-from lit_dlm.toy.word_problems import WordProblems
 
 METHODS = {
     "trace": "TraceRL",
@@ -68,40 +57,42 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="RL steps")
-    parser.add_argument("--prompts", type=int, default=64, help="of an RL step")
-    parser.add_argument("--responses", type=int, default=8, help="to each prompt")
-    parser.add_argument("--val_prompts", type=int, default=500)
-    parser.add_argument("--val_seed", type=int, default=1, help="of the held-out problems")
-    parser.add_argument("--val_every", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--value_lr", type=float, default=1e-3)
-    parser.add_argument("--temperature", type=float, default=1.0, help="of rollouts")
-    parser.add_argument("--batch_size", type=int, default=64, help="items per update")
-    parser.add_argument("--threshold", type=float, default=0.6, help="of committing a token")
     parser.add_argument("--plot", type=Path, help="draw the curves to this file")
     parser.add_argument("--only_report", action="store_true", help="train nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     curves: dict[str, list[list[dict[str, Any]]]] = {}
-    for seed in options.seeds:
-        for method in options.methods:
-            folder = options.run_dir / f"{method}-{seed}"
-            path = folder / "reward_curve.jsonl"
-            if not options.only_report and not _is_complete(path, options.steps):
-                run(method, seed, folder, options)
-            if _is_complete(path, options.steps):
-                curves.setdefault(METHODS[method], []).append(read_points(path))
-    report = summary(curves)
+    for seed, method in itertools.product(options.seeds, options.methods):
+        folder = options.run_dir / f"{method}-{seed}"
+        if not options.only_report:
+            run(method, seed, folder, options.steps)
+        if (folder / "cpu_seconds").exists():
+            points = read_points(folder / "reward_curve.jsonl")
+            points[-1]["cpu_seconds"] = float((folder / "cpu_seconds").read_text())
+            curves.setdefault(METHODS[method], []).append(points)
     if options.plot is not None and curves:
         plot_runs(curves, options.plot)
-    if options.json:
-        print(json.dumps(report))
-        return
-    for name, values in report.items():
+    for name, values in summary(curves).items():
         print(name, "  ".join(f"{key} {value:.4g}" for key, value in values.items()))
+
+
+def run(method: str, seed: int, folder: Path, steps: int) -> None:
+    """Trains one arm; notes its processor time, since wall time depends on neighbours."""
+    done = folder / "done"
+    if done.exists():
+        return
+    suffix = "" if method == "trace" else f"_{method}"
+    curve = [{"class_path": "RewardCurve", "init_args": {"folder": str(folder)}}]
+    began = time.process_time()
+    call(
+        done,
+        *("fit", "--config", EXP / f"tracerl_tiny{suffix}.yaml", *seed_flags(seed)),
+        *("--run_dir", folder, "--trainer.max_epochs", steps),
+        *("--trainer.callbacks", json.dumps(curve), "--trainer.enable_checkpointing", "false"),
+        *("--model.val_method", "[evaluation, rollout]"),
+        *("--data.tasks", problems("WordProblems", "train", 400, seed=seed)),
+    )
+    write_atomically(folder / "cpu_seconds", str(time.process_time() - began))
 
 
 def plot_runs(runs: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
@@ -123,83 +114,6 @@ def plot_runs(runs: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
         tidy_axes(axis)
     axes[0, 0].legend(fontsize="small")
     save_figure(figure, path)
-
-
-def run(method: str, seed: int, folder: Path, options: argparse.Namespace) -> None:
-    """Trains one arm.
-
-    Args:
-        method: a key of :data:`METHODS`.
-        seed: of rollouts, states and prompts.
-        folder: receives the curve.
-        options: of the command line.
-    """
-    seed_everything(seed, verbose=False)
-    corruption: Corruption = TraceMasking(padding="replayed")
-    if method == "coupled":
-        corruption = CoupledMasking(pairs=3)
-    elif method == "random":
-        corruption = RandomMasking(min_t=0.1, max_t=0.9, copies=6)
-    lora = LoRASettings(rank=8, alpha=16, targets="all")
-
-    def decoder(temperature: float) -> Decoder:
-        return Decoder(
-            policy=ThresholdPolicy(options.threshold),
-            quota=NoQuota(),
-            sampler=Sampler(temperature=temperature, score_on="raw"),
-            settings=DecodeSettings(eos_rule="fill"),
-        )
-
-    module = TraceRLModule(
-        HFBackbone("tiny", lora=lora),
-        tokenizer="tiny",
-        decoders={"rollout": decoder(options.temperature), "evaluation": decoder(0.0)},
-        method="rollout",
-        val_method=["evaluation", "rollout"],
-        corruption=corruption,
-        value=ValueObjective(lora=lora, lr=options.value_lr) if method == "value" else None,
-        seed=seed,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=options.lr, weight_decay=0.0),
-    )
-    data = RolloutDataModule(
-        [WordProblems("train", num_examples=400, seed=seed)],
-        rewards=[Graded()],
-        val_tasks=[WordProblems("test", num_examples=options.val_prompts, seed=options.val_seed)],
-        prompts_per_step=options.prompts,
-        responses_per_prompt=options.responses,
-        response_length=32,
-        rollout_batch_size=96,
-        batch_size=options.batch_size,
-        filters=[MeanCorrectnessFilter(0.05, 0.95)],
-        seed=seed,
-    )
-    curve = RewardCurve(str(folder))
-    Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=options.steps,
-        check_val_every_n_epoch=options.val_every,
-        num_sanity_val_steps=-1,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        callbacks=[curve, _Clock(curve)],
-    ).fit(module, data)
-    write_points(curve.points, folder / "reward_curve.jsonl")
-
-
-class _Clock(Callback):
-    """Notes the processor time used so far with every RL step: wall time depends on neighbours."""
-
-    def __init__(self, curve: RewardCurve) -> None:
-        self.curve = curve
-        self.began = time.process_time()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.curve.points[-1]["cpu_seconds"] = time.process_time() - self.began
 
 
 def summary(curves: dict[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str, float]]:
@@ -237,10 +151,6 @@ def summary(curves: dict[str, list[list[dict[str, Any]]]]) -> dict[str, dict[str
         found["cpu_seconds"] = statistics.mean(p[-1].get("cpu_seconds", 0.0) for p in seeds)
         report[label] = found
     return report
-
-
-def _is_complete(path: Path, steps: int) -> bool:
-    return path.is_file() and read_points(path)[-1]["step"] >= steps
 
 
 if __name__ == "__main__":

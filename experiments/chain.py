@@ -1,0 +1,83 @@
+"""What the experiments share: commands that run once, lists of problems, differences, tables."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import cli
+from lit_dlm.reports.results import write_atomically
+
+EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"
+
+
+def call(done: Path, *arguments: object) -> None:
+    """One command, unless the file that marks its end is there.
+
+    Args:
+        done: that file.
+        arguments: of the command line.
+    """
+    if done.exists():
+        return
+    words = list(map(str, arguments))
+    cli.main([*words, "--trainer.enable_progress_bar", "false"])
+    write_atomically(done, shlex.join(words) + "\n")
+
+
+def seed_flags(seed: int) -> list[str]:
+    """Flags that give one seed to everything that draws in training."""
+    return [f"--{name}={seed}" for name in ("seed_everything", "model.seed", "data.seed")]
+
+
+def problems(task: str, split: str, count: int, **options: object) -> str:
+    """The list of one task as a flag's value."""
+    values = {"split": split, "num_examples": count, **options}
+    return json.dumps([{"class_path": task, "init_args": values}])
+
+
+def difference(
+    one: Sequence[dict[str, float]], two: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Difference of two accuracies, paired by problem.
+
+    Args:
+        one: verdicts by uid, one table for each seed.
+        two: of the other method; a single table goes with every seed.
+
+    Returns:
+        ``mean``, and its standard error over problems (of the mean over seeds) and over seeds (of
+        the mean over problems; 0 for one seed).
+    """
+    seeds = max(len(one), len(two))
+    first, second = (tables * seeds if len(tables) == 1 else tables for tables in (one, two))
+    by_seed = [
+        [float(a[uid]) - float(b[uid]) for uid in sorted(a)]
+        for a, b in zip(first, second, strict=True)
+    ]
+    by_problem = [statistics.mean(values) for values in zip(*by_seed, strict=True)]
+    means = [statistics.mean(values) for values in by_seed]
+    return {
+        "mean": statistics.mean(means),
+        "stderr_problems": statistics.stdev(by_problem) / len(by_problem) ** 0.5,
+        "stderr_seeds": statistics.stdev(means) / seeds**0.5 if seeds > 1 else 0.0,
+    }
+
+
+def points(found: dict[str, float]) -> str:
+    """A :func:`difference` in percentage points, with the larger of its errors."""
+    error = max(found["stderr_problems"], found["stderr_seeds"])
+    return f"{100 * found['mean']:+.1f} ± {100 * error:.1f}"
+
+
+def table(lines: Iterable[Sequence[str]]) -> str:
+    """Markdown of a header and rows; numbers stand to the right."""
+    head, *rows = lines
+    rule = f"|---{'|---:' * (len(head) - 1)}|\n"
+    text = [
+        "".join(f"| {cell} " if cell else "| " for cell in line) + "|\n" for line in (head, *rows)
+    ]
+    return text[0] + rule + "".join(text[1:])
