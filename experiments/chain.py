@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import cli
+from lit_dlm import cli
 from lit_dlm.reports.results import write_atomically
 
 EXP = Path(cli.__file__).resolve().parent / "configs" / "exp"

@@ -39,8 +39,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 
-import cli
 import lit_dlm.commands.trainer  # noqa: F401 - once, before the runs are forked
+from lit_dlm import cli
 from lit_dlm.grading import Verdict
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.reward_curve import read_points

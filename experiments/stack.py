@@ -31,8 +31,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from probes import Probe
 
-import cli
 import lit_dlm.toy
+from lit_dlm import cli
 from lit_dlm.backbones import load_backbone, load_tokenizer
 from lit_dlm.reports.plots import family, tidy_axes
 from lit_dlm.reports.results import ResultFolder, write_atomically
