@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dlm.datamodules.epoch_plan import ExampleRef
-from lit_dlm.datamodules.resuming import ElasticDataModule, refuse_overfit_batches
+from lit_dlm.datamodules.resuming import ResumableDataModule, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
 from lit_dlm.modules.state_batch import (
     StateBatch,
@@ -175,7 +174,7 @@ def _with_features(example: StateExample, kept: int) -> StateExample:
     return replace(example, features=one.dequantized()[0], proposals=features.proposals[kept])
 
 
-class TrajectoryDataModule(ElasticDataModule):
+class TrajectoryDataModule(ResumableDataModule):
     """Training and validation states from trajectory shards.
 
     The split is by a hash of the prompt's uid, so that several decodes of one prompt are on the
@@ -382,25 +381,10 @@ class TrajectoryDataModule(ElasticDataModule):
         """Names of the tasks whose decodes are trained on; known after ``setup``."""
         return sorted(set(self._dataset.index.tasks) - {""}) if self._dataset else []
 
-    def state_dict(self) -> dict[str, Any]:
-        """What an update is made of, and who reads it."""
-        facts = super().state_dict()
-        return {**facts, "num_workers": self.num_workers} if facts else facts
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses other readers, which would have read other blocks."""
-        facts = dict(state_dict)
-        then = facts["processes"], facts.pop("num_workers")
-        trainer = self.trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            now = trainer.world_size, self.num_workers
-            if then != now:
-                raise ValueError(
-                    "ckpt_path: each process and loader worker reads blocks of its own; expected "
-                    f"{then[0]} processes with num_workers {then[1]} as before, got {now[0]} with "
-                    f"{now[1]}"
-                )
-        super().load_state_dict(facts)
+    @property
+    def _update(self) -> dict[str, int]:
+        # Each loader worker reads blocks of its own.
+        return {**super()._update, "num_workers": self.num_workers}
 
     # -- loaders ---------------------------------------------------------------------------------
 

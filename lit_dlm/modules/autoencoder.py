@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from lit_dlm.backbones.base import Backbone
 from lit_dlm.heads.projection import Autoencoder, Projector, ProjectorConfig
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
-from lit_dlm.modules.elastic import count_anew, place_in_update, seed_batch
 from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.projector import state_snapshots
+from lit_dlm.modules.resuming import drop_half_update, place_in_update, seed_batch
 from lit_dlm.modules.state_batch import StateBatch
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class AutoencoderModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Finds the batch to go on with."""
-        count_anew(self, checkpoint)
+        drop_half_update(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Drops the frozen backbone from the file."""

@@ -42,8 +42,8 @@ from lit_dlm.decoding.queue import (
 )
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, require_own_checkpoint, trained_adapters
-from lit_dlm.modules.elastic import count_anew, seed_batch
 from lit_dlm.modules.finite import check_precision, require_finite_gradients
+from lit_dlm.modules.resuming import drop_half_update, seed_batch
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import Picture, as_text, seeing
@@ -286,7 +286,7 @@ class DecodeModule(LightningModule):
                 no place for, or comes from an adapter of other settings.
         """
         require_own_checkpoint(self, checkpoint)
-        count_anew(self, checkpoint)
+        drop_half_update(self, checkpoint)
 
     def setup(self, stage: str) -> None:
         """Refuses precisions that would round more than the decoder."""

@@ -211,11 +211,6 @@ class FinetuneModule(TrainableModule):
         self._train_sums: dict[str, Tensor] = {}
         self._val_sums: dict[str, Tensor] = {}
 
-    @property
-    def has_joint_batches(self) -> bool:
-        """Whether the batches of all processes at a time are normalised as one."""
-        return self.loss_norm == "global"
-
     # -- the loss --------------------------------------------------------------------------------
 
     def loss_terms(

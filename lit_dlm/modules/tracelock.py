@@ -32,7 +32,7 @@ from lit_dlm.losses.acceptance import (
 )
 from lit_dlm.modules.checkpoint_files import CheckpointFiles
 from lit_dlm.modules.decode import DecodeModule
-from lit_dlm.modules.elastic import mixed_seed
+from lit_dlm.modules.resuming import mixed_seed
 from lit_dlm.modules.selection import (
     AcceptanceScores,
     SelectionSettings,
@@ -84,8 +84,6 @@ class TraceLockModule(DecodeModule):
     """Trains the acceptance network and exports it as a folder that decoding loads."""
 
     tail_ids: Tensor
-    has_joint_batches = True
-    """The batches of all processes at a time are normalised as one."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from lit_dlm.modules.supervised_batch import (
 from lit_dlm.modules.tabom import TABOMModule
 from tests.finetuning import MASK, Data, G, Watch, examples, run, small, trained, two_processes
 from tests.losses.reference import entropy_of, slow_ranking
-from tests.processes import in_processes, in_two_processes
+from tests.processes import in_two_processes
 
 pytestmark = pytest.mark.slow  # training runs
 
@@ -250,30 +250,6 @@ def test_a_resumed_run_repeats_batches_cuts_and_weights(
     assert set(epochs) == {0, 1}
     stored = torch.load(tmp_path / "a" / "run.ckpt", weights_only=True)["state_dict"]
     assert all("lora_" in name for name in stored)
-
-
-def _go_on(rank: int, count: int, folder: Path, steps: int, resume: Path | None) -> None:
-    strategy = two_processes("ddp") if count > 1 else "auto"
-    run(
-        module(), Data(examples(18), batch_size=1), folder / str(count), steps=steps,
-        resume=resume, devices=count, strategy=strategy, accumulate_grad_batches=6 // count,
-    )  # fmt: skip
-
-
-@pytest.mark.ddp
-def test_training_goes_on_with_any_number_of_processes(tmp_path: Path) -> None:
-    """Two, one, then three processes, each changed in the middle of a pass of three updates."""
-    _go_on(0, 1, tmp_path / "whole", 6, None)
-    resume = None
-    for count, steps in ((2, 2), (1, 4), (3, 6)):
-        in_processes(count, _go_on, count, tmp_path, steps, resume)
-        resume = tmp_path / str(count) / "run.ckpt"
-    expected, found = (
-        torch.load(tmp_path / name / "run.ckpt", weights_only=True)["state_dict"]
-        for name in ("whole/1", "3")
-    )
-    # Sums in another order, six steps of AdamW at a rate of 0.01.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_sample_is_cut_elsewhere_in_the_next_pass(tmp_path: Path) -> None:

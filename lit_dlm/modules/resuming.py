@@ -1,4 +1,4 @@
-"""What lets a run go on exactly, on any number of processes."""
+"""What lets a training run go on exactly where it was stopped."""
 
 from __future__ import annotations
 
@@ -42,24 +42,19 @@ def mixed_seed(*parts: int) -> int:
     return value >> 1
 
 
-def count_anew(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Makes the trainer count its batches as it would have, had it trained from the beginning.
-
-    The counts in a checkpoint are of one process. With other processes an update has another number
-    of them; and batches behind the last update are trained on again, since their gradients are in
-    no checkpoint.
+def drop_half_update(module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Trains again on batches behind the last update: their gradients are in no checkpoint.
 
     Args:
         module: that trains.
         checkpoint: as Lightning read it; changed in place.
     """
     trainer = module._trainer
-    data = getattr(trainer, "datamodule", None)
-    then = checkpoint.get(type(data).__qualname__, {}).get("batches")
-    if trainer is None or then is None:
-        return
+    name = type(getattr(trainer, "datamodule", None)).__qualname__
+    if trainer is None or "accumulate_grad_batches" not in checkpoint.get(name, ()):
+        return  # an RL step is done again as a whole
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
-        moved = counts["ready"] // then * trainer.accumulate_grad_batches - counts["ready"]
-        for name in counts:
-            counts[name] += moved
+        surplus = counts["ready"] % trainer.accumulate_grad_batches
+        for kind in counts:
+            counts[kind] -= surplus
