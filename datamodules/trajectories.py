@@ -22,14 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_dlm.datamodules.epoch_plan import ExampleRef
 from lit_dlm.datamodules.resuming import ResumableDataModule, refuse_overfit_batches
 from lit_dlm.heads.features import feature_groups
-from lit_dlm.modules.state_batch import (
-    StateBatch,
-    StateExample,
-    collate_states,
-    collate_trace_states,
-    remasked_state,
-    trace_state,
-)
+from lit_dlm.modules.state_batch import StateBatch, collate_states, remasked, states_at
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
 from lit_dlm.pictures import look_in, take_up
@@ -126,28 +119,17 @@ class StateDataset(Dataset[StateBatch]):
         """The collated states of a batch."""
         found = self.states(np.array([ref.number for ref in batch]))
         records, steps, kept = (list(part) for part in zip(*found, strict=True))
-        if not self.reader.features and REMASKED not in steps:
-            return collate_trace_states(records, steps, [ref.is_real for ref in batch])
-        examples = [
-            self._state(ref, record, step)
-            for ref, record, step in zip(batch, records, steps, strict=True)
-        ]
+        states = states_at(records, [max(step, 0) for step in steps])
+        for place, (ref, record, step) in enumerate(zip(batch, records, steps, strict=True)):
+            if step == REMASKED:
+                rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
+                states[place] = remasked(record, rng)
+        features = None
         if self.reader.features:
-            examples = [
-                _with_features(example, at) for example, at in zip(examples, kept, strict=True)
-            ]
-        if not all(ref.is_real for ref in batch):
-            examples = [
-                example if ref.is_real else replace(example, is_real=False)
-                for example, ref in zip(examples, batch, strict=True)
-            ]
-        return collate_states(examples)
-
-    def _state(self, ref: ExampleRef, trace: Trajectory, step: int) -> StateExample:
-        if step == REMASKED:
-            rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
-            return remasked_state(trace, rng)
-        return trace_state(trace, step)
+            features = [_features_at(*pair) for pair in zip(records, kept, strict=True)]
+        return collate_states(
+            records, states, is_real=[ref.is_real for ref in batch], features=features
+        )
 
     def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
@@ -160,10 +142,10 @@ class StateDataset(Dataset[StateBatch]):
         return records
 
 
-def _with_features(example: StateExample, kept: int) -> StateExample:
-    """The example with the features of its trace's kept step number ``kept``."""
-    features = example.trace.features
-    assert features is not None, f"{example.trace.uid} is in the index but has no features"
+def _features_at(trace: Trajectory, kept: int) -> tuple[NDArray[np.floating], NDArray[np.int32]]:
+    """Features and proposals of a trace's kept step number ``kept``."""
+    features = trace.features
+    assert features is not None, f"{trace.uid} is in the index but has no features"
     one = replace(
         features,
         kept_steps=features.kept_steps[kept : kept + 1],
@@ -171,7 +153,7 @@ def _with_features(example: StateExample, kept: int) -> StateExample:
         scales=None if features.scales is None else features.scales[kept : kept + 1],
         proposals=features.proposals[kept : kept + 1],
     )
-    return replace(example, features=one.dequantized()[0], proposals=features.proposals[kept])
+    return one.dequantized()[0], features.proposals[kept]
 
 
 class TrajectoryDataModule(ResumableDataModule):

@@ -9,24 +9,14 @@ from lightning.pytorch import LightningModule, Trainer
 
 
 def place_in_update(trainer: Trainer, batch_idx: int) -> int:
-    """Number of this process's batch among those of its update, all processes counted.
-
-    Args:
-        trainer: knows rank, processes and accumulation.
-        batch_idx: number of the batch in the pass; passes are whole updates.
-    """
+    """Number of this process's batch among those of its update, all processes counted."""
+    # A pass is whole updates.
     accumulated = batch_idx % trainer.accumulate_grad_batches
     return accumulated * trainer.world_size + trainer.global_rank
 
 
 def seed_batch(module: LightningModule, seed: int, batch_idx: int) -> None:
-    """Makes dropout follow from the optimiser step and the batch's place in it.
-
-    Args:
-        module: that trains.
-        seed: of the run.
-        batch_idx: number of the batch in the pass.
-    """
+    """Makes dropout follow from the optimiser step and the batch's place in it."""
     place = place_in_update(module.trainer, batch_idx)
     torch.manual_seed(mixed_seed(seed, module.global_step, place, 0))
 
@@ -43,12 +33,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def drop_half_update(module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Trains again on batches behind the last update: their gradients are in no checkpoint.
-
-    Args:
-        module: that trains.
-        checkpoint: as Lightning read it; changed in place.
-    """
+    """Trains again on batches behind the last update: their gradients are in no checkpoint."""
     trainer = module._trainer
     name = type(getattr(trainer, "datamodule", None)).__qualname__
     if trainer is None or "accumulate_grad_batches" not in checkpoint.get(name, ()):
