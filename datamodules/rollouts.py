@@ -8,11 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lit_dlm.datamodules.epoch_plan import ExampleRef
-from lit_dlm.datamodules.resuming import computed_loader, set_accumulation
+from lit_dlm.datamodules.resuming import (
+    computed_loader,
+    require_same_update,
+    set_accumulation,
+)
 from lit_dlm.rewards import RewardModel
 from lit_dlm.rl.advantages import as_advantage
 from lit_dlm.rl.items import RolloutBatch
@@ -136,17 +139,12 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
             ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
             is_between = self._is_used and bool(ended)
         progress = asdict(self._now if is_between else self._before)
-        return {**progress, "is_between": is_between, "rows_per_update": self._rows}
+        return {**progress, "is_between": is_between, "update": self._update}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the RL step that a checkpoint names."""
         progress = dict(state_dict)
-        rows = progress.pop("rows_per_update", self._rows)
-        if rows != self._rows and self._module.trainer.state.fn == TrainerFn.FITTING:
-            raise ValueError(
-                f"ckpt_path: its updates have {rows} rows, those of this run {self._rows}; "
-                "expected the same (data.rows_per_update keeps them on any number of processes)"
-            )
+        require_same_update(self._module.trainer, progress.pop("update"), self._update)
         if not progress.pop("is_between"):
             logger.warning(
                 "the checkpoint was taken within RL step %d: its rollouts are drawn anew by the "
@@ -156,12 +154,13 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         self._now = self._before = RLProgress(**progress)
 
     @property
-    def _rows(self) -> int:
-        """Rows of a full update."""
+    def _update(self) -> dict[str, int]:
+        """What an update is made of; an RL step may deal its rows in batches of any size."""
         if self.trainer is None:
-            return self.rows_per_update or self.batch_size
-        batches = self._accumulate * self.trainer.world_size
-        return self.batch_size * self._module.rows.copies * batches
+            return {}
+        processes = self.trainer.world_size
+        rows = self.batch_size * self._module.rows.copies * self._accumulate * processes
+        return {"processes": processes, "rows_per_update": rows}
 
     def teardown(self, stage: str) -> None:
         """Ends the grading threads."""

@@ -321,7 +321,7 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
     Returns:
         ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
     """
-    steps = responses.steps_or_ltr()
+    steps = responses.steps
     members = responses.maskable & (steps >= 0)
     key = step_groups(steps, torch.ones_like(members), shrink=shrink, segments=responses.blocks)
     key = torch.where(members, key, 0)
