@@ -93,8 +93,7 @@ def grade_by_outputs(
     if (verdict := ungradable(found)) is not None:
         return verdict
     assert found.code is not None
-    failure: tuple[Status, str] | None = None
-    num_passed = num_timeouts = 0
+    failures: list[tuple[Status, str]] = []
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True), start=1):
         result = run_python_program(
             found.code, stdin, limits=limits, allow_code_execution=allow_code_execution
@@ -102,13 +101,12 @@ def grade_by_outputs(
         status, detail = result.status, result.detail
         if status == "right" and str(result.answer).split() != expected.split():
             status, detail = "wrong", "another output was expected"
-        num_passed += status == "right"
         if status != "right":
-            failure = failure or (status, f"test {number} of {len(inputs)}: {detail}")
-        num_timeouts += status == "timeout"
-        if num_timeouts >= MAX_TIMEOUTS:
+            failures.append((status, f"test {number} of {len(inputs)}: {detail}"))
+        if [one for one, _ in failures].count("timeout") >= MAX_TIMEOUTS:
             break
-    status, detail = failure or ("right", "")
+    num_passed = number - len(failures)
+    status, detail = failures[0] if failures else ("right", "")
     return Verdict(status=status, answer=found.code, detail=detail, score=num_passed / len(inputs))
 
 

@@ -74,10 +74,10 @@ def run_python_program(
     return Verdict(status=head["status"], answer=head.get("stdout", ""), detail=head["detail"])
 
 
-def require_permission(allow_code_execution: bool, *, of: str = "grading") -> None:
+def require_permission(allow_code_execution: bool, *, of: str = "allow_code_execution") -> None:
     """Refuses to go on unless running code was explicitly allowed."""
     if allow_code_execution is not True:
         raise ValueError(
-            f"{of}: this runs model-written code: set allow_code_execution: true in the task to "
-            f"allow it (got {allow_code_execution!r})"
+            f"{of}: grading runs model-written code; set allow_code_execution: true in the task to "
+            "allow it"
         )

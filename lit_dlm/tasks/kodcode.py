@@ -131,25 +131,30 @@ def checks(test_code: str, entry_point: str) -> tuple[str, str]:
         tree = ast.parse(test_code)
     except (SyntaxError, ValueError) as error:
         return "", f"the tests do not parse ({error})"
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    if entry_point and "check" in functions:
+    tests = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if entry_point and "check" in tests:
         return test_code, ""
-    tests = {name: node for name, node in functions.items() if name.startswith("test")}
-    awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
-    foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
-    problems = {
-        "nothing tells the name of the function under test": not entry_point,
-        f"the tests define {entry_point!r} themselves": entry_point
-        in {getattr(node, "name", None) for node in tree.body},
-        "there is no function named test_...": not tests,
-        f"{' and '.join(awkward)} needs pytest to give it arguments": awkward,
-        f"the tests import {', '.join(map(repr, foreign))}": foreign,
-    }
-    if problem := next((told for told, holds in problems.items() if holds), ""):
+    tests = {name: node for name, node in tests.items() if name.startswith("test")}
+    if problem := _problem(tree, tests, entry_point):
         return "", problem
     rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
     # Each is one true assertion once the function has returned, whatever it returned.
     return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)]), ""
+
+
+def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
+    """Why the sandbox cannot run the tests, if it cannot."""
+    defined = {getattr(node, "name", None) for node in tree.body}
+    awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
+    foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
+    problems: dict[str, object] = {
+        "nothing tells the name of the function under test": not entry_point,
+        f"the tests define {entry_point!r} themselves": entry_point in defined,
+        "there is no function named test_...": not tests,
+        f"{' and '.join(awkward)} needs pytest to give it arguments": awkward,
+        f"the tests import {', '.join(map(repr, foreign))}": foreign,
+    }
+    return next((told for told, holds in problems.items() if holds), "")
 
 
 def _modules(tree: ast.Module) -> Iterator[str]:

@@ -131,58 +131,38 @@ def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
 
 
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
-    """Runs the tests against proxies of the candidate.
+    """Runs the tests against proxies of the candidate, each top-level statement on its own.
 
-    ``check(candidate)`` is called when the tests define it (HumanEval); otherwise each top-level
-    statement runs on its own (MBPP), so that the share of passing assertions is known.
+    Of assertions (MBPP) the share that passed is told; where the tests define ``check(candidate)``
+    (HumanEval), that is called.
     """
-    namespace: dict[str, Any] = {"__name__": "tests"}
+    candidate = Handle(remote, job["entry_point"])
+    namespace: dict[str, Any] = {"__name__": "tests", "__candidate__": candidate}
     exec(compile(job["preamble"], "<preamble>", "exec"), namespace)
+    namespace[job["entry_point"]] = candidate
     tree = ast.parse(job["check"])
-    entry_point = job["entry_point"]
-    candidate = namespace[entry_point] = Handle(remote, entry_point)
     _bind_free_names(tree, namespace, names, remote)
-    defines_check = any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in tree.body)
-    if defines_check:
-        exec(compile(tree, _TESTS, "exec"), namespace)
-        failure = _attempt(lambda: namespace["check"](candidate), job["check"], remote)
-        return failure or {"status": "right", "detail": ""}
-    return _run_statements(tree, job["check"], namespace, remote)
-
-
-def _run_statements(
-    tree: ast.Module, source: str, namespace: dict[str, Any], remote: Remote
-) -> dict[str, Any]:
     total = sum(isinstance(node, ast.Assert) for node in tree.body)
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        tree.body += ast.parse("check(__candidate__)").body
+        total = 0
+    failures: list[tuple[str, str]] = []
     passed = 0
-    first_failure: dict[str, Any] | None = None
     for node in tree.body:
         code = compile(ast.Module([node], []), _TESTS, "exec")
+        remote.failure = None
         try:
-            failure = _attempt(lambda code=code: exec(code, namespace), source, remote)
+            exec(code, namespace)
+            passed += isinstance(node, ast.Assert)
+        except AssertionError as error:
+            failures.append(remote.failure or ("wrong", _failing_line(error, job["check"])))
+        except Exception as error:  # tests may raise anything on a strange value
+            failures.append(remote.failure or ("wrong", f"{type(error).__name__}: {error}"))
         except WorkerLostError as lost:
-            failure = {"status": lost.status, "detail": lost.detail}
-            first_failure = first_failure or failure
+            failures.append((lost.status, lost.detail))
             break  # the worker may still be busy with this call: it answers no other
-        first_failure = first_failure or failure
-        passed += isinstance(node, ast.Assert) and failure is None
-    result = first_failure or {"status": "right", "detail": ""}
-    return {**result, "passed": passed, "total": total}
-
-
-def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
-    remote.failure = None
-    try:
-        test()
-    except AssertionError as error:
-        if remote.failure is None:
-            return {"status": "wrong", "detail": _failing_line(error, source)}
-        status, detail = remote.failure
-    except Exception as error:  # tests may raise anything on a strange value
-        status, detail = remote.failure or ("wrong", f"{type(error).__name__}: {error}")
-    else:
-        return None
-    return {"status": status, "detail": detail}
+    status, detail = failures[0] if failures else ("right", "")
+    return {"status": status, "detail": detail, "passed": passed, "total": total}
 
 
 def _failing_line(error: AssertionError, source: str) -> str:

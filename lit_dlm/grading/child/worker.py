@@ -18,25 +18,17 @@ from . import wire
 _MODULE = "candidate"
 
 
-class _CappedText(io.TextIOBase):
+class _CappedText(io.StringIO):
     """Collects printed text up to a number of characters and refuses the rest."""
 
     def __init__(self, limit: int) -> None:
-        self._parts: list[str] = []
-        self._left = limit
-
-    def writable(self) -> bool:
-        return True
+        super().__init__()
+        self._limit = limit
 
     def write(self, text: str) -> int:
-        self._left -= len(text)
-        if self._left < 0:
+        if self.tell() + len(text) > self._limit:
             raise OSError("too much output")
-        self._parts.append(text)
-        return len(text)
-
-    def text(self) -> str:
-        return "".join(self._parts)
+        return super().write(text)
 
 
 class _Worker:
@@ -102,7 +94,7 @@ class _Worker:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-        return captured.text()
+        return captured.getvalue()
 
 
 def _compile(code: str) -> types.CodeType:
