@@ -34,7 +34,7 @@ class _Process:
             needs = "; is math-verify installed?" if kind == "math" else ""
             raise SandboxError(f"the process for {kind} did not start{needs}")
 
-    def ask(self, question: dict[str, str], *, seconds: float) -> Any:
+    def ask(self, question: dict[str, str | None], *, seconds: float) -> Any:
         assert self._process.stdin is not None
         request = json.dumps({"question": question, "seconds": seconds})
         with contextlib.suppress(BrokenPipeError):
@@ -71,7 +71,7 @@ class BoundedProcesses:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def ask(self, question: dict[str, str], *, seconds: float) -> Any:
+    def ask(self, question: dict[str, str | None], *, seconds: float) -> Any:
         """The answer to a question, or ``None`` if there was none within the limits.
 
         Its items are the arguments of the answering function of :mod:`.child.bounded`.
@@ -81,7 +81,7 @@ class BoundedProcesses:
         try:
             answer = process.ask(question, seconds=seconds)
         finally:
-            if answer is None:
+            if answer is None:  # overrun: what it says later is no answer to the next question
                 process.kill()
             else:
                 with self._lock:
@@ -97,6 +97,7 @@ class BoundedProcesses:
 
     def _take(self) -> _Process:
         with self._lock:
+            # A fork has the pipes, but its answers would be those of the parent's questions.
             if self._owner != os.getpid():
                 self._owner, self._idle = os.getpid(), []
             if self._idle:

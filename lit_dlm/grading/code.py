@@ -29,17 +29,11 @@ def python_block(code: str) -> str:
     return f"```python\n{code.strip()}\n```"
 
 
-def extract_code(completion: str, entry_point: str, *, stub: str = "") -> ExtractedCode:
+def extract_code(
+    completion: str, entry_point: str | None = None, *, stub: str = ""
+) -> ExtractedCode:
     """What :func:`.child.extraction.extract_code` finds, in bounded time and memory."""
-    return _extract(completion=completion, entry_point=entry_point, stub=stub)
-
-
-def extract_program(completion: str) -> ExtractedCode:
-    """What :func:`.child.extraction.extract_program` finds, in bounded time and memory."""
-    return _extract(completion=completion)
-
-
-def _extract(**question: str) -> ExtractedCode:
+    question = {"completion": completion, "entry_point": entry_point, "stub": stub}
     found = shared_processes("extraction").ask(question, seconds=_EXTRACTION_SECONDS)
     if found is None:
         problem = "the code cannot be parsed in bounded time and memory"
@@ -89,7 +83,7 @@ def grade_by_outputs(
     white space does not matter. The verdict's ``score`` is the share of tests that passed, its
     ``status`` and ``detail`` tell of the first that did not; ``limits`` hold for each run.
     """
-    found = extract_program(completion)
+    found = extract_code(completion)
     if (verdict := ungradable(found)) is not None:
         return verdict
     assert found.code is not None

@@ -143,6 +143,7 @@ def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
         return _run_driver(job, limits, method)
     except _KilledError as error:  # candidates may send no signals
         logger.warning("a sandbox %s, as when memory runs out; grading its sample again", error)
+    # What the first try took counts: a sample that gets itself killed wins no time.
     left = max(0.01, limits.wall_seconds - (time.monotonic() - begin))
     try:
         return _run_driver(job, replace(limits, wall_seconds=left), method)
@@ -153,6 +154,7 @@ def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
 def _run_driver(
     job: dict[str, Any], limits: SandboxLimits, method: IsolationMethod
 ) -> dict[str, Any]:
+    # The driver learns it after the fork: nothing that the worker prints can carry it.
     nonce = secrets.token_hex(16)
     user = _spare_user()
     # The driver gives up root when it has shown the interpreter's files, wherever they lie. Without

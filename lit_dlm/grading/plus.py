@@ -75,6 +75,7 @@ class PlusGrader:
         The score is the share of matching outputs; what was not run for a failure has failed.
         """
         require_permission(self._allow)
+        # Most wrong candidates fail the few original inputs, which spares them thousands.
         parts = (("base", problem.base_inputs), ("plus", problem.plus_inputs))
         total = sum(len(inputs) for _, inputs in parts)
         passed = 0
@@ -117,6 +118,7 @@ class PlusGrader:
         self, problem: PlusProblem, part: str, inputs: Sequence[Sequence[Any]]
     ) -> _Expected:
         key = f"{problem.name}/{part}/{problem.entry_point}"
+        # Threads that grade other problems do not wait for this reference.
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:

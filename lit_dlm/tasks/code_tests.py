@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_program, grade_by_outputs
+from lit_dlm.grading.code import extract_code, grade_by_outputs
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -65,7 +65,7 @@ class CodeTests(CodeTask):
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         if example.reference["test_method"] == "stdio":
-            return extract_program(example.answer_start + completion).code
+            return extract_code(example.answer_start + completion).code
         return super().extract(example, completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:

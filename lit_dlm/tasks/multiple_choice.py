@@ -58,10 +58,10 @@ class MultipleChoice(DatasetTask):
 
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)
-        given = fields.get("options", fields.get("choices"))
+        given: Any = fields.get("options", fields.get("choices"))
         has_texts = isinstance(given, list) and all(isinstance(text, str) for text in given)
         row.expect(has_texts, "a list of texts in 'options' or 'choices'", given)
-        answer = fields.get("answer_index", fields.get("answer"))
+        answer: Any = fields.get("answer_index", fields.get("answer"))
         if isinstance(answer, str) and len(answer) == 1 and answer in ascii_uppercase:
             return given, ascii_uppercase.index(answer)
         is_number = isinstance(answer, int) and not isinstance(answer, bool)

@@ -129,6 +129,7 @@ def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> li
 
 def on_hub(source: str) -> bool:
     """Whether a source is looked for on the hub: it is no local file and does not look like one."""
+    # A mistyped path must not become a question to the network.
     looks_local = source.endswith(tuple(_READERS)) or source.startswith(("/", ".", "~"))
     return not (looks_local or source.count("/") > 1 or Path(source).expanduser().exists())
 

@@ -135,8 +135,9 @@ def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
             rest = [item for k, item in enumerate(items) if k not in (i, j)]
             for sign in "+-*/":
                 result = whole_result(a, sign, b)
-                for tail in [] if result is None else _solutions([*rest, result], target):
-                    yield [(a, sign, b, result), *tail]
+                if result is not None:
+                    for tail in _solutions([*rest, result], target):
+                        yield [(a, sign, b, result), *tail]
 
 
 def parse_steps(answer: str) -> list[Step] | None:

@@ -126,6 +126,7 @@ class GeneratedTask(Task):
 
     def examples(self) -> Sequence[PromptExample]:
         """Problems of different keys; number ``i`` depends on the seed and ``i`` only."""
+        # One stream for all: a longer list begins with the shorter one.
         rng = random.Random(f"{self.name}/{self.split}/{self.seed}")
         seen: dict[str, Problem] = {}
         repeats = 0

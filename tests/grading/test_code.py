@@ -8,7 +8,7 @@ import pytest
 
 from lit_dlm.grading import SandboxLimits
 from lit_dlm.grading.child.extraction import fenced_blocks
-from lit_dlm.grading.code import extract_code, extract_program, grade_by_outputs, grade_by_tests
+from lit_dlm.grading.code import extract_code, grade_by_outputs, grade_by_tests
 
 STUB = 'import math\n\ndef helper(x):\n    return x\n\ndef f(x):\n    """Squares x."""\n'
 
@@ -132,16 +132,14 @@ ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     ],
 )
 def test_the_last_block_that_compiles_is_the_program(completion: str, code: str) -> None:
-    found = extract_program(completion)
+    found = extract_code(completion)
     assert (found.code, found.problem) == (code, "")
 
 
 def test_what_is_no_program_is_told_apart() -> None:
-    assert extract_program(" \n").problem == "the completion holds no code"
-    assert (
-        extract_program("```python\n\n```").code == "```python\n\n```"
-    )  # the text is all there is
-    found = extract_program("```python\nprint(\n```")
+    assert extract_code(" \n").problem == "the completion holds no code"
+    assert extract_code("```python\n\n```").code == "```python\n\n```"  # the text is all there is
+    found = extract_code("```python\nprint(\n```")
     assert found.is_syntax_error
     assert found.code == "print(\n"
 

@@ -140,7 +140,7 @@ _code = st.lists(
 @given(_code, _code)
 def test_code_that_is_found_without_a_problem_compiles(completion: str, stub: str) -> None:
     for found in (
-        extraction.extract_program(completion),
+        extraction.extract_code(completion),
         extraction.extract_code(completion, "f", stub=stub),
     ):
         if found.problem:

@@ -49,12 +49,7 @@ def _answer_extraction() -> Callable[..., Any]:
 
     warnings.simplefilter("ignore")
 
-    def find(completion: str, entry_point: str | None = None, stub: str = "") -> dict[str, Any]:
-        if entry_point is None:
-            return dataclasses.asdict(extraction.extract_program(completion))
-        return dataclasses.asdict(extraction.extract_code(completion, entry_point, stub=stub))
-
-    return find
+    return lambda **question: dataclasses.asdict(extraction.extract_code(**question))
 
 
 def _answer_math() -> Callable[..., Any]:

@@ -93,6 +93,7 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
     child = os.fork()
     if child == 0:
         try:
+            # Only the worker's own ends of the pipes may be left to the candidate.
             for other in (request_write, reply_read):
                 os.close(other)
             isolate.confine(
@@ -111,12 +112,14 @@ def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
             os._exit(125)
     for other in (request_read, reply_write):
         os.close(other)
+    # A worker that reads nothing must not hold the driver beyond its deadline.
     os.set_blocking(request_write, False)
     return wire.Channel(reply_read, request_write, max_bytes=int(config["value_bytes"])), child
 
 
 def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
     """Says why the worker is gone; ends as it did where somebody else killed it."""
+    # It may have closed its pipes and live on.
     if not select.select([os.pidfd_open(worker_pid)], [], [], 1.0)[0]:
         return "runtime_error", "the process closed its connection"
     _, status, usage = os.wait4(worker_pid, 0)
@@ -136,10 +139,11 @@ def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[st
     Of assertions (MBPP) the share that passed is told; where the tests define ``check(candidate)``
     (HumanEval), that is called.
     """
+    # No name of the tests leads to the candidate's code, only to proxies of it.
     candidate = Handle(remote, job["entry_point"])
     namespace: dict[str, Any] = {"__name__": "tests", "__candidate__": candidate}
     exec(compile(job["preamble"], "<preamble>", "exec"), namespace)
-    namespace[job["entry_point"]] = candidate
+    namespace[job["entry_point"]] = candidate  # HumanEval's preamble has a stub of that name
     tree = ast.parse(job["check"])
     _bind_free_names(tree, namespace, names, remote)
     total = sum(isinstance(node, ast.Assert) for node in tree.body)

@@ -25,6 +25,9 @@ from typing import Any, NamedTuple
 _HEADER = struct.Struct(">I")
 _EXACT_INT = 1 << 53
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
+_TYPES: dict[Any, type] = {
+    name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
+}
 
 
 class WireError(ValueError):
@@ -49,13 +52,6 @@ def _pairs(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _builtin_type(parts: list[Any]) -> type:
-    found = getattr(builtins, parts[0], None)
-    if not isinstance(found, type):
-        raise WireError("malformed value: no builtin type")
-    return found
-
-
 _FORMS = {
     # Unbound iterators of the base: a subclass cannot show one content and hide another.
     "l": _Form(list, list.__iter__, list),
@@ -73,7 +69,7 @@ _FORMS = {
     "v": _Form(type({}.values()), iter, lambda parts: dict(enumerate(parts)).values()),
     "m": _Form(type({}.items()), iter, lambda parts: dict(parts).items()),
     "e": _Form(Iterator, iter, iter),  # drained by the encoder
-    "n": _Form((), iter, _builtin_type),
+    "n": _Form((), iter, lambda parts: _TYPES[parts[0]]),
 }
 """By tag: what it stands for, the parts that are sent of it, and how these become it again."""
 
@@ -112,7 +108,7 @@ class _Encoder:
                     self._spend(len(items) + sum(len(i) // 8 for i in items if type(i) is str))
                     return [tag, *items]
                 return [tag, *map(self.encode, items)]
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        if isinstance(value, type) and _TYPES.get(getattr(value, "__name__", None)) is value:
             return ["n", value.__name__]
         if self._to_handle is None:
             raise WireError(f"a value of type {type(value).__name__} cannot be sent")
@@ -156,9 +152,10 @@ def decode(wire: Any, *, from_handle: Callable[[Any], Any] | None = None) -> Any
 
     ``from_handle`` makes the object that stands for a handle; without it handles are an error.
     """
+    # Whatever a constructor of _FORMS makes of hostile parts is an error of these kinds.
     try:
         return _decode(wire, from_handle)
-    except (TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
         raise WireError(f"malformed value: {type(error).__name__}") from None
 
 
@@ -210,6 +207,7 @@ class Channel:
 
     def receive(self, *, deadline: float | None = None) -> bytes:
         """Reads one message, as text."""
+        # Looked at before anything is read: the other end may announce 4 GB.
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
         self._check_size(length)
         return self._read_exactly(length, deadline)

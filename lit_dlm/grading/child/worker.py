@@ -46,6 +46,7 @@ class _Worker:
                 reply = {"id": request["id"], "value": self._answer(request)}
             except BaseException as error:  # SystemExit and all else is the candidate's
                 reply = {"id": request["id"], "error": _describe(error)}
+            # What cannot be sent is the candidate's error too.
             try:
                 self._channel.send(reply)
             except (wire.WireError, RecursionError) as error:
@@ -75,6 +76,7 @@ class _Worker:
         return len(self._objects) - 1
 
     def _load(self, code: str) -> list[str]:
+        # Dataclasses and pickles look their module up.
         sys.modules[_MODULE] = self._module
         self._module.__dict__["__builtins__"] = __builtins__
         compiled = _compile(code)
