@@ -264,6 +264,8 @@ class Workplace:
             for old, new in {**sizes, "${run_dir}": config["run_dir"]}.items():
                 decoders = decoders.replace(old, new)
             flags += [f"--model.decoders={decoders}"]
+        if kind in ("SFTModule", "TABOMModule") and options.get("rows_per_update", 0) > 16:
+            flags += ["--data.rows_per_update=16"]  # a step of 128 batches takes 10 s
         if kind == "TABOMModule":  # windows within a response
             windows = ("window", "rank_window")
             flags += [f"--model.{name}={min(model[name], 8)}" for name in windows if name in model]

@@ -29,16 +29,12 @@ def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
             assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()
 
 
-def test_special_tokens_come_first(tokenizer) -> None:
-    assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (0, 1, 2)
-
-
 def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "15,44"}], add_generation_prompt=True, return_dict=False
     )
     assert tokenizer.convert_ids_to_tokens(ids) == [USER, "1", "5", ",", "4", "4", ASSISTANT]
+    assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
 
 
 SOURCES = [
