@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lit_dlm.grading.launch import BOOT, CHILD_FOLDER, SandboxError, bare_environment
@@ -34,9 +35,9 @@ class _Process:
             needs = "; is math-verify installed?" if kind == "math" else ""
             raise SandboxError(f"the process for {kind} did not start{needs}")
 
-    def ask(self, question: dict[str, str | None], *, seconds: float) -> Any:
+    def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
         assert self._process.stdin is not None
-        request = json.dumps({"question": question, "seconds": seconds})
+        request = json.dumps({"question": {**question}, "seconds": seconds})
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(request.encode() + b"\n")
             self._process.stdin.flush()
@@ -71,7 +72,7 @@ class BoundedProcesses:
         self._owner = os.getpid()
         atexit.register(self.close)
 
-    def ask(self, question: dict[str, str | None], *, seconds: float) -> Any:
+    def ask(self, question: Mapping[str, str | None], *, seconds: float) -> Any:
         """The answer to a question, or ``None`` if there was none within the limits.
 
         Its items are the arguments of the answering function of :mod:`.child.bounded`.

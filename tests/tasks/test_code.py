@@ -271,15 +271,15 @@ class TestHumanEval:
         shown = HumanEval(HUMANEVAL, template="tracelock-code", limit=1).examples()[0]
         assert "def check(candidate)" in shown.text
 
-    def test_all_canonical_solutions_are_right_and_all_stubs_wrong(self, plain):
-        examples = plain.examples()
-        for completions, count in (
-            ([one for _, one in references(plain)], 164),
-            ([e.reference["solution"] for e in examples], 164),
-            (["    pass\n"] * 164, 0),
-        ):
-            found = grades(plain, zip(examples, completions, strict=True))
-            assert sum(verdict.is_correct for verdict in found) == count
+    def test_canonical_solutions_are_right_and_stubs_wrong(self, plain):
+        """All in a fenced block; some as bare text, which the stub's imports stand before."""
+        pairs = references(plain)
+        assert len(pairs) == 164
+        few = [example for example, _ in pairs[::6]]
+        bare = [(example, example.reference["solution"]) for example in few]
+        empty = [(example, "    pass\n") for example in few]
+        assert all(verdict.is_correct for verdict in grades(plain, pairs + bare))
+        assert not any(verdict.is_correct for verdict in grades(plain, empty))
 
     def test_a_helper_of_the_prompt_cannot_be_replaced(self, plain):
         """HumanEval/32 checks ``poly(coeffs, solution)``: a forged ``poly`` must not count."""
@@ -340,15 +340,12 @@ class TestMBPP:
     @pytest.mark.parametrize(
         ("split", "count"), [("test", 500), ("train", 374), ("validation", 90), ("prompt", 10)]
     )
-    def test_all_canonical_solutions_of_the_official_splits_are_right(self, split, count):
-        """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10.
-
-        Problem 123 takes 7 s on a machine that does nothing else; the limit of users is 20 s.
-        """
+    def test_canonical_solutions_of_the_official_splits_are_right(self, split, count):
+        """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10; every fourth is run."""
         task = MBPP(SENTENCES, split=split, limits=PATIENT, **RUNS)
         pairs = references(task)
         assert len(pairs) == count
-        verdicts = zip(pairs, grades(task, pairs), strict=True)
+        verdicts = zip(pairs[::4], grades(task, pairs[::4]), strict=True)
         assert [pair[0].uid for pair, verdict in verdicts if not verdict.is_correct] == []
 
     def test_prompt_shows_the_tests_and_partial_credit_counts_them(self):

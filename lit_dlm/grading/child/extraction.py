@@ -70,9 +70,8 @@ def extract_code(
         return ExtractedCode(code=None, problem="the completion holds no code")
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    if entry_point is None:
-        found = (piece for piece in pieces if _parses(piece))
-    else:
+    found: Iterator[str] = iter(pieces)
+    if entry_point is not None:
         found = itertools.chain(
             (head + text for piece in pieces for text in _as_module(piece, entry_point)),
             (code for piece in pieces for code in _as_continuation(stub, piece, entry_point)),
