@@ -69,8 +69,6 @@ class SandboxLimits:
     """Processor time of the candidate, rounded up to whole seconds."""
     memory_bytes: int = 1 << 30
     """Address space of the candidate, and of the process that runs the tests."""
-    output_bytes: int = 1 << 20
-    """Captured standard output of a program; more is refused."""
     value_bytes: int = 1 << 25
     """Largest argument or returned value."""
 
@@ -78,7 +76,6 @@ class SandboxLimits:
         of = "SandboxLimits."
         at_least(0.01, of=of, wall_seconds=self.wall_seconds, cpu_seconds=self.cpu_seconds)
         at_least(1 << 26, of=of, memory_bytes=self.memory_bytes)
-        at_least(0, of=of, output_bytes=self.output_bytes)
         at_least(1 << 10, of=of, value_bytes=self.value_bytes)
 
 

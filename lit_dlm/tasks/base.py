@@ -12,10 +12,10 @@ from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_le
 from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
 from lit_dlm.grading.sandbox import require_permission
-from lit_dlm.ops.options import within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, checked_plug
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
 
 
@@ -88,8 +88,7 @@ class DatasetTask(Task):
         path: a local file or folder, or a hub id; the task's own data set by default.
         name: of the task in results and uids, to tell several files apart.
         split: part of every uid; that of the benchmark by default.
-        limit: most examples to take.
-        seed: shuffles before the limit; the file's order by default.
+        limit: most examples to take, the first ones.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the task's own by default.
         num_shots: worked examples in front of every prompt, in the same user turn: the first
@@ -111,7 +110,6 @@ class DatasetTask(Task):
         name: str | None = None,
         split: str | None = None,
         limit: int | None = None,
-        seed: int | None = None,
         template: str | None = None,
         num_shots: int = 0,
         shots_path: str | None = None,
@@ -132,8 +130,9 @@ class DatasetTask(Task):
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
+        at_least(1, limit=limit)
         rows = self._rows(source, self.split, option="path")
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+        self._examples = [self._example(row) for row in rows[:limit]]
 
     def _rows(self, source: str, split: str, *, option: str) -> list[Row]:
         required = self.required_fields
@@ -195,21 +194,16 @@ class CodeTask(DatasetTask):
     Args:
         path: a local file or folder, or a hub id.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-        limits: what one sample may use.
     """
 
     runs_code = True
+    limits = SandboxLimits()
+    """What one sample may use."""
 
     def __init__(
-        self,
-        path: str | None = None,
-        *,
-        allow_code_execution: bool = False,
-        limits: SandboxLimits | None = None,
-        **options: Any,
+        self, path: str | None = None, *, allow_code_execution: bool = False, **options: Any
     ) -> None:
         self.allow_code_execution = allow_code_execution
-        self.limits = limits
         super().__init__(path, **options)
 
     def reference_completion(self, example: PromptExample) -> str:
@@ -238,7 +232,7 @@ class CodeTask(DatasetTask):
             allow_code_execution=self.allow_code_execution,
         )
 
-    def _limits_of(self, example: PromptExample) -> SandboxLimits | None:
+    def _limits_of(self, example: PromptExample) -> SandboxLimits:
         return self.limits
 
 

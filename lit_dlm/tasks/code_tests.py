@@ -35,7 +35,7 @@ class CodeTests(CodeTask):
     A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
     for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
     answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
-    ``solution`` may hold code that passes. A problem's time limit replaces those of ``limits``.
+    ``solution`` may hold code that passes.
     """
 
     name = "code_tests"
@@ -84,8 +84,7 @@ class CodeTests(CodeTask):
         seconds = example.reference["seconds"]
         if example.reference["test_method"] == "function":
             seconds += _EXTRA_SECONDS
-        limits = self.limits or SandboxLimits()
-        return replace(limits, wall_seconds=seconds, cpu_seconds=seconds)
+        return replace(self.limits, wall_seconds=seconds, cpu_seconds=seconds)
 
 
 def _seconds(row: Row) -> float:

@@ -30,8 +30,6 @@ _TEMPLATE = (
     "{{ question }}\n\nThe code must pass these tests:\n"
     "```python\n{{ test_list | join('\n') | trim }}\n```\n\n" + _INSTRUCTION
 )
-# Problem 123 takes 8 s with its canonical solution.
-_LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
 
 
 class MBPP(CodeTask):
@@ -40,25 +38,19 @@ class MBPP(CodeTask):
     Args:
         path: a local file or folder, whose rows of other splits are left out, or a hub id.
         split: ``test``, ``train``, ``validation`` or ``prompt``.
-        limits: what one sample may use.
     """
 
     name = "mbpp"
+    # Problem 123 takes 8 s with its canonical solution.
+    limits = SandboxLimits(wall_seconds=20.0, cpu_seconds=20.0)
     hub_id = "google-research-datasets/mbpp"
     hub_config = "full"
     required_fields = ("task_id", "text", "code", "test_list")
     own_template = _TEMPLATE
 
-    def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str = "test",
-        limits: SandboxLimits | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, path: str | None = None, *, split: str = "test", **options: Any) -> None:
         one_of(*_SPLITS, split=split)
-        super().__init__(path, split=split, limits=limits or _LIMITS, **options)
+        super().__init__(path, split=split, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         numbers = _SPLITS[self.split]

@@ -31,9 +31,7 @@ class PlusTask(CodeTask):
             wanted = f"a local file of the EvalPlus release, such as {self._file}"
             raise ValueError(f"path: expected {wanted}, for the task {self.name!r}, got none")
         super().__init__(path, **options)
-        self._grader = PlusGrader(
-            limits=self.limits, allow_code_execution=self.allow_code_execution
-        )
+        self._grader = PlusGrader(allow_code_execution=self.allow_code_execution)
 
     @abstractmethod
     def _parts(self, row: Row) -> tuple[str, str, str]:

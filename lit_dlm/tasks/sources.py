@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import csv
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading.child.extraction import CANDIDATE_FILE
-from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
 
@@ -26,7 +24,7 @@ class Row:
     """One record and where it came from."""
 
     index: int
-    """Place in the source from 0, before any shuffling or limit; part of the sample's uid."""
+    """Place in the source from 0, before any limit; part of the sample's uid."""
     origin: str
     """File and line (or data set and row), for error messages."""
     fields: dict[str, Any]
@@ -113,18 +111,6 @@ def read_rows(
         for name in required:
             row.expect(name in row.fields, f"a field {name!r}", list(row.fields))
     return rows
-
-
-def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> list[Row]:
-    """Shuffles by a seed (``None`` keeps the order), then takes the first ``limit``.
-
-    What a row holds, and so its uid, does not depend on the choice.
-    """
-    at_least(1, limit=limit)
-    chosen = list(rows)
-    if seed is not None:
-        random.Random(seed).shuffle(chosen)
-    return chosen[:limit]
 
 
 def on_hub(source: str) -> bool:

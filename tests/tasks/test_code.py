@@ -256,7 +256,9 @@ class TestHumanEval:
     @pytest.fixture(scope="class")
     @staticmethod
     def plain():
-        return HumanEval(HUMANEVAL, limits=PATIENT, **RUNS)
+        task = HumanEval(HUMANEVAL, **RUNS)
+        task.limits = PATIENT
+        return task
 
     @pytest.fixture(scope="class")
     @staticmethod
@@ -342,7 +344,8 @@ class TestMBPP:
     )
     def test_canonical_solutions_of_the_official_splits_are_right(self, split, count):
         """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10; every fourth is run."""
-        task = MBPP(SENTENCES, split=split, limits=PATIENT, **RUNS)
+        task = MBPP(SENTENCES, split=split, **RUNS)
+        task.limits = PATIENT
         pairs = references(task)
         assert len(pairs) == count
         verdicts = zip(pairs[::4], grades(task, pairs[::4]), strict=True)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from lit_dlm.tasks.sources import pick_rows, read_rows
+from lit_dlm.tasks.sources import read_rows
 
 ROWS = [{"id": i, "text": f"row {i}"} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -121,13 +121,3 @@ def test_hub_rows_have_an_origin_and_are_streamed_up_to_a_limit(monkeypatch):
     assert (rows[1].fields, rows[1].origin) == (ROWS[1], "some/set/test, row 2")
     assert len(_read("some/set", most=2)) == 2
     assert asked == [("some/set", "test", False), ("some/set", "test", True)]
-
-
-def test_limit_is_a_prefix_of_the_seeded_order(tmp_path):
-    rows = _read(_write(tmp_path, "a.jsonl"))
-    whole = pick_rows(rows, seed=3, limit=None)
-    assert pick_rows(rows, seed=3, limit=2) == whole[:2]
-    assert sorted(row.index for row in whole) == [0, 1, 2, 3, 4]
-    assert pick_rows(rows, seed=None, limit=9) == rows
-    with pytest.raises(ValueError, match="limit: expected at least 1"):
-        pick_rows(rows, seed=None, limit=0)

@@ -75,11 +75,11 @@ def test_gsm8k_asks_for_the_answer_line_and_takes_the_last_number(tmp_path: Path
     assert task.grade(second, "many").status == "no_answer"
 
 
-def test_uids_do_not_depend_on_seed_or_limit(tmp_path: Path):
-    by_uid = {e.uid: e.text for e in task_of(GSM8K, tmp_path, *SUMS).examples()}
-    chosen = task_of(GSM8K, tmp_path, *SUMS, seed=1, limit=2).examples()
-    assert len(chosen) == 2
-    assert all(by_uid[e.uid] == e.text for e in chosen)
+def test_a_limit_takes_the_first_and_changes_no_uid(tmp_path: Path):
+    whole = task_of(GSM8K, tmp_path, *SUMS).examples()
+    assert task_of(GSM8K, tmp_path, *SUMS, limit=2).examples() == whole[:2]
+    with pytest.raises(ValueError, match="limit: expected at least 1"):
+        task_of(GSM8K, tmp_path, *SUMS, limit=0)
 
 
 @needs_data

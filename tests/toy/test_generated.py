@@ -44,7 +44,7 @@ def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
 
 
 @pytest.mark.parametrize("task", [WordProblems, Addition, Sudoku, Countdown])
-def test_reference_completions_and_training_pairs_grade_right(task: type) -> None:
+def test_reference_completions_grade_right(task: type) -> None:
     made = task("test", num_examples=60)
     for example in made.examples():
         assert made.grade(example, made.reference_completion(example)).is_correct

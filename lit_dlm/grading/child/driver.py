@@ -62,7 +62,7 @@ def main() -> NoReturn:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     try:
-        result = _run(job, remote, most=int(config["output_bytes"]))
+        result = _run(job, remote)
     except WorkerLostError as lost:
         result = {"status": lost.status, "detail": lost.detail}
     except Exception as error:  # the candidate's error while loading, any class
@@ -74,9 +74,9 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _run(job: dict[str, Any], remote: Remote, *, most: int) -> dict[str, Any]:
+def _run(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     if job["mode"] == "program":
-        text = remote.run_program(job["code"], job["stdin"], most=most)
+        text = remote.run_program(job["code"], job["stdin"], most=worker.MOST_OUTPUT)
         return {"status": "right", "detail": "", "stdout": text}
     names = remote.load(job["code"])
     if job["entry_point"] not in names:

@@ -15,18 +15,16 @@ from typing import Any, NoReturn
 
 from . import wire
 
+MOST_OUTPUT = 1 << 20
+"""Characters that a program may print."""
 _MODULE = "candidate"
 
 
 class _CappedText(io.StringIO):
-    """Collects printed text up to a number of characters and refuses the rest."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
+    """Collects printed text and refuses what is too much."""
 
     def write(self, text: str) -> int:
-        if self.tell() + len(text) > self._limit:
+        if self.tell() + len(text) > MOST_OUTPUT:
             raise OSError("too much output")
         return super().write(text)
 
@@ -35,7 +33,6 @@ class _Worker:
     def __init__(self, channel: wire.Channel, config: dict[str, Any]) -> None:
         self._channel = channel
         self._value_bytes = int(config["value_bytes"])
-        self._output_bytes = int(config["output_bytes"])
         self._module = types.ModuleType(_MODULE)
         self._objects: list[Any] = []
 
@@ -84,7 +81,7 @@ class _Worker:
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
 
     def _run_program(self, code: str, stdin: str) -> str:
-        captured = _CappedText(self._output_bytes)
+        captured = _CappedText()
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         compiled = _compile(code)
@@ -121,7 +118,7 @@ def _describe(error: BaseException) -> list[Any]:
 def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     """Serves requests; the caller has put the walls up already.
 
-    Of the driver's settings it takes ``value_bytes``, ``output_bytes`` and ``library_paths``.
+    Of the driver's settings it takes ``value_bytes`` and ``library_paths``.
     """
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True
