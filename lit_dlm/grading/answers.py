@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
@@ -116,19 +117,11 @@ def extract_number(completion: str) -> str | None:
 
 def format_number(value: Fraction) -> str:
     """Writes an exact number: ``18``, ``0.5`` if the decimals end, else ``1/3``."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    places = 0
-    rest = value.denominator
-    for prime in (2, 5):
-        power = 0
-        while rest % prime == 0:
-            rest //= prime
-            power += 1
-        places = max(places, power)
-    if rest != 1:
-        return f"{value.numerator}/{value.denominator}"
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    bottom = value.denominator
+    places = next((n for n in range(bottom.bit_length()) if 10**n % bottom == 0), None)
+    if not places:
+        return str(value)
+    digits = str(abs(value.numerator) * 10**places // bottom).rjust(places + 1, "0")
     return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
 
 
@@ -137,26 +130,35 @@ def grade_numeric(completion: str, gold: str) -> Verdict:
     truth = parse_number(gold)
     if truth is None:
         raise ValueError(f"the reference answer must hold a number, got {gold!r}")
-    answer = extract_number(completion)
+    return _judged(
+        extract_number(completion),
+        lambda answer: parse_number(answer) == truth,
+        expected=format_number(truth),
+        missing="no number in the text",
+    )
+
+
+def _judged(
+    answer: str | None, is_right: Callable[[str], bool], *, expected: str, missing: str
+) -> Verdict:
     if answer is None:
-        return Verdict(status="no_answer", detail="no number in the text")
-    return _judged(parse_number(answer) == truth, answer, format_number(truth))
-
-
-def _judged(right: bool, answer: str, expected: str) -> Verdict:
-    if right:
+        return Verdict(status="no_answer", detail=missing)
+    if is_right(answer):
         return Verdict(status="right", answer=answer)
     return Verdict(status="wrong", answer=answer, detail=f"expected {expected}")
 
 
+def _stripped(completion: str) -> str | None:
+    return completion.strip() or None
+
+
 def grade_exact(completion: str, gold: str) -> Verdict:
     """Grades a completion that must be the answer itself, white space at the ends aside."""
-    answer = completion.strip()
-    if not answer:
-        return Verdict(status="no_answer", detail="the completion is empty")
-    return _judged(answer == gold.strip(), answer, gold.strip())
+    wanted = gold.strip()
+    return _judged(_stripped(completion), wanted.__eq__, expected=wanted, missing=_EMPTY)
 
 
+_EMPTY = "the completion is empty"
 _VQA_NUMBERS = {"none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4"}
 _VQA_NUMBERS |= {"five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
 _VQA_MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -201,7 +203,7 @@ def grade_vqa(completion: str, answers: Sequence[str]) -> Verdict:
     """
     answer = normalised_vqa(completion)
     if not answer:
-        return Verdict(status="no_answer", detail="the completion is empty", score=0.0)
+        return Verdict(status="no_answer", detail=_EMPTY, score=0.0)
     same = [normalised_vqa(one) == answer for one in answers]
     total = sum(same)
     if len(answers) == 1:
@@ -220,15 +222,16 @@ def grade_relaxed(completion: str, gold: str) -> Verdict:
     A percentage is a hundredth. What is no number on both sides, and a gold answer of zero, must be
     the same text in any case. The completion is the answer and nothing else.
     """
-    answer = completion.strip()
-    if not answer:
-        return Verdict(status="no_answer", detail="the completion is empty")
-    found, truth = (_plain_number(text) for text in (answer, gold.strip()))
-    if found is not None and truth:
-        right = abs(found - truth) <= abs(truth) / 20
-    else:
-        right = answer.lower() == gold.strip().lower()
-    return _judged(right, answer, gold.strip())
+    wanted = gold.strip()
+    truth = _plain_number(wanted)
+
+    def is_right(answer: str) -> bool:
+        found = _plain_number(answer)
+        if found is not None and truth:
+            return abs(found - truth) <= abs(truth) / 20
+        return answer.lower() == wanted.lower()
+
+    return _judged(_stripped(completion), is_right, expected=wanted, missing=_EMPTY)
 
 
 def _plain_number(text: str) -> Fraction | None:
@@ -258,9 +261,7 @@ def extract_choice(completion: str, num_options: int) -> str | None:
 def grade_choice(completion: str, gold: str, num_options: int) -> Verdict:
     """Grades a solution by the letter of the option that it ends with (:func:`extract_choice`)."""
     answer = extract_choice(completion, num_options)
-    if answer is None:
-        return Verdict(status="no_answer", detail="no letter of an option")
-    return _judged(answer == gold, answer, gold)
+    return _judged(answer, gold.__eq__, expected=gold, missing="no letter of an option")
 
 
 def extract_math(completion: str) -> str | None:
@@ -281,19 +282,35 @@ def grade_math(completion: str, gold: str) -> Verdict:
     answer = extract_math(completion)
     if answer is None:
         return Verdict(status="no_answer", detail="no boxed answer")
-    if _squeeze(answer) == _squeeze(gold):
-        return Verdict(status="right", answer=answer)
+    equal = _squeeze(answer) == _squeeze(gold)
     # "20\\%" answers a question for a percentage as well as "20" does.
     truth, candidate = (text.rstrip().removesuffix("%").rstrip("\\ ") for text in (gold, answer))
-    equal = False
-    if len(candidate) <= MAX_ANSWER_CHARACTERS:
+    if not equal and len(candidate) <= MAX_ANSWER_CHARACTERS:
         question = {"gold": truth, "answer": candidate}
         equal = shared_processes("math").ask(question, seconds=MATH_SECONDS)
     if equal is None:
         return Verdict(status="timeout", answer=answer, detail="the comparison did not end")
-    return _judged(equal, answer, gold)
+    return _judged(answer, lambda _: equal, expected=gold, missing="")
 
 
 def _squeeze(text: str) -> str:
     """Removes what never changes the meaning: white space and the spelling of fractions."""
     return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+class Grader(NamedTuple):
+    """How completions are compared with an answer."""
+
+    extract: Callable[[str], str | None]
+    grade: Callable[[str, Any], Verdict] | None
+
+
+GRADERS = {
+    "none": Grader(_stripped, None),
+    "exact": Grader(_stripped, grade_exact),
+    "numeric": Grader(extract_number, grade_numeric),
+    "math": Grader(extract_math, grade_math),
+    "vqa": Grader(_stripped, grade_vqa),
+    "chartqa": Grader(_stripped, grade_relaxed),
+}
+"""By the name that a task gives as ``grading``."""

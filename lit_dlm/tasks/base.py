@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
+from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
+from lit_dlm.grading.sandbox import require_permission
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, checked_plug
-from lit_dlm.tasks.sources import Row, pick_rows, read_rows
+from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
 
 
@@ -85,8 +88,7 @@ class DatasetTask(Task):
         path: a local file or folder, or a hub id; the task's own data set by default.
         name: of the task in results and uids, to tell several files apart.
         split: part of every uid; that of the benchmark by default.
-        limit: most examples to take.
-        seed: shuffles before the limit; the file's order by default.
+        limit: most examples to take, the first ones.
         template: how a row becomes a prompt: a shipped name, a file or a Jinja text
             (:mod:`lit_dlm.tasks.templates`); the task's own by default.
         num_shots: worked examples in front of every prompt, in the same user turn: the first
@@ -98,6 +100,8 @@ class DatasetTask(Task):
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
     own_template = "{{ question }}"
+    grading = "none"
+    """How a completion is compared with the ``answer`` of the reference, see :data:`GRADERS`."""
 
     def __init__(
         self,
@@ -106,7 +110,6 @@ class DatasetTask(Task):
         name: str | None = None,
         split: str | None = None,
         limit: int | None = None,
-        seed: int | None = None,
         template: str | None = None,
         num_shots: int = 0,
         shots_path: str | None = None,
@@ -116,19 +119,20 @@ class DatasetTask(Task):
         self._template = PromptTemplate(template, default=self.own_template)
         source = path or self.hub_id
         if source is None:
-            raise ValueError(f"path: the task {self.name!r} needs a local file or a hub id")
+            raise ValueError(f"path: expected a local file or a hub id for {self.name!r}, got none")
         given = Path(source).expanduser()
         self._folder = given if given.is_dir() else given.parent
         if num_shots:
             text = self._shots(
-                num_shots, shots_path or source, is_same=shots_path in (None, source)
+                num_shots, shots_path or source, has_same=shots_path in (None, source)
             )
             # Part of the template, so that results record them.
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
             self._template = PromptTemplate(text)
         self.template = self._template.given
+        at_least(1, limit=limit)
         rows = self._rows(source, self.split, option="path")
-        self._examples = [self._example(row) for row in pick_rows(rows, seed=seed, limit=limit)]
+        self._examples = [self._example(row) for row in rows[:limit]]
 
     def _rows(self, source: str, split: str, *, option: str) -> list[Row]:
         required = self.required_fields
@@ -136,15 +140,12 @@ class DatasetTask(Task):
             read_rows(source, config=self.hub_config, split=split, required=required, option=option)
         )
 
-    def _shots(self, count: int, source: str, *, is_same: bool) -> str:
-        """Worked examples as one text; ``is_same`` where the prompts have the same source."""
-        if is_same and (self.split == "train" or Path(source).expanduser().is_file()):
-            raise ValueError(
-                f"shots_path: expected other problems than those of the task {self.name!r}"
-            )
+    def _shots(self, count: int, source: str, *, has_same: bool) -> str:
+        """Worked examples as one text; ``has_same`` where the prompts have the same source."""
+        if has_same and (self.split == "train" or Path(source).expanduser().is_file()):
+            raise ValueError(f"shots_path: expected other problems than those of {self.name!r}")
         rows = self._rows(source, "train", option="shots_path")
-        if not 0 < count <= len(rows):
-            raise ValueError(f"num_shots: expected 0 to {len(rows)} for {source}, got {count}")
+        within(f"[0, {len(rows)}]", num_shots=count)
         shots = [self._example(row) for row in rows[:count]]
         texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
         return "".join(texts)
@@ -171,6 +172,18 @@ class DatasetTask(Task):
     def examples(self) -> Sequence[PromptExample]:
         return self._examples
 
+    def reference_completion(self, example: PromptExample) -> str:
+        return str(example.reference["answer"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        return GRADERS[self.grading].extract(completion)
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        grader = GRADERS[self.grading]
+        if grader.grade is None:
+            raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")
+        return grader.grade(completion, example.reference["answer"])
+
 
 class CodeTask(DatasetTask):
     """Problems that are answered by Python code and graded by running their tests.
@@ -181,21 +194,16 @@ class CodeTask(DatasetTask):
     Args:
         path: a local file or folder, or a hub id.
         allow_code_execution: must be true to grade: it runs model-written code in the sandbox.
-        limits: what one sample may use.
     """
 
     runs_code = True
+    limits = SandboxLimits()
+    """What one sample may use."""
 
     def __init__(
-        self,
-        path: str | None = None,
-        *,
-        allow_code_execution: bool = False,
-        limits: SandboxLimits | None = None,
-        **options: Any,
+        self, path: str | None = None, *, allow_code_execution: bool = False, **options: Any
     ) -> None:
         self.allow_code_execution = allow_code_execution
-        self.limits = limits
         super().__init__(path, **options)
 
     def reference_completion(self, example: PromptExample) -> str:
@@ -224,7 +232,7 @@ class CodeTask(DatasetTask):
             allow_code_execution=self.allow_code_execution,
         )
 
-    def _limits_of(self, example: PromptExample) -> SandboxLimits | None:
+    def _limits_of(self, example: PromptExample) -> SandboxLimits:
         return self.limits
 
 
@@ -234,11 +242,11 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
     for task in tasks:
         checked_plug(task, Task, option=option)
         if task.name in found:
-            other = found[task.name]
+            both = " and ".join(
+                f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)
+            )
             raise ValueError(
-                f"{option}: expected tasks of different names, got {task.name!r} twice "
-                f"({type(other).__name__} of split {other.split!r} and {type(task).__name__} of "
-                f"split {task.split!r}); give one another name"
+                f"{option}: expected different names, got {task.name!r} twice ({both})"
             )
         found[task.name] = task
     return found
@@ -253,11 +261,7 @@ def require_code_execution(
     """
     running = [task for task in tasks if task.runs_code]
     for task in running:
-        if not getattr(task, "allow_code_execution", False):
-            raise ValueError(
-                f"{task.name}: grading runs model-written code; set allow_code_execution: true in "
-                "the task to allow it"
-            )
+        require_permission(getattr(task, "allow_code_execution", False), of=task.name)
     if not running:
         return None
     level = isolation_level()
@@ -277,8 +281,6 @@ def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
         for row, example in enumerate(group):
             origin = f"row {row} of task {name!r}"
             if example.uid in seen:
-                raise ValueError(
-                    f"tasks: expected every prompt to have a uid of its own, got {example.uid!r} "
-                    f"for {seen[example.uid]} and {origin}"
-                )
+                where = f"{seen[example.uid]} and {origin}"
+                raise ValueError(f"tasks: expected uids once, got {example.uid!r} for {where}")
             seen[example.uid] = origin

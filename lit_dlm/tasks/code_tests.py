@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits, Verdict
-from lit_dlm.grading.code import extract_program, grade_by_outputs
+from lit_dlm.grading.code import extract_code, grade_by_outputs
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -35,7 +35,7 @@ class CodeTests(CodeTask):
     A row has ``question``, ``test_method`` and ``test_time_limit`` (seconds; 8 without one), and
     for ``function`` a ``test_list`` of assertions and a ``prefix`` (code put in front of the
     answer, may be missing), for ``stdio`` the lists ``test_input`` and ``test_output``. A field
-    ``solution`` may hold code that passes. A problem's time limit replaces those of ``limits``.
+    ``solution`` may hold code that passes.
     """
 
     name = "code_tests"
@@ -44,10 +44,7 @@ class CodeTests(CodeTask):
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
-        if method not in ("function", "stdio"):
-            raise ValueError(
-                f"{row.origin}: field 'test_method' must be function or stdio, got {method!r}"
-            )
+        row.expect(method in ("function", "stdio"), "test_method function or stdio", method)
         reference: dict[str, Any] = {
             "test_method": method,
             "seconds": _seconds(row),
@@ -56,21 +53,19 @@ class CodeTests(CodeTask):
         if method == "function":
             tests = reference["test_list"] = row.texts("test_list")
             reference["check"] = "\n".join(tests)
-            reference["entry_point"] = _entry_point(tests, row.origin)
+            reference["entry_point"] = _entry_point(tests, row)
             reference["stub"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
         else:
             reference["test_input"] = row.texts("test_input")
             reference["test_output"] = row.texts("test_output")
-            if len(reference["test_input"]) != len(reference["test_output"]):
-                raise ValueError(
-                    f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
-                )
+            counts = [len(reference[name]) for name in ("test_input", "test_output")]
+            row.expect(counts[0] == counts[1], "as many test_output as test_input", counts)
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         if example.reference["test_method"] == "stdio":
-            return extract_program(example.answer_start + completion).code
+            return extract_code(example.answer_start + completion).code
         return super().extract(example, completion)
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
@@ -89,28 +84,21 @@ class CodeTests(CodeTask):
         seconds = example.reference["seconds"]
         if example.reference["test_method"] == "function":
             seconds += _EXTRA_SECONDS
-        limits = self.limits or SandboxLimits()
-        return replace(limits, wall_seconds=seconds, cpu_seconds=seconds)
+        return replace(self.limits, wall_seconds=seconds, cpu_seconds=seconds)
 
 
 def _seconds(row: Row) -> float:
     value = row.fields.get("test_time_limit", _DEFAULT_SECONDS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
-        raise ValueError(
-            f"{row.origin}: field 'test_time_limit' must be a number of seconds, got {value!r}"
-        )
+    is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600
+    row.expect(is_time, "a number of seconds in field 'test_time_limit'", value)
     return float(value)
 
 
-def _entry_point(tests: Sequence[str], origin: str) -> str:
+def _entry_point(tests: Sequence[str], row: Row) -> str:
     """The function under test: the name that most assertions call, the first of several."""
     calls: Counter[str] = Counter()
     for test in tests:
-        try:
-            tree = ast.parse(test)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"{origin}: the test {test[:60]!r} does not parse ({error})") from None
-        nodes = list(ast.walk(tree))
+        nodes = list(ast.walk(row.parsed(test)))
         bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         bound |= {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
         called = (
@@ -120,6 +108,5 @@ def _entry_point(tests: Sequence[str], origin: str) -> str:
         )
         # Each name once per test, in the order of the tree: outer calls come first.
         calls.update(dict.fromkeys((n for n in called if n not in bound | _BUILTINS), 1))
-    if not calls:
-        raise ValueError(f"{origin}: the tests call no function that an answer could define")
+    row.expect(bool(calls), "tests that call a function of the answer", tests)
     return calls.most_common(1)[0][0]

@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -43,155 +44,17 @@ def check(candidate):
         assert candidate(argument) == value, "wrong square"
 """
 
-LOADED = {
-    "sys.exit when loaded": "import sys\nsys.exit(0)",
-    "sys.exit when called": "import sys\ndef f(x):\n    sys.exit(0)",
-    "os._exit when loaded": "import os\nos._exit(0)",
-    "os._exit when called": "import os\ndef f(x):\n    os._exit(0)",
-    "raise SystemExit": "def f(x):\n    raise SystemExit",
-    "raise SystemExit(0) at the end": "def f(x):\n    return 0\nraise SystemExit(0)",
-    "exit hook": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x):\n    return 0",
-    "always equal": (
-        "class Yes:\n    def __eq__(self, other): return True\n"
-        "    def __ne__(self, other): return False\n    __hash__ = None\n"
-        "def f(x):\n    return Yes()"
-    ),
-    "always equal int": (
-        "class Yes(int):\n    def __eq__(self, other): return True\n"
-        "    def __hash__(self): return 0\ndef f(x):\n    return Yes(0)"
-    ),
-    "swallowed assertion": (
-        "import builtins\nclass Quiet(Exception):\n    pass\nbuiltins.AssertionError = Quiet\n"
-        "def f(x):\n    return 0"
-    ),
-    "own assertion hook": "import sys\nsys.excepthook = lambda *a: None\ndef f(x):\n    return 0",
-    "frame reading": (
-        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-        "        for space in (frame.f_locals, frame.f_globals):\n"
-        "            for name in ('expected', 'value', 'nonce', 'job', 'check'):\n"
-        "                if name in space: return space[name]\n"
-        "        frame = frame.f_back\n    return 0"
-    ),
-    "object hunting": (
-        "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
-        "        if isinstance(o, dict) and x in o and o[x] == x * x: return o[x]\n"
-        "        if isinstance(o, str) and 'assert f' in o: return x * x\n    return 0"
-    ),
-    "marker on standard output": (
-        'print(\'right\')\nprint(\'{"status": "right", "nonce": ""}\', flush=True)\n'
-        "def f(x):\n    print('right', flush=True)\n    return 0"
-    ),
-    "marker on every descriptor": (
-        'import os, struct\nbody = b\'{"status":"right","detail":"","nonce":"0"}\'\n'
-        "for fd in range(64):\n    try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
-        "    except OSError: pass\ndef f(x):\n    return 0"
-    ),
-    "forged replies": (
-        "import os, struct, json\ndef f(x):\n    for fd in range(3, 64):\n"
-        "        for i in range(1, 9):\n"
-        "            body = json.dumps({'id': i, 'value': True}).encode()\n"
-        "            try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
-        "            except OSError: pass\n    return 0"
-    ),
-    "a reply without end": (
-        "import os, struct, time\ndef f(x):\n    for fd in range(3, 64):\n"
-        "        try: os.write(fd, struct.pack('>I', 1 << 20))\n        except OSError: pass\n"
-        "    time.sleep(60)"
-    ),
-    "a reply of 4 GB": (
-        "import os\ndef f(x):\n    for fd in range(3, 64):\n"
-        "        try: os.write(fd, b'\\xff\\xff\\xff\\xff')\n        except OSError: pass\n"
-        "    return 0"
-    ),
-    "closed descriptors": (
-        "import os, time\nos.closerange(0, 64)\ntime.sleep(60)\ndef f(x):\n    return x * x"
-    ),
-    "patched harness": (
-        "import sys\nfor name, module in list(sys.modules.items()):\n"
-        "    if 'sandbox_child' in name:\n        for key in list(vars(module)):\n"
-        "            if not key.startswith('__'): setattr(module, key, lambda *a, **k: True)\n"
-        "def f(x):\n    return 0"
-    ),
-    "replaced check": "def check(candidate):\n    pass\ndef f(x):\n    return 0",
-    "forking without end": "import os\nwhile True:\n    os.fork()\ndef f(x):\n    return x * x",
-    "forking quietly without end": (
-        "import os\ndef f(x):\n    while True:\n"
-        "        try: os.fork()\n        except OSError: pass"
-    ),
-    "threads without end": (
-        "import threading, time\ndef f(x):\n    while True:\n"
-        "        threading.Thread(target=time.sleep, args=(60,)).start()"
-    ),
-    "a child that left the session": (
-        "import os, subprocess, sys, time\ndef f(x):\n"
-        "    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
-        "                     start_new_session=True)\n    return x * x"
-    ),
-    "4 GiB of memory": "def f(x):\n    data = bytearray(4 << 30)\n    return x * x",
-    "memory piece by piece": "def f(x):\n    data = []\n    while True: data.append('x' * 10**7)",
-    "endless loop when loaded": "while True: pass",
-    "endless loop when called": "def f(x):\n    while True: pass",
-    "sleeping": "import time\ndef f(x):\n    time.sleep(60)",
-    "endless printing": "def f(x):\n    while True: print('x' * 1000)",
-    "ignoring signals": (
-        "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
-        "    except (OSError, ValueError): pass\ndef f(x):\n    while True: pass"
-    ),
-    "deep recursion": "def f(x):\n    return f(x)",
-    "a crash": "import ctypes\ndef f(x):\n    ctypes.string_at(0)",
-    "an endless message": (
-        "class E(Exception):\n    def __str__(self):\n        while True: pass\n"
-        "def f(x):\n    raise E"
-    ),
-    "half a character": "def f(x):\n    raise ValueError('\\ud800 ' * 9)",
-    "another name": "def g(x):\n    return x * x",
-    "a tracer": (
-        "import sys, threading\ndef look(frame, event, value):\n"
-        "    if event == 'return': frame.f_locals.update(value=True, passed=9)\n    return look\n"
-        "sys.settrace(look)\nsys.setprofile(look)\nthreading.settrace(look)\n"
-        "def f(x):\n    return 0"
-    ),
-    "a repr without end": (
-        "class E(Exception):\n    def __repr__(self): return repr(self)\n    __str__ = __repr__\n"
-        "    def __hash__(self): return hash(self)\n    def __reduce__(self): return f, (2,)\n"
-        "def f(x):\n    raise E"
-    ),
-    "a thread that answers later": (
-        "import os, struct, threading, time\ndef late():\n    time.sleep(0.1)\n"
-        '    for i in range(1, 9):\n        body = b\'{"id":%d,"value":4}\' % i\n'
-        "        for fd in range(3, 9):\n"
-        "            try: os.write(fd, struct.pack('>I', len(body)) + body)\n"
-        "            except OSError: pass\n"
-        "threading.Thread(target=late).start()\ndef f(x):\n    time.sleep(0.2)\n    return 0"
-    ),
-    "the harness by its name": (
-        "import gc, sandbox_child.driver as driver, sandbox_child.remote as remote\n"
-        "remote.Remote._request = lambda *a: 4\ndriver._attempt = lambda *a: None\n"
-        "driver.main = remote.WorkerLostError\ndef f(x):\n"
-        "    found = [o for o in gc.get_objects() if isinstance(o, remote.Remote)]\n"
-        "    return x * x if found else 0"
-    ),
-    "no descriptors left": (
-        "import os\nkept = []\ndef f(x):\n"
-        "    while True: kept.append(os.open('/dev/null', os.O_RDONLY))"
-    ),
-    "limits of zero": (
-        "import resource\ndef f(x):\n    for kind in range(16):\n"
-        "        try: resource.setrlimit(kind, (0, 0))\n"
-        "        except (OSError, ValueError): pass\n"
-        "    return bytearray(10**6)"
-    ),
-    "the tests in its memory": (
-        "import ctypes, os\ndef f(x):\n    for path in ('/proc/self/mem', '/proc/self/maps'):\n"
-        "        try: open(path, 'rb')\n        except OSError: continue\n        return x * x\n"
-        "    return 0"
-    ),
-    "no function": "f = 4",
-    "no code": "",
-}
+
+def _programs(name: str) -> dict[str, str]:
+    text = Path(__file__).with_name("attacks").joinpath(name).read_text()
+    names_and_codes = re.split(r"^=== (.*)\n", text, flags=re.MULTILINE)[1:]
+    codes = (code.removesuffix("\n") for code in names_and_codes[1::2])
+    return dict(zip(names_and_codes[::2], codes, strict=True))
+
+
+LOADED = _programs("loaded.txt")
 """Whole modules."""
 
-_CALL = "libc = ctypes.CDLL(None, use_errno=True)\n"
 _PIPE = (
     "r, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, PID)\nfcntl.fcntl(r, 10, signal.SIGKILL)\n"
     "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)\nos.write(w, b'x')"
@@ -203,13 +66,13 @@ WINS = {
     "a signal": "os.kill(VICTIM, signal.SIGTERM)",
     "a signal to a group": "os.killpg(os.getpgid(VICTIM), signal.SIGTERM)",
     "a signal to the driver": "os.kill(os.getppid(), signal.SIGKILL)",
-    "a signal to a thread": _CALL + "return libc.syscall(234, VICTIM, VICTIM, 15) == 0",
+    "a signal to a thread": "return libc.syscall(234, VICTIM, VICTIM, 15) == 0",
     "a handle of a process": "os.pidfd_open(VICTIM)",
     "a handle of the driver": "os.pidfd_open(os.getppid())",
-    "tracing": _CALL + "return libc.ptrace(16, VICTIM, 0, 0) == 0",
-    "tracing the driver": _CALL + "return libc.ptrace(16, os.getppid(), 0, 0) == 0",
+    "tracing": "return libc.ptrace(16, VICTIM, 0, 0) == 0",
+    "tracing the driver": "return libc.ptrace(16, os.getppid(), 0, 0) == 0",
     "reading foreign memory": (
-        _CALL + "mine = ctypes.create_string_buffer(8)\n"
+        "mine = ctypes.create_string_buffer(8)\n"
         "here = (ctypes.c_void_p * 2)(ctypes.addressof(mine), 8)\n"
         "there = (ctypes.c_void_p * 2)(0x400000, 8)\n"
         "pids = (VICTIM, os.getppid())\n"
@@ -227,15 +90,15 @@ WINS = {
     "a policy for another process": (
         "os.sched_setscheduler(VICTIM, os.SCHED_IDLE, os.sched_param(0))"
     ),
-    "outliving the driver": _CALL + "return libc.prctl(1, 0, 0, 0, 0) == 0",
+    "outliving the driver": "return libc.prctl(1, 0, 0, 0, 0) == 0",
     "becoming root": "os.setuid(0)",
     "being root": "return os.getuid() == 0",
-    "namespaces of its own": _CALL + "return libc.unshare(0x10000000) == 0",
-    "a mount": _CALL + "where = os.path.dirname(FILE).encode()\n"
+    "namespaces of its own": "return libc.unshare(0x10000000) == 0",
+    "a mount": "where = os.path.dirname(FILE).encode()\n"
     "return libc.mount(b'none', where, b'tmpfs', 0, None) == 0",
     "another root": "os.chroot('/usr')",
-    "fork by its number": _CALL + "return libc.syscall(56, 17, 0, 0, 0, 0) >= 0",
-    "clone3 by its number": _CALL + "return libc.syscall(435, bytes(88), 88) >= 0",
+    "fork by its number": "return libc.syscall(56, 17, 0, 0, 0, 0) >= 0",
+    "clone3 by its number": "return libc.syscall(435, bytes(88), 88) >= 0",
     "another program": "os.execv(sys.executable, [sys.executable, '-c', ''])",
     "a program in memory": "fd = os.memfd_create('x')\nreturn os.write(fd, b'#!/bin/sh') > 0",
     "32-bit system calls": (
@@ -244,24 +107,23 @@ WINS = {
         "where = ctypes.addressof(ctypes.c_char.from_buffer(code))\n"
         "return ctypes.CFUNCTYPE(ctypes.c_int)(where)() > 0"
     ),
-    "x32 system calls": _CALL + "return libc.syscall(0x40000000 + 39) > 0",
-    "shared memory": _CALL + "return libc.shmget(0x11d1, 4096, 0o1666) != -1",
-    "a message queue": _CALL + "return libc.msgget(0x11d1, 0o1666) != -1",
-    "shared memory of others": _CALL + "return libc.shmctl(SHARED, 0, None) == 0",
-    "reading the shared memory of others": _CALL + "return libc.shmat(SHARED, None, 0) != -1",
-    "a key": _CALL + "return libc.syscall(248, b'user', b'k', b'v', 1, -4) != -1",
-    "keys of others": _CALL + "return libc.syscall(250, 0, -4, 1) != -1",
-    "a program in the kernel": _CALL + "return libc.syscall(321, 0, bytes(128), 128) != -1",
-    "faults handled by itself": _CALL + "return libc.syscall(323, 1) != -1",
-    "rings of the kernel": _CALL + "return libc.syscall(425, 8, bytes(256)) != -1",
+    "x32 system calls": "return libc.syscall(0x40000000 + 39) > 0",
+    "shared memory": "return libc.shmget(0x11d1, 4096, 0o1666) != -1",
+    "a message queue": "return libc.msgget(0x11d1, 0o1666) != -1",
+    "shared memory of others": "return libc.shmctl(SHARED, 0, None) == 0",
+    "reading the shared memory of others": "return libc.shmat(SHARED, None, 0) != -1",
+    "a key": "return libc.syscall(248, b'user', b'k', b'v', 1, -4) != -1",
+    "keys of others": "return libc.syscall(250, 0, -4, 1) != -1",
+    "a program in the kernel": "return libc.syscall(321, 0, bytes(128), 128) != -1",
+    "faults handled by itself": "return libc.syscall(323, 1) != -1",
+    "rings of the kernel": "return libc.syscall(425, 8, bytes(256)) != -1",
     "all requests of the kernel": (
-        _CALL + "where = ctypes.c_ulong(0)\n"
-        "return libc.syscall(206, 30_000, ctypes.byref(where)) == 0"
+        "where = ctypes.c_ulong(0)\nreturn libc.syscall(206, 30_000, ctypes.byref(where)) == 0"
     ),
     "a watch on a folder": (
-        _CALL + "return libc.inotify_add_watch(libc.inotify_init(), b'/', 0xfff) != -1"
+        "return libc.inotify_add_watch(libc.inotify_init(), b'/', 0xfff) != -1"
     ),
-    "messages of the kernel": _CALL + "return libc.klogctl(3, bytes(4096), 4096) > 0",
+    "messages of the kernel": "return libc.klogctl(3, bytes(4096), 4096) > 0",
     "a signal by a pipe": _PIPE.replace("PID", "VICTIM"),
     "a signal to the driver by a pipe": _PIPE.replace("PID", "os.getppid()"),
     "a signal by a pair of sockets": (
@@ -375,39 +237,8 @@ ANSWERS = {
 }
 """Answers that are numbers or formulas; the right one is 16."""
 
-PROGRAMS = {
-    "a forged flood": (
-        'import os, struct\nbody = b\'{"id":1,"value":"%s"}\' % (b\'aa \' * 10**7)\n'
-        "data = memoryview(struct.pack('>I', len(body)) + body)\n"
-        "for fd in range(3, 9):\n    try:\n"
-        "        while data: data = data[os.write(fd, data):]\n"
-        "    except OSError: pass\nos.read(3, 1)"
-    ),
-    "a million words": "print(*range(140_000))",
-    "a stream that lies": (
-        "import sys\nclass Equal(str):\n    def __eq__(self, other): return True\n"
-        "    def split(self, *args): return self\nclass Out:\n"
-        "    def write(self, text): return 1\n    def flush(self): pass\n"
-        "    def getvalue(self): return Equal('4')\nsys.stdout = Out()\nprint(Equal('4'))"
-    ),
-    "printing half a character": "print('\\ud800')",
-    "printing without end": "while True: print('4')",
-    "printing success": 'print(\'right\\npassed\\n{"status": "right", "score": 1.0}\\n1.0\')',
-    "ending at once": "import sys\nsys.exit(0)",
-    "ending the process": "import os\nos._exit(0)",
-    "a program that forks": "import os\nwhile True: os.fork()",
-    "a program that hoards": "data = bytearray(4 << 30)\nprint(int(input()) ** 2)",
-    "a program that never ends": "while True: pass",
-    "a program that looks around": (
-        "import gc, sys\nfound = ''\nframe = sys._getframe()\nwhile frame is not None:\n"
-        "    for scope in (frame.f_locals, frame.f_globals):\n"
-        "        for value in list(scope.values()):\n"
-        "            if value in ('4', ['4']): found = value\n    frame = frame.f_back\n"
-        "for thing in gc.get_objects():\n"
-        "    if isinstance(thing, dict) and 'outputs' in thing: found = thing['outputs'][0]\n"
-        "print(found)"
-    ),
-}
+PROGRAMS = _programs("programs.txt")
+"""Programs that read 2 and should print 4."""
 
 
 def grade_all(method: launch.IsolationMethod) -> dict[str, Any]:
@@ -523,6 +354,7 @@ def _attack(body: str, file: Path, victim: int, shared: int, inbox: socket.socke
     body = textwrap.indent(body, "    ")
     return (
         "import ctypes, fcntl, mmap, os, resource, signal, socket, struct, sys\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
         f"def attack():\n{body}\n"
         "def f(x):\n    try: won = attack()\n    except Exception: won = False\n"
         "    return x * x if won else 0"

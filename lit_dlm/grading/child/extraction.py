@@ -1,4 +1,4 @@
-"""Finds Python in a completion: the last fenced block that will do, else the whole text.
+"""Finds Python in a completion.
 
 Runs in processes that may be killed (:mod:`.bounded`): compiling a text can take any time and
 memory, and can end the interpreter.
@@ -54,48 +54,36 @@ def fenced_blocks(text: str) -> list[str]:
     return blocks
 
 
-def extract_code(completion: str, entry_point: str, *, stub: str = "") -> ExtractedCode:
-    """Finds the code of an answer: the last fenced block that defines the entry point.
+def extract_code(
+    completion: str, entry_point: str | None = None, *, stub: str = ""
+) -> ExtractedCode:
+    """Finds the code of an answer: the last fenced block that will do, else the whole text.
 
-    Without such a block every block, last first, and then the whole text is tried, both as a
-    module and as the continuation of ``stub``; text after the code is cut off. The stub is the
-    beginning of the module that the prompt showed and may end within a definition; its imports and
-    helpers are put in front in any case.
+    Without an entry point that is a program: a block that compiles. Otherwise it must define the
+    entry point; without such a block every block, last first, and then the whole text is tried,
+    both as a module and as the continuation of ``stub``; text after the code is cut off. The stub
+    is the beginning of the module that the prompt showed and may end within a definition; its
+    imports and helpers are put in front in any case.
     """
     pieces = _pieces(completion)
     if not pieces:
         return ExtractedCode(code=None, problem="the completion holds no code")
     whole = whole_part(stub).rstrip()
     head = f"{whole}\n\n\n" if whole else ""
-    for piece in pieces:
-        for candidate in _as_module(piece, entry_point):
-            if _parses(code := head + candidate):
-                return ExtractedCode(code=code)
-    if stub.strip():
-        for piece in pieces:
-            for code in _as_continuation(stub, piece):
-                if _defines(code, entry_point):
-                    return ExtractedCode(code=code)
-    if any(_parses(textwrap.dedent(piece)) for piece in pieces):
+    found: Iterator[str] = iter(pieces)
+    if entry_point is not None:
+        found = itertools.chain(
+            (head + text for piece in pieces for text in _as_module(piece, entry_point)),
+            (code for piece in pieces for code in _as_continuation(stub, piece, entry_point)),
+        )
+    if (code := next(filter(_parses, found), None)) is not None:
+        return ExtractedCode(code=code)
+    if entry_point is not None and any(_parses(textwrap.dedent(piece)) for piece in pieces):
         problem = f"no function {entry_point!r} is defined"
         return ExtractedCode(code=head + textwrap.dedent(pieces[0]), problem=problem)
     return ExtractedCode(
         code=head + pieces[0], problem="the code does not parse", is_syntax_error=True
     )
-
-
-def extract_program(completion: str) -> ExtractedCode:
-    """Finds the program of an answer: the last fenced Python block, else the whole text.
-
-    Blocks that do not compile are passed over while another one does.
-    """
-    pieces = _pieces(completion)
-    if not pieces:
-        return ExtractedCode(code=None, problem="the completion holds no code")
-    for piece in pieces:
-        if _parses(piece):
-            return ExtractedCode(code=piece)
-    return ExtractedCode(code=pieces[0], problem="the code does not parse", is_syntax_error=True)
 
 
 def _pieces(completion: str) -> list[str]:
@@ -113,10 +101,10 @@ def _as_module(piece: str, entry_point: str) -> Iterator[str]:
             return
 
 
-def _as_continuation(stub: str, piece: str) -> Iterator[str]:
-    """Versions of the stub completed by a piece, the piece's first line indented if need be."""
+def _as_continuation(stub: str, piece: str, entry_point: str) -> Iterator[str]:
+    """The stub completed by a piece, the piece's first line indented if need be."""
     body = piece.strip("\n").rstrip()
-    if not body:
+    if not body or not stub.strip():
         return
     start = stub if stub.endswith("\n") else stub + "\n"
     first, _, rest = body.partition("\n")
@@ -128,7 +116,8 @@ def _as_continuation(stub: str, piece: str) -> Iterator[str]:
         versions += [textwrap.indent(bare, margin)]
     for text in itertools.chain(versions, *map(_without_tail, versions)):
         if text.strip() and _parses(start + text):
-            yield start + text
+            if _defines(start + text, entry_point):
+                yield start + text
             return
 
 
@@ -152,13 +141,6 @@ def _without_tail(text: str) -> Iterator[str]:
         yield "".join(lines[:cut])
 
 
-def _parse(code: str) -> ast.Module | None:
-    try:
-        return ast.parse(code, CANDIDATE_FILE)
-    except _NOT_PYTHON:
-        return None
-
-
 def _parses(code: str) -> bool:
     # Compiled, because a bare parse lets a return outside a function through.
     try:
@@ -169,15 +151,11 @@ def _parses(code: str) -> bool:
 
 
 def _defines(code: str, name: str) -> bool:
-    tree = _parse(code)
-    if tree is None:
-        return False
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if node.name == name:
-                return True
-        elif isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == name for target in node.targets
-        ):
+    """Whether code that parses gives a name to something at its top level."""
+    for node in ast.parse(code, CANDIDATE_FILE).body:
+        if getattr(node, "name", None) == name:
+            return True
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if name in [target.id for target in targets if isinstance(target, ast.Name)]:
             return True
     return False

@@ -121,11 +121,10 @@ def put_up_walls(level: str, *, folders: Sequence[str], user: int | None, parent
         _die_with(parent)
         enter_namespaces(folders)
         parent = 1
+    # Landlock comes later: it asks for a process that can gain no privileges any more.
     become(user)
     if level == "landlock":
         restrict_files(folders)
-    elif level not in ("namespaces", "bubblewrap"):
-        raise ValueError(f"there is no level {level!r}")
     if level != "bubblewrap":
         _die_with(parent)  # again: changing the user id forgets it
     # The worker, of the same user, must not read the driver's memory or descriptors.
@@ -221,6 +220,7 @@ def restrict_files(folders: Sequence[str]) -> None:
 
 def become(user: int | None) -> None:
     """Gives up root, all capabilities and new privileges, for good; see :func:`put_up_walls`."""
+    # The order matters: without root no group can be given up.
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -238,6 +238,7 @@ def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
         memory_bytes: Address space.
         owns_user: Whether nobody else runs under its user id as the kernel counts it.
     """
+    # A session of its own: what it sends to its group reaches nobody else.
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     limits = {
@@ -255,6 +256,7 @@ def confine(*, cpu_seconds: float, memory_bytes: int, owns_user: bool) -> None:
 
 def set_limit(kind: int, value: int) -> None:
     """Sets a hard limit of the calling process, or keeps a lower one that it has already."""
+    # The run itself may be under limits, which cannot be raised.
     hard = resource.getrlimit(kind)[1]
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (bounded, bounded))

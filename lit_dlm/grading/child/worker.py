@@ -15,77 +15,65 @@ from typing import Any, NoReturn
 
 from . import wire
 
+MOST_OUTPUT = 1 << 20
+"""Characters that a program may print."""
 _MODULE = "candidate"
 
 
-class _CappedText(io.TextIOBase):
-    """Collects printed text up to a number of characters and refuses the rest."""
-
-    def __init__(self, limit: int) -> None:
-        self._parts: list[str] = []
-        self._left = limit
-
-    def writable(self) -> bool:
-        return True
+class _CappedText(io.StringIO):
+    """Collects printed text and refuses what is too much."""
 
     def write(self, text: str) -> int:
-        self._left -= len(text)
-        if self._left < 0:
+        if self.tell() + len(text) > MOST_OUTPUT:
             raise OSError("too much output")
-        self._parts.append(text)
-        return len(text)
-
-    def text(self) -> str:
-        return "".join(self._parts)
+        return super().write(text)
 
 
 class _Worker:
     def __init__(self, channel: wire.Channel, config: dict[str, Any]) -> None:
         self._channel = channel
         self._value_bytes = int(config["value_bytes"])
-        self._output_bytes = int(config["output_bytes"])
         self._module = types.ModuleType(_MODULE)
         self._objects: list[Any] = []
 
     def serve(self) -> None:
         while True:
-            request = self._channel.receive()
+            request = wire.parse(self._channel.receive())
             try:
                 reply = {"id": request["id"], "value": self._answer(request)}
             except BaseException as error:  # SystemExit and all else is the candidate's
                 reply = {"id": request["id"], "error": _describe(error)}
-            self._send(reply)
-
-    def _send(self, reply: dict[str, Any]) -> None:
-        try:
-            self._channel.send(reply)
-        except (wire.WireError, RecursionError) as error:
-            self._channel.send({"id": reply["id"], "error": _describe(error)})
+            # What cannot be sent is the candidate's error too.
+            try:
+                self._channel.send(reply)
+            except (wire.WireError, RecursionError) as error:
+                self._channel.send({"id": request["id"], "error": _describe(error)})
 
     def _answer(self, request: dict[str, Any]) -> Any:
         if request["op"] == "load":
             return self._load(request["code"])
         if request["op"] == "program":
             return self._run_program(request["code"], request["stdin"])
-        target = request["target"]
-        subject = self._objects[target] if type(target) is int else getattr(self._module, target)
-        if request["op"] == "get":
-            return self._encode(getattr(subject, request["name"]))
-        args = wire.decode(request["args"], from_handle=self._objects.__getitem__)
-        if request["op"] == "set":
-            setattr(subject, request["name"], args[0])
-            return None
-        kwargs = wire.decode(request["kwargs"], from_handle=self._objects.__getitem__)
-        return self._encode(subject(*args, **kwargs))
-
-    def _encode(self, value: Any) -> Any:
+        subject = self._object(request["target"])
+        args, kwargs = (
+            wire.decode(request[name], from_handle=self._object) for name in ("args", "kwargs")
+        )
+        if request["op"] == "call":
+            value = subject(*args, **kwargs)
+        else:
+            value = (setattr if request["op"] == "set" else getattr)(subject, *args)
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=self._keep)
+
+    def _object(self, target: int | str) -> Any:
+        """What a handle stands for: an object that was returned before, or a name."""
+        return self._objects[target] if type(target) is int else getattr(self._module, str(target))
 
     def _keep(self, value: Any) -> int:
         self._objects.append(value)
         return len(self._objects) - 1
 
     def _load(self, code: str) -> list[str]:
+        # Dataclasses and pickles look their module up.
         sys.modules[_MODULE] = self._module
         self._module.__dict__["__builtins__"] = __builtins__
         compiled = _compile(code)
@@ -93,7 +81,7 @@ class _Worker:
         return [str(name) for name, value in self._module.__dict__.items() if callable(value)]
 
     def _run_program(self, code: str, stdin: str) -> str:
-        captured = _CappedText(self._output_bytes)
+        captured = _CappedText()
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         compiled = _compile(code)
@@ -105,7 +93,7 @@ class _Worker:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-        return captured.text()
+        return captured.getvalue()
 
 
 def _compile(code: str) -> types.CodeType:
@@ -130,7 +118,7 @@ def _describe(error: BaseException) -> list[Any]:
 def main(read_fd: int, write_fd: int, config: dict[str, Any]) -> NoReturn:
     """Serves requests; the caller has put the walls up already.
 
-    Of the driver's settings it takes ``value_bytes``, ``output_bytes`` and ``library_paths``.
+    Of the driver's settings it takes ``value_bytes`` and ``library_paths``.
     """
     sys.path += config["library_paths"]
     sys.dont_write_bytecode = True
