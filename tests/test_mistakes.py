@@ -108,8 +108,8 @@ MISTAKES = [
     (f"{MINE} decode/nope.yaml", "model.decoders: Unexpected import path format: decode/nope.yaml"),
     (f"{LOCK} --model.optimizer torch.optim.AdamX", "model.optimizer: module 'torch.optim' has no"),
     (
-        f"{PREDICT} --trainer.callbacks+=ResultWriterr",
-        "trainer.callbacks: unknown class 'ResultWriterr'; did you mean 'ResultWriter'?",
+        f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
+        "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?",
     ),
     (f"{PREDICT} --data.tasks=[GSM9K]", "data.tasks: unknown class 'GSM9K'; did you mean 'GSM8K'"),
     (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected list, got gsm8k"),

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         action="append",
         required=True,
-        help="experiment with a DecodeModule, a task and a ResultWriter; may be repeated",
+        help="experiment with a DecodeModule, a task and a DecodeWriter; may be repeated",
     )
     parser.add_argument(
         "--policies",

@@ -128,8 +128,8 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
                 sets[row.trajectory["set"]] = None
     if not rows:
         raise ValueError(
-            f"{path}: {num_rows} results, but none names a trajectory; decode with model.level and "
-            "data.trajectories_dir set to keep them"
+            f"{path}: {num_rows} results, but none names a trajectory; decode with model.level set "
+            "to keep them"
         )
     return rows, shard_paths([path / name for name in sets])
 

@@ -58,7 +58,7 @@ def test_every_epoch_the_last_and_the_best_have_a_folder(tmp_path: Path) -> None
 def test_the_best_score_survives_a_restart(tmp_path: Path) -> None:
     """What an earlier run reached stays the best until something is better."""
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss", mode="min")
-    callback.load_state_dict({"scores": {"epoch-00": -1.0}})
+    callback.load_state_dict({"scores": {"epoch-00": -1.0}, "epochs_ended": None})
     run(module(), data(), tmp_path, steps=3, total=3, callbacks=(callback,))
     assert not (tmp_path / "a" / "best").exists()
     assert (tmp_path / "a" / "last").is_dir()

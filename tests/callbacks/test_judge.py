@@ -110,16 +110,3 @@ def test_an_unreachable_judge_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"judge: http://127\.0\.0\.1:9/v1 did not answer"):
         run(judge)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "localhost", "tasks": ["sums"]}, "url: expected http"),
-        ({"url": "http://x", "tasks": []}, "tasks: expected at least one"),
-        ({"url": "http://x", "tasks": ["gsm8k"]}, "'gsm8k' is not in the run; it has sums"),
-    ],
-)
-def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(HttpJudge(str(tmp_path), model="m", **options))

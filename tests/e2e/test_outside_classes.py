@@ -122,7 +122,7 @@ DECODER = {
 PREDICT = {
     "trainer": {
         "logger": False,
-        "callbacks": [{"class_path": "ResultWriter", "init_args": {"run_dir": "run"}}],
+        "callbacks": [{"class_path": "DecodeWriter", "init_args": {"run_dir": "run"}}],
     },
     "model": {
         "class_path": "DecodeModule",
@@ -137,7 +137,6 @@ PREDICT = {
         "init_args": {
             "tasks": [{"class_path": "own.Repeat", "init_args": {"words": ["a", "b", "c"]}}],
             "response_length": 16,
-            "results_dir": "run/results",
         },
     },
 }
