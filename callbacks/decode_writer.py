@@ -139,12 +139,8 @@ class DecodeWriter(BasePredictionWriter):
         if self.results is None:
             return records or ()
         if trainer.is_global_zero and (removed := self.results.repair(records)):
-            logger.warning(
-                "%s: removed %d results that are there twice or lack their trajectory; what is "
-                "then missing is made again",
-                self.results.folder,
-                removed,
-            )
+            told = "%s: removed %d results that are there twice or lack their trajectory"
+            logger.warning(told, self.results.folder, removed)
         trainer.strategy.barrier("results_repaired")
         return self.results.decode_uids()
 

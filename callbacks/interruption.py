@@ -130,7 +130,9 @@ class Interruption(Callback):
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            if signal.getsignal(number) == self._on_signal:  # else Lightning has given it back already
+            if (
+                signal.getsignal(number) == self._on_signal
+            ):  # else Lightning has given it back already
                 signal.signal(number, handler)
         self._former = {}
 

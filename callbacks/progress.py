@@ -127,7 +127,6 @@ class ProgressBar(RichProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rollout_line: Any = None
         self._values: dict[str, str] = {}
         self._values_at = 0.0
         self._began = (0.0, 0.0)  # when training did, and the share done then
@@ -135,35 +134,6 @@ class ProgressBar(RichProgressBar):
         console = get_console()
         if not (console.is_terminal or console.is_jupyter):
             self.disable()
-
-    @property
-    def total_train_batches(self) -> int | float:
-        """Batches of the epoch, or as many as ``max_steps`` leaves of it."""
-        trainer = self.trainer
-        total = trainer.num_training_batches
-        if trainer.max_steps <= 0 or not total:
-            return total
-        # A run may go on in the middle of an epoch; at the start of one, this is still the last's.
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed % total
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        return min(total, done + left)
-
-    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
-        """Shows how far the rollouts between two epochs are, on a line of their own.
-
-        Returns whether it is shown: there is no bar before training begins.
-        """
-        if self.is_disabled or self.progress is None:
-            return False
-        if self._rollout_line is None and done < total:
-            self._rollout_line = self._add_task(total, text)
-        elif done < total:
-            self.progress.update(self._rollout_line, description=text, completed=done, total=total)
-        elif self._rollout_line is not None:
-            self.progress.remove_task(self._rollout_line)
-            self._rollout_line = None
-        self.refresh()
-        return True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -81,12 +81,7 @@ class RecordShards:
         )
 
     def put_batch(self, decoded: DecodedBatch, facts: Sequence[Mapping[str, Any]] | None) -> None:
-        """Queues the records of a captured batch, which the thread makes.
-
-        Args:
-            decoded: the batch.
-            facts: small JSON values per row, added to the records.
-        """
+        """Queues the records of a captured batch; ``facts`` of each row are added to its meta."""
         assert decoded.captured is not None
         rows = [row for row in range(len(decoded.examples)) if decoded.uid(row) not in self.held]
         for row in rows:
@@ -118,13 +113,8 @@ class RecordShards:
         trainer.strategy.barrier("shards_closed")
         if trainer.is_global_zero:
             manifest = merge_manifest(self.folder)
-            logger.info(
-                "%s: %d trajectories in %d shards, %.1f MB",
-                self.folder,
-                manifest["num_records"],
-                len(manifest["shards"]),
-                manifest["bytes"] / 1e6,
-            )
+            counts = manifest["num_records"], len(manifest["shards"]), manifest["bytes"] / 1e6
+            logger.info("%s: %d trajectories in %d shards, %.1f MB", self.folder, *counts)
 
     def close_after(self, exception: BaseException) -> None:
         """Finishes the shards of a run that ends with an error, which is not replaced."""
@@ -132,12 +122,9 @@ class RecordShards:
             self._writer.close()
         except BaseException as error:  # the run ends with its own exception, this one is logged
             if error is not exception:
-                logger.error(
-                    "%s: not all trajectories could be written (%s)",
-                    self.folder,
-                    error,
-                    exc_info=not isinstance(error, OSError),
-                )
+                told = "%s: not all trajectories could be written (%s)"
+                is_ours = not isinstance(error, OSError)
+                logger.error(told, self.folder, error, exc_info=is_ours)
 
 
 def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
@@ -150,10 +137,12 @@ def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
 
 
 def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
-    datamodule: Any = getattr(trainer, "datamodule", None)
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
     describe = getattr(module.backbone, "describe", None)
     spec = module.backbone.spec
-    methods = getattr(datamodule, "methods", None) or list(module.decoders)
+    # Not every data module has these.
+    methods = getattr(data, "methods", None) or list(module.decoders)
+    assignment = getattr(data, "assignment", None)
     template = {"chat_template": module.chat_template} if module.chat_template else {}
     capture: dict[str, Any] = {"level": module.level}
     if isinstance(module, TraceModule):
@@ -175,7 +164,7 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
         },
         decode={
             "methods": {name: module.decoders[name].describe() for name in methods},
-            "response_length": getattr(datamodule, "response_length", None),
+            "response_length": data.response_length,
             "capture": capture,
             **template,
         },
@@ -186,17 +175,15 @@ def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
         },
         data={
             "tasks": {
-                task.name: {
-                    "split": task.split,
-                    **({"template": task.template} if task.template else {}),
-                }
-                for task in getattr(datamodule, "tasks", ())
+                task.name: {"split": task.split}
+                | ({"template": task.template} if task.template else {})
+                for task in data.tasks
             },
-            "assignment": getattr(datamodule, "assignment", None),
+            "assignment": assignment,
         },
         hardware={
             **hardware_facts(),
             "world_size": trainer.world_size,
-            "batch_size": getattr(datamodule, "batch_size", None),
+            "batch_size": data.batch_size,
         },
     )

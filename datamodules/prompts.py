@@ -8,7 +8,7 @@ import math
 import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
@@ -24,6 +24,7 @@ from lit_dlm.tasks.base import check_uids
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
 
@@ -48,36 +49,31 @@ class PromptDataModule(LightningDataModule):
             example of every task by default.
     """
 
-    def __init__(
-        self,
-        tasks: list[Task],
-        *,
-        response_length: int | list[int] = 256,
-        batch_size: int = 32,
-        max_prompt_length: int = 2048,
-        responses_per_prompt: int = 1,
-        methods: list[str] | None = None,
-        assignment: Literal["each", "one"] = "each",
-        mix: PromptMix | None = None,
-    ) -> None:
+    tasks: list[Task]
+    _: KW_ONLY
+    response_length: int | list[int] = 256
+    batch_size: int = 32
+    max_prompt_length: int = 2048
+    responses_per_prompt: int = 1
+    methods: list[str] | None = None
+    assignment: Literal["each", "one"] = "each"
+    mix: PromptMix | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        at_least(1, tasks=len(tasks), batch_size=batch_size)
-        at_least(1, responses_per_prompt=responses_per_prompt)
-        tasks_by_name(tasks)
-        self.tasks = tasks
-        lengths = [response_length] if isinstance(response_length, int) else response_length
-        at_least(1, response_length=min(lengths, default=0))
-        self.response_length = response_length
-        self.mix = mix
-        self.batch_size = batch_size
-        self.max_prompt_length = max_prompt_length
-        self.responses_per_prompt = responses_per_prompt
-        self.methods = methods
-        self.assignment = assignment
+        at_least(1, tasks=len(self.tasks), batch_size=self.batch_size)
+        at_least(1, responses_per_prompt=self.responses_per_prompt)
+        tasks_by_name(self.tasks)
+        at_least(1, response_length=min(self._lengths, default=0))
         self.done: Collection[str] = ()
         """Keys ``{uid}@{method}`` of decodes that need not be made: a callback notes them."""
         self._decodes: list[tuple[str, PromptExample]] = []
         self._module: DecodeModule | None = None
+
+    @property
+    def _lengths(self) -> list[int]:
+        lengths = self.response_length
+        return [lengths] if isinstance(lengths, int) else lengths
 
     def task(self, name: str) -> Task:
         """The task of a given name."""
@@ -183,10 +179,10 @@ class PromptDataModule(LightningDataModule):
 
     def length_of(self, example: PromptExample) -> int:
         """Cells of a prompt's response."""
-        if isinstance(self.response_length, int):
-            return self.response_length
+        if len(self._lengths) == 1:
+            return self._lengths[0]
         assert self._module is not None
-        return drawn_length(self.response_length, example.prompt_uid, seed=self._module.seed)
+        return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
 
     def encode(self, example: PromptExample) -> list[int]:
         """Token ids of one prompt through the chat template."""

@@ -79,7 +79,7 @@ def test_a_class_that_has_moved_is_named_by_its_short_name():
 
 RECORDED = (
     "[{class_path: RecordedDecodes, "
-    "init_args: {shards: a, only_correct: true, tasks: [sums], limit: 3}}]"
+    "init_args: {shards: a, only_correct: true, tasks: [sums], methods: [x]}}]"
 )
 
 
@@ -92,7 +92,7 @@ def parsed(parser: Parser, folder: Path, document: str, *flags: str) -> Namespac
 
 @pytest.mark.parametrize("again", ["TABOMFile", "RecordedDecodes"])
 def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str) -> None:
-    """Filter and limit were of the former; TABOMFile takes wrong rows by default."""
+    """Filter and methods were of the former; TABOMFile takes wrong rows by default."""
     parser = Parser(parser_mode="omegaconf+")
     parser.add_argument("--sources", type=list[SupervisedSource])
     key = {"TABOMFile": "path", "RecordedDecodes": "shards"}[again]
@@ -101,7 +101,7 @@ def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: 
     settings = source.init_args.as_dict()
     assert settings[key] == "b"
     assert settings["only_correct"] is (again == "RecordedDecodes")
-    assert settings.get("limit") is None
+    assert settings["methods"] is None
 
 
 def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
@@ -156,4 +156,4 @@ def test_a_flag_of_a_list_inside_a_class_keeps_its_value(tasks: list[str] | None
     flag = f"--data.sources.init_args.tasks={json.dumps(tasks)}"
     (source,) = parser.parse_args([data, flag]).data.init_args.sources
     assert source.init_args.tasks == tasks
-    assert source.init_args.limit == 3
+    assert source.init_args.methods == ["x"]

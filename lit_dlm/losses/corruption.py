@@ -250,8 +250,7 @@ class TimeDelay(Corruption):
         """``(B,)`` int64: the largest cut of each response, -1 where nothing is to be learnt."""
         if responses.steps is None or responses.has_steps is not None:
             raise ValueError(
-                "TimeDelay: expected responses with the steps of a decode; train on trajectories, "
-                "or set missing_order: ltr in the data"
+                "TimeDelay: expected responses with the steps of a decode; train on trajectories"
             )
         return last_cuts(
             responses.steps, responses.maskable, window=self.window, cut_range=self.cut_range

@@ -50,12 +50,10 @@ class Heard(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self.counts: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)
         self.texts.append(self.train_progress_bar.description)
-        self.counts.append((self.train_progress_bar.completed, self.train_progress_bar.total))
 
 
 @pytest.fixture
@@ -98,13 +96,6 @@ def test_steps_end_a_run_without_epochs(clock: Clock) -> None:
     texts = heard(clock, max_epochs=-1, max_steps=6).texts
     assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
     assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
-
-
-@pytest.mark.usefixtures("terminal")
-def test_batches_of_an_accumulation_end_with_the_last_step(clock: Clock) -> None:
-    """Three steps of two batches: all four batches of an epoch, and two of the next."""
-    counts = heard(clock, max_epochs=-1, max_steps=3, accumulate_grad_batches=2).counts
-    assert counts == [(1, 4), (2, 4), (3, 4), (4, 4), (1, 2), (2, 2)]
 
 
 class Tokens:

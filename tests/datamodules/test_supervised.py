@@ -23,8 +23,8 @@ from lit_dlm.datamodules.supervised_sources import (
     TaskReferences,
 )
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
-from lit_dlm.modules.supervised_batch import collate_supervised, lay_out, responses_of
+from lit_dlm.losses.corruption import TraceMasking
+from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
@@ -77,10 +77,8 @@ def test_files_may_hold_messages_or_a_prompt_and_a_response(
     assert [e.uid for e in [first, *others]] == [f"a/{n:06d}" for n in range(5)]
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(Path(path).read_bytes()))
-    assert [e.uid for e in ResponsesFile(str(packed), limit=2).examples(model)] == [
-        "a/000000",
-        "a/000001",
-    ]
+    uids = [e.uid for e in ResponsesFile(str(packed)).examples(model)]
+    assert uids == [e.uid for e in [first, *others]]
 
 
 def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
@@ -130,7 +128,6 @@ def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
         assert example.response_ids.tolist() == record.tokens.tolist()
         assert example.steps.tolist() == record.commit_step.tolist()
     assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 12
-    assert len(list(RecordedDecodes(shards, limit=3).examples(model))) == 3
     other = replace(model, spec=replace(model.spec, mask_id=5))
     with pytest.raises(ValueError, match="mask id 2, expected 5"):
         list(RecordedDecodes(shards).examples(other))
@@ -144,12 +141,8 @@ def test_recorded_decodes_come_in_one_order_however_they_were_written(
     dealt = tmp_path / "dealt"
     for rank in (1, 0):
         write_shards(dealt, records[rank::2], records_per_block=3, rank=rank)
-    for limit in (None, 3):
-        orders = [
-            [e.uid for e in RecordedDecodes(folder, limit=limit).examples(model)]
-            for folder in (whole, dealt)
-        ]
-        assert orders[0] == orders[1] == sorted(orders[0])
+    orders = [[e.uid for e in RecordedDecodes(folder).examples(model)] for folder in (whole, dealt)]
+    assert orders[0] == orders[1] == sorted(orders[0])
 
 
 def test_recorded_entropies_are_those_of_the_step_that_wrote(
@@ -204,18 +197,15 @@ def test_a_source_that_gives_nothing_names_itself_and_its_filters(
 def test_release_rows_keep_their_list_their_pads_and_their_filters(
     tmp_path: Path, model: ModelFacts
 ) -> None:
-    """Without an order the data's option decides, also inside a trajectory file."""
     given = {"prompt": "2+3", "response_token_ids": [5, 6], "method": "entropy", "correct": True}
     listed = {**given, "decoding_order": [2, 1, 0], "non_ltr_positions": [2]}
-    path = rows(tmp_path / "t.jsonl", listed, {**given, "correct": False})
-    with pytest.raises(ValueError, match=r"t\.jsonl:2: .* missing_order: ltr"):
-        list(TABOMFile(path).examples(model))
-    model = replace(model, missing_order="ltr")
-    first, second = TABOMFile(path).examples(model)
+    with pytest.raises(ValueError, match=r"t\.jsonl:1"):
+        list(TABOMFile(rows(tmp_path / "t.jsonl", given)).examples(model))
+    path = rows(tmp_path / "t.jsonl", listed, {**listed, "correct": False})
+    first, _ = TABOMFile(path).examples(model)
     assert first.response_ids.tolist() == [5, 6, PAD]
     assert first.steps.tolist() == [2, 1, 0]
     assert first.non_ltr.tolist() == [False, False, True]
-    assert second.steps.tolist() == [0, 1]
     assert [e.uid for e in TABOMFile(path, only_correct=True).examples(model)] == [first.uid]
     (cut,) = read(model, first, response_length=2, max_prompt_length=99)
     assert cut.non_ltr.tolist() == [False, False]
@@ -269,13 +259,6 @@ def test_bad_rows_are_named(
     path = rows(tmp_path / "a.jsonl", line)
     with pytest.raises(ValueError, match=message):
         list(ResponsesFile(path).examples(model))
-
-
-def test_a_templated_file_holds_no_chats(tmp_path: Path, model: ModelFacts) -> None:
-    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
-    path = rows(tmp_path / "a.jsonl", {"messages": turns})
-    with pytest.raises(ValueError, match="expects a prompt that is one text, got 'messages'"):
-        list(ResponsesFile(path, templated=True).examples(model))
 
 
 def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) -> None:
@@ -364,45 +347,12 @@ def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
     assert real <= columns[True] < 1.1 * real < columns[False]
 
 
-@pytest.mark.parametrize("attention", ["full", "block"])
-def test_batches_by_tokens_hold_what_fits(attention: str) -> None:
-    """The columns that the model sees: of a block model the clean and the noisy copy."""
-    given = examples(64)
-    for number, example in enumerate(given):
-        example.response_ids[number % G :] = EOS
-    data = Data(given, max_tokens_per_batch=80)
-    options = {"attention": "block", "block_size": 2, "decoder": "qwen3"}
-    spec = small(**(options if attention == "block" else {})).spec
-    data.set_examples(given, spec, num_padding=0)
-    batches = list(data.train_dataloader())
-    seen = []
-    for batch in batches:
-        states = RandomMasking().states(responses_of(batch, spec, seed=0, num_padding=0))
-        columns = lay_out(batch, states, spec).ids.numel()
-        assert columns <= 80
-        seen.append((columns, len(batch.uids)))
-    assert sorted(uid for batch in batches for uid in batch.uids) == sorted(e.uid for e in given)
-    assert np.mean([columns for columns, _ in seen]) > 60
-    assert len({rows for _, rows in seen}) > (1 if attention == "block" else 0)
-
-
-def test_rows_per_update_needs_batches_of_one_size() -> None:
-    with pytest.raises(ValueError, match="rows_per_update: expected null with max_tokens_per_bat"):
-        Data(examples(4), max_tokens_per_batch=80, rows_per_update=8)
-
-
 def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) -> None:
     for size, is_told in ((3, False), (4, True)):
         data = Data(examples(3), batch_size=size)
         data.set_examples(data.given, small().spec)
         data.train_dataloader()
         assert ("more than the 3 training examples" in caplog.text) == is_told
-
-
-def test_a_missing_order_is_left_to_right_on_demand_only(model: ModelFacts) -> None:
-    given = replace(examples(1)[0], steps=None)
-    assert read(model, given)[0].steps is None
-    assert read(model, given, missing_order="ltr")[0].steps.tolist() == list(range(8))
 
 
 def test_equal_uids_are_refused(model: ModelFacts) -> None:
@@ -484,18 +434,14 @@ def test_no_example_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
         ({"response_length": 0}, "response_length"),
         ({"val_fraction": 1.0}, "val_fraction"),
         ({"limit": 0}, "limit"),
+        ({"sources": []}, "sources"),
     ],
 )
-def test_bad_settings_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SupervisedDataModule([Fixed()], **options)  # type: ignore[list-item]
-
-
-def test_sources_are_needed() -> None:
-    with pytest.raises(ValueError, match="sources: expected at least one"):
-        SupervisedDataModule([])
+def test_bad_settings_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        SupervisedDataModule(**{"sources": [Fixed()], **options})

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lit_dlm
-from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
-from lit_dlm.datamodules.pretraining import PretrainBatches, PretrainDataModule
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.datamodules.pretraining import PretrainDataModule
 from lit_dlm.modules.finite import NonFiniteError
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.toy.word_problems import WordProblems
@@ -41,15 +41,13 @@ def micro(trainable: bool = True) -> HFBackbone:
     )
 
 
+def drawn(**options: object) -> PretrainDataModule:
+    return PretrainDataModule(sources=[WordProblems("train")], tokenizer=TINY, **options)  # type: ignore[arg-type]
+
+
 def data() -> PretrainDataModule:
     """Two batches an update."""
-    return PretrainDataModule(
-        [WordProblems("train")],
-        tokenizer=TINY,
-        batch_size=4,
-        rows_per_update=8,
-        drills=WordProblems("train"),
-    )
+    return drawn(batch_size=4, rows_per_update=8, drills=WordProblems("train"))
 
 
 def fit(module: PretrainModule, folder: Path, steps: int, **options: object) -> Trainer:
@@ -77,8 +75,7 @@ def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
     module = PretrainModule(
         micro(), tokenizer=TINY, warmup_steps=2, export_dir=str(tmp_path / "model")
     )
-    batches = PretrainBatches([WordProblems("train")], load_tokenizer(TINY), batch_size=32)
-    held_back = batches.batch(1_000)
+    held_back = drawn(batch_size=32).batch(1_000)
 
     def bound() -> float:
         with torch.no_grad():
@@ -121,7 +118,7 @@ def test_the_loss_equals_that_of_full_logits() -> None:
     module = PretrainModule(micro(), tokenizer=TINY, drill_weight=0.5)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     task = WordProblems("train")
-    batch = PretrainBatches([task], load_tokenizer(TINY), batch_size=4, drills=task).batch(0)
+    batch = drawn(batch_size=4, drills=task).batch(0)
     loss = module.training_step(batch)
     loss.backward()
     table = module.backbone.model.lm_head.weight
@@ -148,9 +145,7 @@ def test_the_loss_equals_that_of_full_logits() -> None:
 
 def test_drills_are_added_with_their_weight() -> None:
     """total(weight 2) - total(weight 0) is twice total(weight 1) - total(weight 0)."""
-    batch = PretrainBatches(
-        [WordProblems("train")], load_tokenizer(TINY), batch_size=4, drills=WordProblems("train")
-    ).batch(0)
+    batch = drawn(batch_size=4, drills=WordProblems("train")).batch(0)
     totals = []
     for weight in (0.0, 1.0, 2.0):
         module = PretrainModule(micro(), tokenizer=TINY, drill_weight=weight)
