@@ -23,7 +23,8 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
@@ -137,7 +138,8 @@ class RolloutEngine:
         """
         queue = WorkQueue(len(prompts), shared=shared)
         records = {record.uid: record for record in self.records(prompts, queue)}
-        return [self.rollout(p, records[p.uid]) for p in prompts if p.uid in records]
+        own = [prompt for prompt in prompts if prompt.uid in records]
+        return self.rollouts(own, [records[prompt.uid] for prompt in own])
 
     def records(
         self,
@@ -158,47 +160,35 @@ class RolloutEngine:
             Records as rows end, with the log-probability under which each token was drawn
             (:data:`SAMPLED`).
         """
-        module = self.module
-        order = self._by_expected_steps(prompts)
+        module, order = self.module, self._by_expected_steps(prompts)
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
         sampled = SampledLogProb()
         found: list[Trajectory] = []
-        waiting: list[RolloutPrompt] = []
 
-        def collect() -> None:
-            rows = zip(
-                capture.trajectories([prompt.uid for prompt in waiting]),
-                waiting,
-                sampled.ended().cpu().numpy(),
-                strict=True,
-            )
-            for record, prompt, log_prob in rows:
-                num_tokens = module.texts([record])[1][0]
-                record = record.with_meta(**prompt.meta, num_tokens=num_tokens)
-                signals = {**record.signals, SAMPLED: log_prob}
-                found.append(replace(record, signals=signals))
-            waiting.clear()
-            report(len(found))
+        def prompt(number: int) -> DecodePrompt:
+            one = order[number]
+            ids = module.placed(one.example, one.prompt_ids)
+            return DecodePrompt(one.uid, ids, sample_seed(module.seed, one.uid))
 
-        def prompt(number: int) -> tuple[Sequence[int], int]:
-            chosen = order[number]
-            ids = module.placed(chosen.example, chosen.prompt_ids)
-            return ids, sample_seed(module.seed, chosen.uid)
-
-        for numbers, _ in decode_queued_prompts(
+        for rows in decode_stream(
             module.backbone,
             module.decoders[self.method],
             queue,
             prompt,
             response_length=self.response_length,
-            num_slots=self.batch_size,
+            batch_size=self.batch_size,
             observers=[capture, sampled, self.occupancy],
         ):
-            waiting += [order[number] for number in numbers]
-            if len(waiting) >= self.batch_size:
-                collect()
-        if waiting:
-            collect()
+            ended = [order[number] for number in rows.numbers]
+            metas = [
+                {**one.meta, "num_tokens": num_tokens}
+                for one, num_tokens in zip(ended, rows.responses.num_tokens, strict=True)
+            ]
+            records = capture.trajectories([one.uid for one in ended], metas)
+            log_probs = sampled.ended().cpu().numpy()
+            for record, log_prob in zip(records, log_probs, strict=True):
+                found.append(replace(record, signals={**record.signals, SAMPLED: log_prob}))
+            report(len(found))
         return found
 
     def _by_expected_steps(self, prompts: Sequence[RolloutPrompt]) -> list[RolloutPrompt]:
@@ -223,17 +213,22 @@ class RolloutEngine:
             steps.setdefault(record.uid.rpartition("@")[0], []).append(record.num_steps)
         self._steps |= {uid: sum(counts) / len(counts) for uid, counts in steps.items()}
 
-    def rollout(self, prompt: RolloutPrompt, record: Trajectory) -> Rollout:
-        """A response, decoded on whatever process, as rewards take it."""
-        (text,), (length,) = self.module.texts([record])
-        return Rollout(
-            trajectory=record,
-            example=prompt.example,
-            text=text,
-            is_overlong=length >= self.response_length - self.overlong_margin,
-            num_tokens=min(length + 1, self.response_length),  # the end of text included
-            decode=self._text,
-        )
+    def rollouts(
+        self, prompts: Sequence[RolloutPrompt], records: Sequence[Trajectory]
+    ) -> list[Rollout]:
+        """Responses, decoded on whatever process, as rewards take them."""
+        texts, lengths = self.module.texts(records) if records else ([], [])
+        return [
+            Rollout(
+                trajectory=record,
+                example=prompt.example,
+                text=text,
+                is_overlong=length >= self.response_length - self.overlong_margin,
+                num_tokens=min(length + 1, self.response_length),  # the end of text included
+                decode=self._text,
+            )
+            for prompt, record, text, length in zip(prompts, records, texts, lengths, strict=True)
+        ]
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text of response tokens, as completions are made."""
@@ -510,10 +505,9 @@ class OnlineRollouts(RolloutSource):
         ranks: Ranks,
     ) -> list[Trajectory]:
         """All records with their scores, every group's from one process."""
-        rollouts = list(zip(asked, records, strict=True))
         size = self.settings.responses_per_prompt
         own = [
-            [self.engine.rollout(prompt, record) for prompt, record in rollouts[at : at + size]]
+            self.engine.rollouts(asked[at : at + size], records[at : at + size])
             for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
         ]
         facts: dict[str, dict[str, Any]] = {}
