@@ -63,9 +63,9 @@ class TraceRLModule(TrainableModule):
     The learning rate is constant after a warm-up.
 
     The module sets what RL needs of the trainer: fresh batches every epoch
-    (``reload_dataloaders_every_n_epochs: 1``; another interval is refused), a validation of the
-    policy before training (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2;
-    any other number is respected), and checkpoints and early stopping at the end of RL steps.
+    (``reload_dataloaders_every_n_epochs: 1``), a validation of the policy before training
+    (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2; any other number is
+    respected), and checkpoints and early stopping at the end of RL steps.
 
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
@@ -346,11 +346,10 @@ class TraceRLModule(TrainableModule):
         """Policy and value loss of a batch of items."""
         scores = self.score(batch)
         assert batch.advantage is not None
-        # Without old log-probabilities the policy is its own old one: a ratio of 1.
-        old = scores.log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
+        assert batch.old_log_prob is not None
         actor = self.policy_loss.compute(
             scores.log_prob,
-            old.to(scores.log_prob.dtype),
+            batch.old_log_prob.to(scores.log_prob.dtype),
             batch.advantage,
             batch.weight,
             reference=batch.reference,
@@ -368,9 +367,9 @@ class TraceRLModule(TrainableModule):
             )
             total = total + value.total
             if is_logged:
-                self.update_scores.add_values(
-                    value.total, batch.num_rows, scores.value, batch.returns, counted
-                )
+                self.update_scores.value_loss.update(value.total, batch.num_rows)
+                for fit in (self.update_scores.value_error, self.update_scores.value_explained):
+                    fit.update(scores.value, batch.returns, counted)
         # Sums over states, divided by the items of a full batch: smaller updates weigh their items
         # more (``shard_items``), so every update is a mean over rows.
         loss = total / batch.num_slots
@@ -378,7 +377,8 @@ class TraceRLModule(TrainableModule):
         self._skips_update = batch.is_empty
         if is_logged:
             parts = dict(actor.parts)
-            self.update_scores.add_policy(total, parts.pop("policy"), batch.num_rows)
+            self.update_scores.loss.update(total, batch.num_rows)
+            self.update_scores.policy_loss.update(parts.pop("policy"), batch.num_rows)
             cells = counted if batch.unit is None else counted[batch.unit]
             parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
             named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
@@ -511,12 +511,7 @@ def _row_spec(
 
 def set_up_trainer(trainer: Trainer) -> None:
     """Sets what RL needs and Lightning's defaults do not give, for a run that fits."""
-    interval = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    if interval not in (0, 1):
-        raise ValueError(
-            "trainer.reload_dataloaders_every_n_epochs: expected 1, so that every epoch has "
-            f"rollouts of its own, got {interval}"
-        )
+    # Every epoch has rollouts of its own.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
         # A reward curve begins with the policy as it was; two batches say nothing.

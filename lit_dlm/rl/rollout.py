@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -324,18 +324,8 @@ def encoded_problems(
     tasks: Sequence[Task],
     *,
     max_length: int,
-    response_length: int = 0,
-    option: str = "response_length",
 ) -> list[Problem]:
-    """The problems of some tasks as the model is given them.
-
-    Args:
-        module: whose tokenizer and chat template are used.
-        tasks: in their order.
-        max_length: prompts with more tokens are left out, with a warning.
-        response_length: cells of the responses.
-        option: the setting that says so.
-    """
+    """The problems of some tasks as the model is given them, without those that are longer."""
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
     every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
@@ -352,14 +342,6 @@ def encoded_problems(
         raise ValueError(
             f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
             f"max_prompt_length = {max_length} tokens"
-        )
-    max_positions = module.backbone.architecture.max_positions
-    num_long = sum(len(ids) + response_length > max_positions for _, ids in found)
-    if num_long:
-        raise ValueError(
-            f"{option}: {num_long} of {len(found)} prompts have, with a response of "
-            f"{response_length} tokens, more than the {max_positions} positions that the model was "
-            "made for; expected shorter responses, or a smaller max_prompt_length"
         )
     return found
 
@@ -401,28 +383,7 @@ class Rollouts:
         return [record for record in self.records if record.meta["kept"]]
 
 
-class RolloutSource(Protocol):
-    """Where the rollouts of an RL step come from."""
-
-    def collect(
-        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
-    ) -> Rollouts:
-        """The rollouts of one RL step, of all processes, which must all call it.
-
-        Args:
-            step: number of the RL step.
-            cursor: prompts drawn before.
-            version: optimiser steps that the policy has taken.
-            ranks: the processes.
-            report: told how far it is.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends what runs beside."""
-
-
-class OnlineRollouts(RolloutSource):
+class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
     Processes take responses from a shared queue as rows of their batches end. A group is scored
@@ -447,10 +408,7 @@ class OnlineRollouts(RolloutSource):
             require_isolation=settings.require_isolation,
         )
         self.problems = encoded_problems(
-            module,
-            settings.tasks,
-            max_length=settings.max_prompt_length,
-            response_length=settings.response_length,
+            module, settings.tasks, max_length=settings.max_prompt_length
         )
         self.engine = RolloutEngine(
             module,
@@ -461,11 +419,21 @@ class OnlineRollouts(RolloutSource):
         )
 
     def close(self) -> None:
+        """Ends the grading threads."""
         self.rewarder.close()
 
     def collect(
         self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
     ) -> Rollouts:
+        """The rollouts of one RL step, of all processes, which must all call it.
+
+        Args:
+            step: number of the RL step.
+            cursor: prompts drawn before.
+            version: optimiser steps that the policy has taken.
+            ranks: the processes.
+            report: told how far it is.
+        """
         engine, count = self.engine, self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
         asked = rollout_prompts(
@@ -532,7 +500,7 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
     return [record for one in blocks if one for record in decode_block(one, strict=False)]
 
 
-class StoredRollouts(RolloutSource):
+class StoredRollouts:
     """Replays the RL steps that a former run wrote to trajectory shards.
 
     Args:
@@ -577,5 +545,7 @@ class StoredRollouts(RolloutSource):
     def close(self) -> None:
         """Nothing runs beside."""
 
+
+RolloutSource = OnlineRollouts | StoredRollouts
 
 _NEEDED = ("rl_step", "prompt", "response", "reward", "kept")

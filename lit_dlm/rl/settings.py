@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Literal
 
@@ -21,8 +20,6 @@ from lit_dlm.rl.advantages import Advantage, as_advantage
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.tasks import Task
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,61 +75,49 @@ class PolicyObjective(ClippedPolicyLoss):
         """
         adapter, vision = backbone.adapter, backbone.vision
         is_initial = self.kl_to == "initial"
-        wrong = [
-            f"objective.old_log_prob: 'behaviour' needs {option} as in the sampler's states: "
-            f"{wanted}, got {got}; use 'recompute'"
-            for option, wanted, got in self._unlike_sampler(corruption, backbone, row_spec, decoder)
-        ]
-        if adapter is not None and adapter.dropout:
-            wrong.append(
+        for is_wrong, message in (
+            (
+                adapter is not None and adapter.dropout,
                 "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
-                f"compared, got {adapter.dropout}"
-            )
-        if is_initial and adapter is None:
-            wrong.append(
+                "compared",
+            ),
+            (
+                is_initial and adapter is None,
                 "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
-                "give it lora settings or use 'old'"
-            )
-        if is_initial and vision is not None and vision.settings.train != "none":
-            wrong.append(
+                "give it lora settings or use 'old'",
+            ),
+            (
+                is_initial and vision is not None and vision.settings.train != "none",
                 "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
-                "is not kept as it was; use 'old'"
+                "is not kept as it was; use 'old'",
+            ),
+            (
+                self.old_log_prob == "behaviour"
+                and not self._is_sampling(corruption, backbone.spec, row_spec, decoder),
+                "objective.old_log_prob: 'behaviour' is the probability in the state that the "
+                "sampler saw, which needs TraceMasking(shrink=1, padding='replayed'), "
+                "objective.temperature 'rollout', and of a block model its own blocks in training "
+                "rows and in the decoder's window; use 'recompute'",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+
+    def _is_sampling(
+        self, corruption: Corruption, spec: BackboneSpec, row_spec: BackboneSpec, decoder: Decoder
+    ) -> bool:
+        """Whether training forwards see what the sampler saw."""
+        window, blocks = decoder.window, (spec.block_size, spec.block_origin)
+        has_blocks = isinstance(window, BlockWindow) and row_spec == spec
+        return (
+            isinstance(corruption, TraceMasking)
+            and (corruption.shrink, corruption.padding) == (1, "replayed")
+            and self.temperature == "rollout"
+            and (
+                spec.attention != "block"
+                or (has_blocks and (window.block_length, window.origin) == blocks)
             )
-        if wrong:
-            raise ValueError(wrong[0])
-
-    def _unlike_sampler(
-        self, corruption: Corruption, backbone: HFBackbone, row_spec: BackboneSpec, decoder: Decoder
-    ) -> list[tuple[str, str, str]]:
-        """With ``behaviour``: options under which training forwards differ from the sampler's."""
-        if self.old_log_prob != "behaviour":
-            return []
-        spec, window = backbone.spec, decoder.window
-        states, every_step = repr(corruption), TraceMasking(padding="replayed")
-        if isinstance(corruption, TraceMasking):
-            states = f"shrink {corruption.shrink}, padding {corruption.padding}"
-        wanted_states = f"shrink {every_step.shrink}, padding {every_step.padding}"
-        temperature = decoder.sampler.temperature or 1.0  # a greedy record is the model's own
-        own = temperature if self.temperature == "rollout" else float(self.temperature)
-        found = [
-            ("corruption", wanted_states, states),
-            ("objective.temperature", str(temperature), str(own)),
-        ]
-        if spec.attention == "block":
-            blocks = "no blocks"
-            if isinstance(window, BlockWindow):
-                blocks = _blocks(window.block_length, window.origin)
-            wanted = _blocks(spec.block_size, spec.block_origin)
-            rows = _blocks(row_spec.block_size, row_spec.block_origin)
-            found += [
-                ("block_size, block_alignment", wanted, rows),
-                ("decoder's window", wanted, blocks),
-            ]
-        return [one for one in found if one[1] != one[2]]
-
-
-def _blocks(size: int | None, origin: str) -> str:
-    return f"blocks of {size} from the {origin}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +180,7 @@ class RolloutSettings:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
         source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
-            the groups that were kept; settings of new rollouts are not read then, with a warning.
+            the groups that were kept; settings of new rollouts are not read then.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
@@ -272,18 +257,6 @@ class RolloutSettings:
             if is_wrong:
                 raise ValueError(message)
 
-    def warn_of_unread(self) -> None:
-        """Names the settings of new rollouts that are set, though stored ones are trained on."""
-        unread = {one.name: one.default for one in fields(RolloutSettings)}
-        given = [name for name in _OF_NEW_ROLLOUTS if getattr(self, name) not in (unread[name], [])]
-        if given:
-            logger.warning(
-                "source 'shards' takes rewards and kept groups as they are stored in %s: not read "
-                "are the settings %s",
-                self.shards,
-                ", ".join(given),
-            )
-
 
 _POSITIVE = (
     "prompts_per_step",
@@ -295,11 +268,4 @@ _POSITIVE = (
     "passes",
     "val_responses",
     "val_response_length",
-)
-_OF_NEW_ROLLOUTS = (
-    "prompts_per_step",
-    "responses_per_prompt",
-    "filters",
-    "overlong_is_wrong",
-    "overlong_margin",
 )

@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones import BackboneSpec
-from lit_dlm.losses.states import Corruption, Responses
+from lit_dlm.losses.states import Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
@@ -32,8 +30,11 @@ from lit_dlm.rl.rollout import (
     in_order,
     no_report,
 )
-from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
+
+if TYPE_CHECKING:
+    from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 
@@ -50,40 +51,6 @@ class ItemScores(NamedTuple):
     """``(N,)`` entropy of each scored cell, nats."""
     value: Tensor | None
     """``(M,)`` value of each token before it was written."""
-
-
-class Policy(Protocol):
-    """What an RL step asks of the model in training; ``TraceRLModule`` is one."""
-
-    method: str  # name of the decoder that rolls out
-    objective: PolicyObjective
-    value: ValueObjective | None
-    corruption: Corruption
-    rows: RowBuilder
-    row_spec: BackboneSpec  # of training rows
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Scores of a batch with the current weights."""
-        ...
-
-    def values(self, batch: RolloutBatch) -> Tensor:
-        """``(M,)`` values of a batch's tokens."""
-        ...
-
-    def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
-        """``(M,)`` log-probabilities under the initial policy."""
-        ...
-
-    def rollout_weights(self) -> AbstractContextManager[None]:
-        """Holds the weights as decoding wants them: whole, with the adapter folded in."""
-        ...
-
-    def value_weights(self) -> AbstractContextManager[None]:
-        """Holds the value model's weights whole, for numbers of states that differ by process."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +83,12 @@ class RLStep:
     number: int
     records: list[Trajectory]
     """Rollouts of all processes, those of dropped groups too, by prompt and response."""
-    kept: Sequence[Trajectory]
-    """The rollouts that items number."""
     items: Items
     """States with their advantages and old log-probabilities."""
     batches: list[MicroBatch]
     """Those of this process."""
     num_slots: int
     """Items of a full batch."""
-    row_spec: BackboneSpec
-    """Specification of training rows."""
     is_empty: bool
     """Whether the filters dropped everything; then the only batch has no weight."""
     facts: dict[str, float]
@@ -137,18 +100,13 @@ class RLStep:
         """Collates one of the batches, on the CPU."""
         items, factor = self.batches[number]
         return self.items.batch(
-            items,
-            self.kept,
-            self.row_spec,
-            factor=factor,
-            num_slots=self.num_slots,
-            is_empty=self.is_empty,
+            items, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
         )
 
 
 @torch.no_grad()
 def rl_step(
-    policy: Policy,
+    policy: TraceRLModule,
     source: RolloutSource,
     settings: RolloutSettings,
     progress: RLProgress,
@@ -200,7 +158,6 @@ def rl_step(
     estimates = fill_advantages(
         policy,
         items,
-        kept,
         advantage=as_advantage(settings.advantage),
         batch_size=settings.batch_size,
         ranks=ranks,
@@ -222,7 +179,7 @@ def rl_step(
 
     # Old and reference log-probabilities and old values, in the very batches that are trained on,
     # so that the first ratio is 1 to the last bit.
-    differences = fill_old_scores(policy, batches, items, kept, report=report)
+    differences = fill_old_scores(policy, batches, items, report=report)
     times["old_log_prob"] = time.perf_counter() - begin
 
     # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
@@ -241,11 +198,9 @@ def rl_step(
     return RLStep(
         number=progress.step,
         records=records,
-        kept=kept,
         items=items,
         batches=batches,
         num_slots=settings.batch_size,
-        row_spec=policy.row_spec,
         is_empty=is_empty,
         facts=facts,
         progress=after,
@@ -315,9 +270,8 @@ class Estimates:
 
 
 def fill_advantages(
-    policy: Policy,
+    policy: TraceRLModule,
     items: Items,
-    records: Sequence[Trajectory],
     *,
     advantage: Advantage,
     batch_size: int,
@@ -327,12 +281,12 @@ def fill_advantages(
 
     Args:
         policy: policy and value model.
-        items: what is trained on.
-        records: rollouts of one RL step, in order; their meta holds the rewards.
+        items: what is trained on; the meta of their records holds the rewards.
         advantage: compares the rewards of a group.
         batch_size: items per forward of the value model.
         ranks: the processes, which share the forwards of the value model.
     """
+    records = items.records
     rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
     compared = torch.zeros_like(rewards)
     for group in groups_of(records):
@@ -350,8 +304,8 @@ def fill_advantages(
     else:
         values = None
         if policy.value is not None:
-            values = ranks.sum(_values(policy, items, records, batch_size, ranks))
-        estimates = _along_steps(policy, items, records, responses, compared, values)
+            values = ranks.sum(_values(policy, items, batch_size, ranks))
+        estimates = _along_steps(policy, items, responses, compared, values)
     items.advantage = estimates.advantages[items.record, items.cell]
     if estimates.values is not None and estimates.returns is not None:
         items.returns = estimates.returns[items.record, items.cell]
@@ -359,9 +313,8 @@ def fill_advantages(
 
 
 def _along_steps(
-    policy: Policy,
+    policy: TraceRLModule,
     items: Items,
-    records: Sequence[Trajectory],
     responses: Responses,
     compared: Tensor,
     values: Tensor | None,
@@ -373,7 +326,7 @@ def _along_steps(
     # A response's advantage is paid when its last step is done, rewards per token where they lie.
     steps, members = order_of_writing(responses, shrink=shrink)
     rewards = outcome_rewards(compared, steps, members)
-    for number, record in enumerate(records):
+    for number, record in enumerate(items.records):
         given = record.meta.get("token_rewards")
         if given is not None:
             paid = torch.tensor(given, dtype=torch.float32)
@@ -390,43 +343,34 @@ def _along_steps(
 
 
 @torch.no_grad()
-def _values(
-    policy: Policy,
-    items: Items,
-    records: Sequence[Trajectory],
-    batch_size: int,
-    ranks: Ranks,
-) -> Tensor:
+def _values(policy: TraceRLModule, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
     """``(num_records, G)`` values of the tokens of this process's share of the records, else 0.
 
     They are those of the states that the decode went through, whatever states the items have; where
     that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`).
     """
     assert policy.value is not None
+    records = items.records
     found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
     mine = torch.arange(ranks.rank, len(records), ranks.world_size)
-    if policy.value.needs_whole_trace(policy.corruption):
+    numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
+    if policy.value.needs_whole_trace(policy.corruption) and len(mine):
         rows = RowBuilder(
             policy.value.trace(policy.corruption),
             policy.row_spec,
             num_padding=policy.rows.num_padding,
             copies=policy.rows.copies,
         )
-        records = [records[number] for number in mine.tolist()]
-        numbers = torch.arange(0)
-        if records:
-            items = rows.items(records)
-            numbers = torch.arange(len(items))
-    else:
-        numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
-        mine = torch.arange(len(records))
+        items = rows.items([records[number] for number in mine.tolist()])
+        items.record = mine[items.record]
+        items.records = records
+        numbers = torch.arange(len(items))
     # Entered by all processes, also by one that has nothing to value: weights are gathered.
     with policy.value_weights():
         for chosen in numbers.split(batch_size) if len(numbers) else ():
-            batch = items.batch(chosen, records, policy.row_spec).to(policy.device)
             units = items.units(chosen)
-            values = policy.values(batch).float().cpu()
-            found[mine[items.record[units]], items.cell[units]] = values
+            values = policy.values(items.batch(chosen).to(policy.device)).float().cpu()
+            found[items.record[units], items.cell[units]] = values
     return found
 
 
@@ -484,10 +428,9 @@ def shard_items(
 
 @torch.no_grad()
 def fill_old_scores(
-    policy: Policy,
+    policy: TraceRLModule,
     batches: Sequence[MicroBatch],
     items: Items,
-    records: Sequence[Trajectory],
     *,
     report: Report = no_report,
 ) -> Tensor:
@@ -500,7 +443,6 @@ def fill_old_scores(
         policy: the policy.
         batches: from :func:`shard_items`.
         items: all items.
-        records: the rollouts that items number.
         report: told after every batch.
 
     Returns:
@@ -508,15 +450,15 @@ def fill_old_scores(
         log-probabilities (sampler less training, the estimated divergence), and how many compared.
     """
     objective = policy.objective
-    sampled = _sampled(items, records)
+    sampled = _sampled(items)
     if objective.old_log_prob == "behaviour":
-        _take_behaviour(items, sampled, records)
+        _take_behaviour(items, sampled)
     M = len(items.weight)
     is_scored = torch.zeros(M, dtype=torch.bool)
     tables: dict[str, Tensor] = {}
     sums = torch.zeros(3, dtype=torch.float64)
     for done, (numbers, factor) in enumerate(batches):
-        batch = items.batch(numbers, records, policy.row_spec).to(policy.device)
+        batch = items.batch(numbers).to(policy.device)
         scores = policy.score(batch, with_value=policy.value is not None)
         units, log_prob = items.units(numbers), scores.log_prob.cpu()
         if factor:
@@ -542,22 +484,22 @@ def fill_old_scores(
     return sums
 
 
-def _sampled(items: Items, records: Sequence[Trajectory]) -> Tensor:
+def _sampled(items: Items) -> Tensor:
     """``(M,)`` float32 log-probabilities under which the sampler drew the units.
 
     NaN where it did not: what the end-of-text fill wrote, and units of views, which it never saw.
     """
-    table = torch.full((len(records), items.hidden.shape[1]), torch.nan)
+    table = torch.full((len(items.records), items.hidden.shape[1]), torch.nan)
     if items.unit is None:
-        for number, record in enumerate(records):
+        for number, record in enumerate(items.records):
             if SAMPLED in record.signals:
                 table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
     return table[items.record, items.cell]
 
 
-def _take_behaviour(items: Items, sampled: Tensor, records: Sequence[Trajectory]) -> None:
+def _take_behaviour(items: Items, sampled: Tensor) -> None:
     """Makes the sampler's log-probabilities the old ones; what it did not draw has no weight."""
-    for record in records:
+    for record in items.records:
         if SAMPLED not in record.signals:
             raise ValueError(
                 f"objective.old_log_prob: {record.uid} holds no probabilities of its sampler "

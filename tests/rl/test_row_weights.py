@@ -73,8 +73,8 @@ def gradient_of_one_response(rl: TraceRLModule) -> tuple[frozenset[Any], torch.T
     items = rl.rows.items(records)
     items.advantage = items.cell.float() - 2.5
     (share,) = shard_items(items.size.numpy(), batch_size=50)
-    fill_old_scores(rl, [share], items, records)
-    batch = items.batch(share.items, records, rl.row_spec, factor=share.factor, num_slots=50)
+    fill_old_scores(rl, [share], items)
+    batch = items.batch(share.items, factor=share.factor, num_slots=50)
     rl.zero_grad()
     rl.training_step(batch).backward()
     rows = frozenset(tuple(row) for row in items.supervised.tolist())
