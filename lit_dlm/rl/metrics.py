@@ -30,13 +30,9 @@ _FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 class RolloutValidation:
-    """Decodes held-out prompts, scores the responses and adds up.
+    """Decodes held-out prompts of all processes, scores the responses and adds up.
 
-    Args:
-        engines: what decodes, by decoder; the first one is in charge.
-        rewarder: what scores.
-        problems: held-out problems of all processes.
-        num_responses: to each.
+    Of the engines, by decoder, the first one is in charge.
     """
 
     def __init__(
@@ -99,14 +95,9 @@ class RolloutValidation:
 def validation_of(
     module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
 ) -> RolloutValidation:
-    """The validation of a run.
+    """The validation of a run with some decoders.
 
-    Args:
-        module: whose decoders are used.
-        methods: their names, the first one in charge.
-        settings: of the data module.
-        limit: share of the held-out prompts, or as an integer the number of responses, that each
-            decoder takes.
+    ``limit``: share of the held-out prompts, or as an integer number of responses, of each decoder.
     """
     tasks, response_length = settings.val_tasks or [], settings.val_response_length
     response_length = response_length or settings.response_length

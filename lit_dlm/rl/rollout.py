@@ -62,11 +62,8 @@ class RolloutPrompt:
 
     example: PromptExample
     prompt_ids: list[int]
-    """Token ids of the problem."""
-    uid: str
-    """Name of the response; its noise follows from it and the module's seed."""
-    meta: Mapping[str, Any]
-    """Facts for the record: RL step, number of the prompt in it, number of the response."""
+    uid: str  # of the response; its noise follows from it and the module's seed
+    meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
@@ -150,15 +147,9 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         """Decodes the responses that this process takes from a queue, longest expected first.
 
-        Args:
-            prompts: what is asked for, of all processes.
-            queue: of as many numbers; what they stand for follows from the prompts and from
-                :meth:`record_step_counts`, on all processes alike.
-            report: told now and then how many responses of this process are done.
-
-        Returns:
-            Records as rows end, with the log-probability under which each token was drawn
-            (:data:`SAMPLED`).
+        What a number of the queue stands for follows from the prompts of all processes and from
+        :meth:`record_step_counts`, on all alike. Records come as rows end, with the log-probability
+        under which each token was drawn (:data:`SAMPLED`).
         """
         module, order = self.module, self._by_expected_steps(prompts)
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
@@ -285,11 +276,7 @@ def score_facts(
 ) -> dict[str, Any]:
     """What training needs of a rollout's score, as small JSON values for the record.
 
-    Args:
-        rollout: the rollout.
-        score: its score.
-        kept: whether the filters keep its group.
-        version: optimiser steps that the policy had taken.
+    ``kept``: the filters keep its group; ``version``: optimiser steps that the policy had taken.
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
@@ -347,14 +334,7 @@ def encoded_problems(
 
 
 def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> list[int]:
-    """Numbers of prompts from endless shuffled passes, each of which gives every prompt once.
-
-    Args:
-        num_prompts: how many there are.
-        cursor: prompts drawn before.
-        count: how many are wanted.
-        seed: of the shuffles.
-    """
+    """The next prompts of endless shuffled passes, each of which gives every one once."""
     first, last = cursor // num_prompts, (cursor + count - 1) // num_prompts
     passes = [
         np.random.default_rng([seed, number, 7]).permutation(num_prompts)
@@ -369,13 +349,11 @@ def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> lis
 class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
-    records: list[Trajectory]
-    """All of them, ordered by prompt and response; meta holds the scores."""
-    num_prompts: int
-    """Prompts that were drawn for them."""
+    records: list[Trajectory]  # in order; meta holds the scores
+    num_prompts: int  # drawn for them
+    # Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
+    # ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``.
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
-    ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``."""
 
     @property
     def kept(self) -> list[Trajectory]:
@@ -389,11 +367,6 @@ class OnlineRollouts:
     Processes take responses from a shared queue as rows of their batches end. A group is scored
     where its number says, on every ``world_size``-th process, since rewards and filters look at it
     as a whole.
-
-    Args:
-        module: whose decoder rolls out.
-        method: name of that decoder.
-        settings: of the data module.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -501,13 +474,7 @@ def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
 
 
 class StoredRollouts:
-    """Replays the RL steps that a former run wrote to trajectory shards.
-
-    Args:
-        folder: folder of the shards.
-        mask_id: of the model.
-        backbone: the model, which reads the pictures of prompts.
-    """
+    """Replays the RL steps that a former run wrote to a folder of trajectory shards."""
 
     def __init__(
         self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None

@@ -45,35 +45,26 @@ _SMOOTHING = 0.9
 class ItemScores(NamedTuple):
     """What the models say of a batch."""
 
-    log_prob: Tensor
-    """``(M,)`` log-probability of each unit's token."""
-    entropy: Tensor
-    """``(N,)`` entropy of each scored cell, nats."""
-    value: Tensor | None
-    """``(M,)`` value of each token before it was written."""
+    log_prob: Tensor  # (M,) of each unit's token
+    entropy: Tensor  # (N,) of each scored cell, nats
+    value: Tensor | None  # (M,) of each token before it was written
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLProgress:
     """Where training stands between two RL steps; what a checkpoint keeps."""
 
-    step: int = 0
-    """Number of the RL step to do next."""
-    cursor: int = 0
-    """Prompts drawn so far."""
-    skipped: int = 0
-    """RL steps in which the filters dropped everything."""
-    smoothed: float | None = None
-    """Running mean of the reward."""
+    step: int = 0  # number of the RL step to do next
+    cursor: int = 0  # prompts drawn so far
+    skipped: int = 0  # RL steps in which the filters dropped everything
+    smoothed: float | None = None  # running mean of the reward
 
 
 class MicroBatch(NamedTuple):
     """Which items a batch holds."""
 
-    items: Tensor
-    """``(n,)`` int64."""
-    factor: float
-    """On their weights; 0 for a copy that only fills up."""
+    items: Tensor  # (n,) int64
+    factor: float  # on their weights; 0 for a copy that only fills up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +72,13 @@ class RLStep:
     """What one RL step trains on."""
 
     number: int
-    records: list[Trajectory]
-    """Rollouts of all processes, those of dropped groups too, by prompt and response."""
+    records: list[Trajectory]  # of all processes, those of dropped groups too, in order
     items: Items
-    """States with their advantages and old log-probabilities."""
-    batches: list[MicroBatch]
-    """Those of this process."""
-    num_slots: int
-    """Items of a full batch."""
-    is_empty: bool
-    """Whether the filters dropped everything; then the only batch has no weight."""
-    facts: dict[str, float]
-    """What is logged of the RL step."""
-    progress: RLProgress
-    """Where training stands after it."""
+    batches: list[MicroBatch]  # of this process
+    num_slots: int  # items of a full batch
+    is_empty: bool  # the filters dropped everything; then the only batch has no weight
+    facts: dict[str, float]  # what is logged
+    progress: RLProgress  # after it
 
     def batch(self, number: int) -> RolloutBatch:
         """Collates one of the batches, on the CPU."""
@@ -187,7 +171,9 @@ def rl_step(
     records = in_order(estimates.with_signals([*kept, *dropped]))
     facts = rollout_facts(records) | _mismatch(differences, ranks)
     if estimates.values is not None:
-        facts["rollout/value_mean"] = estimates.value_mean
+        members = estimates.members
+        mean = (estimates.values * members).sum() / members.sum().clamp_min(1)
+        facts["rollout/value_mean"] = float(mean)
     after = _after(progress, rollouts, reward=facts["rollout/reward"], is_empty=is_empty)
     facts |= {
         "rollout/reward_smoothed": after.smoothed or 0.0,
@@ -229,29 +215,15 @@ def _after(
 class Estimates:
     """Per-token advantages and values of an RL step; ``(num_records, G)`` each."""
 
-    advantages: Tensor
-    """float32."""
-    members: Tensor
-    """bool, the tokens that have them."""
-    returns: Tensor | None = None
-    """float32, what the values are trained towards."""
-    values: Tensor | None = None
-    """float32 value of each token before it was written; ``None`` without a value model."""
-
-    @property
-    def value_mean(self) -> float:
-        """Mean value of the tokens; NaN without a value model."""
-        if self.values is None:
-            return float("nan")
-        return float((self.values * self.members).sum() / self.members.sum().clamp_min(1))
+    advantages: Tensor  # float32
+    members: Tensor  # bool, the tokens that have them
+    returns: Tensor | None = None  # float32, what the values are trained towards
+    values: Tensor | None = None  # float32, before each token was written; with a value model
 
     def with_signals(self, records: Sequence[Trajectory]) -> list[Trajectory]:
         """Copies of records with the signals ``commit_advantage`` and ``commit_value``.
 
-        NaN where a token has none; without a value model the first alone.
-
-        Args:
-            records: those the estimates are of, behind them those that are not trained on.
+        NaN where a token has none, as those of records behind the ones that are trained on.
         """
         tables = {"commit_advantage": self.advantages, "commit_value": self.values}
         found = []
@@ -279,12 +251,8 @@ def fill_advantages(
 ) -> Estimates:
     """Gives every unit of every item its advantage, and with a value model its return and value.
 
-    Args:
-        policy: policy and value model.
-        items: what is trained on; the meta of their records holds the rewards.
-        advantage: compares the rewards of a group.
-        batch_size: items per forward of the value model.
-        ranks: the processes, which share the forwards of the value model.
+    The meta of the records holds the rewards. Processes share the forwards of the value model, each
+    of ``batch_size`` items.
     """
     records = items.records
     rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
@@ -438,12 +406,6 @@ def fill_old_scores(
 
     The batches are those of training, so that the first ratio is 1 to the last bit. How far the
     sampler's probabilities lie from those of the training forward is measured on the way.
-
-    Args:
-        policy: the policy.
-        batches: from :func:`shard_items`.
-        items: all items.
-        report: told after every batch.
 
     Returns:
         ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of

@@ -137,7 +137,7 @@ def test_advantages_without_values_are_those_of_the_response() -> None:
     rl, records = module(backbone), decoded(backbone, 6)
     items = rl.rows.items(records)
     found = fill_advantages(rl, items, advantage=GroupZScore(), batch_size=4)
-    assert np.isnan(found.value_mean)
+    assert found.values is None
     noted = found.with_signals([*records, replace(records[0], uid="not trained on")])
     assert np.isnan(noted[-1].signals["commit_advantage"]).all()
     assert "commit_value" not in noted[0].signals
@@ -211,8 +211,7 @@ def test_values_are_read_at_the_states_of_the_decode(name: str, kind: Any) -> No
         expected = record.meta["reward"] - value[cells].astype(np.float32)
         np.testing.assert_allclose(advantage[cells], expected, atol=1e-2)
         means.extend(value[cells].tolist())
-    assert abs(found.value_mean - np.mean(means)) < 1e-2
-    assert found.value_mean != 0.0
+    assert np.ptp(means) > 0.1
 
 
 @pytest.mark.parametrize("name", ["dream", "block from the response"])
