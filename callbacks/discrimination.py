@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.decoding import decode_prompts
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
@@ -90,23 +91,28 @@ class DiscriminationScore(Callback):
         module.eval()
         with whole_weights(module.backbone):
             for first in range(0, len(examples), _BATCH_SIZE):
-                chosen = examples[first : first + _BATCH_SIZE]
-                numbers = range(first, first + len(chosen))
-                decode_prompts(
-                    module.backbone,
-                    next(iter(module.decoders.values())),
-                    [
+                prompts = [
+                    DecodePrompt(
+                        f"probe:{number}",
                         placed(
                             module.backbone,
                             one.prompt_ids.tolist(),
                             one.pictures.digests if one.pictures else (),
-                        )
-                        for one in chosen
-                    ],
+                        ),
+                        sample_seed(module.seed, f"probe:{number}"),
+                    )
+                    for number, one in enumerate(examples[first : first + _BATCH_SIZE], first)
+                ]
+                for _ in decode_stream(
+                    module.backbone,
+                    next(iter(module.decoders.values())),
+                    WorkQueue(len(prompts)),
+                    prompts.__getitem__,
                     response_length=datamodule.response_length,
-                    seeds=[sample_seed(module.seed, f"probe:{number}") for number in numbers],
+                    batch_size=len(prompts),
                     observers=[observer],
-                )
+                ):
+                    pass
         module.train(training)
         sums, counts = self._totals(trainer, module, observer, datamodule.response_length)
         score, curve = score_curve(sums, counts)

@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, Trainer
 
 from lit_dlm.callbacks.adapter_checkpoint import has_checkpoint
 from lit_dlm.callbacks.record_shards import RecordShards, describe_run
+from lit_dlm.ops.options import of_kind
+from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids
 
@@ -40,23 +42,20 @@ class RolloutWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
+        of_kind(pl_module, TraceRLModule, option="model")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "records"):
-            raise ValueError(
-                f"RolloutWriter: expected RolloutDataModule, got {type(data).__name__}"
-            )
         self._is_replay = data.source == "shards"
         if self._is_replay:
             logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         if not self._is_replay:
-            self._first_new_step(trainer)  # refuses before time is spent
+            self._first_new_step(trainer, pl_module)  # refuses before time is spent
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_replay:
             return
-        first = self._first_new_step(trainer)
+        first = self._first_new_step(trainer, pl_module)
         trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
         self._shards = RecordShards(
             self.folder,
@@ -67,11 +66,10 @@ class RolloutWriter(Callback):
             is_stale=lambda uid: rl_step_of(uid) >= first,
         )
 
-    def _first_new_step(self, trainer: Trainer) -> int:
+    def _first_new_step(self, trainer: Trainer, pl_module: TraceRLModule) -> int:
         """The RL step from which on rollouts in the folder are replaced."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.ckpt_path is not None:
-            return int(data.step)
+            return pl_module.progress.step
         held = completed_uids(self.folder)
         is_finished = (self.folder / MANIFEST_FILE).exists()
         cannot_resume = not trainer.checkpoint_callbacks
@@ -87,11 +85,10 @@ class RolloutWriter(Callback):
         if self._is_replay:
             return
         assert self._shards is not None
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         own = [
             record
-            for record in data.records
-            if record.meta["place"] % trainer.world_size == trainer.global_rank
+            for record in pl_module.current.records
+            if record.meta["prompt"] % trainer.world_size == trainer.global_rank
         ]
         self._shards.put_records(own, getattr(pl_module.backbone, "vision", None))
 
