@@ -94,7 +94,7 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
     kind = name.partition("/")[0]
     if kind == "val":
         return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+    facts = {} if module.current is None else module.current.facts
     if kind == "train":  # of batches that are learnt from
-        is_idle = name == "train/grad_norm_value" and not module.trains_value
-        return not is_idle and module.facts.get("rollout/items", 1.0) > 0.0
-    return kind not in ("rollout", "time") or name in module.facts or name == "time/train"
+        return facts.get("rollout/items", 1.0) > 0.0
+    return kind not in ("rollout", "time") or name in facts or name == "time/train"

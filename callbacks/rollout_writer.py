@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids
 
@@ -49,11 +49,9 @@ class RolloutWriter(Callback):
         """
         if stage != "fit":
             return
+        if not isinstance(pl_module, TraceRLModule):
+            raise ValueError(f"model: expected a TraceRLModule, got {type(pl_module).__name__}")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "records"):
-            raise ValueError(
-                f"RolloutWriter: expected RolloutDataModule, got {type(data).__name__}"
-            )
         self._is_replay = data.source == "shards"
         if self._is_replay:
             logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
@@ -61,7 +59,7 @@ class RolloutWriter(Callback):
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses a folder with rollouts before time is spent on a new run."""
         if not self._is_replay:
-            self._first_new_step(trainer, completed_uids(self.folder))
+            self._first_new_step(trainer, pl_module, completed_uids(self.folder))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Recovers the folder on rank 0 and opens this process's writer.
@@ -71,8 +69,8 @@ class RolloutWriter(Callback):
         """
         if self._is_replay:
             return
-        assert isinstance(pl_module, DecodeModule)
-        first = self._first_new_step(trainer, completed_uids(self.folder))
+        assert isinstance(pl_module, TraceRLModule)
+        first = self._first_new_step(trainer, pl_module, completed_uids(self.folder))
         trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
         self._target = TrajectoryFolder(
             self.folder,
@@ -84,11 +82,13 @@ class RolloutWriter(Callback):
             is_stale=lambda uid: rl_step_of(uid) >= first,
         )
 
-    def _first_new_step(self, trainer: Trainer, held: Collection[str]) -> int:
+    def _first_new_step(
+        self, trainer: Trainer, pl_module: LightningModule, held: Collection[str]
+    ) -> int:
         """The RL step from which on rollouts in the folder are replaced."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.ckpt_path is not None:
-            return int(data.step)
+            assert isinstance(pl_module, TraceRLModule)
+            return pl_module.progress.step
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         has_checkpoint = any(any(Path(one.dirpath or "").glob("*.ckpt")) for one in savers)
         is_finished = (self.folder / MANIFEST_FILE).exists()
@@ -105,12 +105,13 @@ class RolloutWriter(Callback):
         if self._is_replay:
             return
         assert self._target is not None
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(pl_module, TraceRLModule)
+        assert pl_module.current is not None
         self._target.put_records(
             [
                 record
-                for record in data.records
-                if record.meta["place"] % trainer.world_size == trainer.global_rank
+                for record in pl_module.current.records
+                if record.meta["prompt"] % trainer.world_size == trainer.global_rank
             ]
         )
 

@@ -27,6 +27,7 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
 def one_of(*choices: object, of: str = "", **options: object) -> None:
     """Refuses options that are none of some values."""
     *others, last = map(repr, choices)
+    wanted = f"{', '.join(others)} or {last}" if others else last
     for name, value in options.items():
         if value not in choices:
-            raise ValueError(f"{of}{name}: expected {', '.join(others)} or {last}, got {value!r}")
+            raise ValueError(f"{of}{name}: expected {wanted}, got {value!r}")

@@ -169,7 +169,7 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(ROOT)
     small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
-    assert "method: expected one of rollout" in fails(capsys, *small, "--model.method=greedy")
+    assert "method: expected 'rollout' or 'evaluation'" in fails(capsys, *small, "--model.method=greedy")
 
 
 def test_a_reward_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
