@@ -29,14 +29,10 @@ class Generations:
     ids: list[list[int]]
     """Response tokens, cut before the first end of text (with a template, that of every part of
     it); masks that were left are dropped."""
-    num_steps: list[int]
-    """Forwards of the backbone that the row took part in."""
-    status: list[str]
-    """``complete``, ``eos`` or ``step_limit``."""
-    texts: list[str] = field(default_factory=list)
-    """Decoded ``ids``; empty without a tokenizer."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """Filled on demand."""
+    num_steps: list[int]  # Forwards of the backbone that the row took part in
+    status: list[str]  # complete, eos or step_limit
+    texts: list[str] = field(default_factory=list)  # Decoded ids; empty without a tokenizer
+    trajectories: list[Trajectory] = field(default_factory=list)  # Filled on demand
     decoder: dict[str, Any] = field(default_factory=dict)
 
 

@@ -50,12 +50,9 @@ class PromptBatch:
     """Prompts of one task for one decoding method."""
 
     examples: list[PromptExample]
-    prompt_ids: list[list[int]]
-    """Token ids after the chat template, one list per example."""
-    method: str
-    """Name of the decoder to use."""
-    response_length: int
-    """Cells to fill."""
+    prompt_ids: list[list[int]]  # Token ids after the chat template, one list per example
+    method: str  # Name of the decoder to use
+    response_length: int  # Cells to fill
 
 
 class PromptStream:
@@ -107,15 +104,12 @@ class DecodedBatch:
 
     examples: list[PromptExample]
     method: str
-    decoder: Mapping[str, Any]
-    """Settings of the decoder, as JSON types."""
+    decoder: Mapping[str, Any]  # Settings of the decoder, as JSON types
     result: DecodeResult
     completions: list[str]
     """Text of each response, cut at its first end of text where the module does so."""
-    num_tokens: list[int]
-    """Response tokens before the first end of text (the useful ones)."""
-    captured: CapturedDecode | None = None
-    """What the records are made of, when the module captures."""
+    num_tokens: list[int]  # Response tokens before the first end of text (the useful ones)
+    captured: CapturedDecode | None = None  # What the records are made of, when the module captures
     fill: list[FillCurves] | None = None
     """How the regions were filled, one per example; ``None`` for a decoder without a layout."""
 
