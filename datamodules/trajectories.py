@@ -1,8 +1,7 @@
 """States of recorded decodes, as training examples of the acceptance policy.
 
 Two sources: ``features`` reads what was captured at the kept steps; ``tokens`` rebuilds states from
-the records alone (any step, and finished answers masked again at random) and leaves the features
-to the module, which runs the backbone.
+the records alone (any step) and leaves the features to the module, which runs the backbone.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from lit_dlm.modules.state_batch import (
     StateExample,
     collate_states,
     collate_trace_states,
-    remasked_state,
     trace_state,
 )
 from lit_dlm.modules.tracelock import TraceLockModule
@@ -40,9 +38,6 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import shards_in
 
 Source = Literal["features", "tokens"]
-
-REMASKED = -1
-"""Stands for a step in :class:`StateIndex`: the finished answer, masked again at random."""
 
 _BLOCKS_PER_GROUP = 64
 """Stored blocks whose examples are mixed, at most."""
@@ -69,7 +64,7 @@ class StateIndex:
     starts: NDArray[np.int64]
     """``(number of records + 1,)`` first example of each record, and the number of all."""
     steps: NDArray[np.int32]
-    """``(number of examples,)`` step of each; a record's in order, then :data:`REMASKED` ones."""
+    """``(number of examples,)`` step of each; a record's in order."""
 
     def records_of(self, examples: NDArray[np.integer]) -> NDArray[np.int64]:
         """``(N,)`` number of each example's record."""
@@ -88,7 +83,6 @@ class StateDataset(Dataset[StateBatch]):
         reader: TrajectoryShardReader,
         index: StateIndex,
         *,
-        seed: int,
         cached_blocks: int,
     ) -> None:
         """Sets up the dataset.
@@ -96,12 +90,10 @@ class StateDataset(Dataset[StateBatch]):
         Args:
             reader: random access to the blocks.
             index: all examples.
-            seed: seed of random masks.
             cached_blocks: blocks that stay in memory, per loader worker.
         """
         self.reader = reader
         self.index = index
-        self.seed = seed
         self.cached_blocks = cached_blocks
         self._block_names = reader.blocks
         self._firsts = np.searchsorted(index.blocks, np.arange(len(self._block_names)))
@@ -111,7 +103,7 @@ class StateDataset(Dataset[StateBatch]):
         """Examples by number.
 
         Returns:
-            The record of each, its step or :data:`REMASKED`, and its place in the record's.
+            The record of each, its step, and its place in the record's.
         """
         traces = self.index.records_of(numbers)
         blocks = self.index.blocks[traces]
@@ -127,28 +119,18 @@ class StateDataset(Dataset[StateBatch]):
         """The collated states of a batch."""
         found = self.states(np.array([ref.number for ref in batch]))
         records, steps, kept = (list(part) for part in zip(*found, strict=True))
-        if not self.reader.features and REMASKED not in steps:
+        if not self.reader.features:
             return collate_trace_states(records, steps, [ref.is_real for ref in batch])
         examples = [
-            self._state(ref, record, step)
-            for ref, record, step in zip(batch, records, steps, strict=True)
+            _with_features(trace_state(record, step), at)
+            for record, step, at in zip(records, steps, kept, strict=True)
         ]
-        if self.reader.features:
-            examples = [
-                _with_features(example, at) for example, at in zip(examples, kept, strict=True)
-            ]
         if not all(ref.is_real for ref in batch):
             examples = [
                 example if ref.is_real else replace(example, is_real=False)
                 for example, ref in zip(examples, batch, strict=True)
             ]
         return collate_states(examples)
-
-    def _state(self, ref: ExampleRef, trace: Trajectory, step: int) -> StateExample:
-        if step == REMASKED:
-            rng = np.random.default_rng([self.seed, ref.epoch, ref.number])
-            return remasked_state(trace, rng)
-        return trace_state(trace, step)
 
     def _block(self, block: int) -> list[Trajectory]:
         records = self._cache.get(block)
@@ -193,12 +175,10 @@ class TrajectoryDataModule(ElasticDataModule):
         batch_size: int = 64,
         max_tokens_per_batch: int | None = None,
         step_ratio: float = 0.3,
-        remasks_per_trace: int = 0,
         only_correct: bool = False,
         val_fraction: float = 0.1,
         max_val_examples: int = 2048,
         val_batch_size: int | None = None,
-        strict: bool = False,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
@@ -214,26 +194,17 @@ class TrajectoryDataModule(ElasticDataModule):
             max_tokens_per_batch: training batches hold as many states of similar length as fit into
                 so many tokens, padding included, instead of ``batch_size``.
             step_ratio: share of each record's steps that become examples; with ``tokens`` only.
-            remasks_per_trace: randomly masked copies of each finished record, masked anew in every
-                pass; with ``tokens`` only.
             only_correct: leave out records whose ``meta["correct"]`` is false.
             val_fraction: share of prompts kept for validation.
             max_val_examples: size of the fixed validation subset, spread evenly over tasks and
                 over the course of the decodes.
             val_batch_size: states per validation batch; ``batch_size`` by default.
-            strict: compute the content digest of every record that is read anew, at about twice
-                the cost of reading. Checksums and the rules of the format are always checked.
-            seed: seed of split, order and random masks.
+            seed: seed of split, order and chosen steps.
             num_workers: loader processes.
         """
         super().__init__()
         within("(0, 1)", val_fraction=val_fraction)
         within("[0, 1]", step_ratio=step_ratio)
-        if remasks_per_trace < 0 or (remasks_per_trace and source == "features"):
-            raise ValueError(
-                "remasks_per_trace: expected 0 with stored features and 0 or more with source "
-                f"'tokens', got {remasks_per_trace}"
-            )
         folders = [shards] if more_shards is None else [shards, more_shards]
         self.folders = [Path(folder) for folder in folders]
         self.shards = ", ".join(str(folder) for folder in folders)
@@ -241,12 +212,10 @@ class TrajectoryDataModule(ElasticDataModule):
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.step_ratio = step_ratio
-        self.remasks_per_trace = remasks_per_trace
         self.only_correct = only_correct
         self.val_fraction = val_fraction
         self.max_val_examples = max_val_examples
         self.val_batch_size = val_batch_size or batch_size
-        self.strict = strict
         self.seed = seed
         self.num_workers = num_workers
         self._dataset: StateDataset | None = None
@@ -259,8 +228,9 @@ class TrajectoryDataModule(ElasticDataModule):
         refuse_overfit_batches(self.trainer, instead="shards with few records")
         if self._dataset is not None:
             return
+        # Content digests would take half of the time of reading; checksums are always checked.
         reader = TrajectoryShardReader(
-            self._all_shards(), features=self.source == "features", strict=self.strict
+            self._all_shards(), features=self.source == "features", strict=False
         )
         index, is_val = self._build_index(reader)
         is_val = np.repeat(is_val, np.diff(index.starts))
@@ -282,7 +252,7 @@ class TrajectoryDataModule(ElasticDataModule):
             )
             self._blocks_per_group = max(1, min(_BLOCKS_PER_GROUP, _GROUP_BYTES // largest))
             cached = self._blocks_per_group
-        self._dataset = StateDataset(reader, index, seed=self.seed, cached_blocks=cached)
+        self._dataset = StateDataset(reader, index, cached_blocks=cached)
 
     def _all_shards(self) -> Path | list[Path]:
         """What the reader takes: one folder, or the shards of several."""
@@ -352,10 +322,7 @@ class TrajectoryDataModule(ElasticDataModule):
         """Step of every example of a record; a short one may have kept none."""
         if self.source == "features":
             return kept.tolist()
-        steps = _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
-        if self.remasks_per_trace and record.num_committed:
-            steps += [REMASKED] * self.remasks_per_trace
-        return steps
+        return _chosen_steps(record.uid, record.num_steps, self.step_ratio, seed=self.seed)
 
     def _check_features(self, uid: str, features: FeatureFacts) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -462,7 +429,7 @@ def _spread_evenly(
     traces, steps = index.records_of(chosen), index.steps[chosen]
     kept = chosen - index.starts[traces]
     num_steps = np.maximum(index.num_steps[traces], 1)
-    quarters = np.where(steps == REMASKED, -1, 4 * steps // num_steps)
+    quarters = 4 * steps // num_steps
     names = {name: place for place, name in enumerate(sorted(set(index.tasks)))}
     tasks = np.array([names[name] for name in index.tasks], dtype=np.int64)[traces]
     order = np.fromiter(

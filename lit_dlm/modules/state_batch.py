@@ -1,7 +1,7 @@
 """Batches of intermediate canvases taken from trajectories.
 
-A state is the input of one forward: a canvas with masks, together with the tokens that the trace
-ended with. It comes from a step of the trace, or from masking a finished trace again at random.
+A state is the input of one forward: the canvas before a step of a trace, together with the tokens
+that the trace ended with.
 """
 
 from __future__ import annotations
@@ -123,26 +123,6 @@ def collate_trace_states(
         replayed = zip(traces, steps, strict=True)
         states = np.concatenate([trace.state_at(step) for trace, step in replayed])
     return _canvas(traces, tokens, states, is_real)
-
-
-def remasked_state(trace: Trajectory, rng: np.random.Generator) -> StateExample:
-    """A finished trace with a random part of its written response masked again.
-
-    The number of masks is uniform in ``1 .. n`` over the ``n`` written positions. Such states are
-    not on the trace's own path: they teach the policy about canvases that other orders of
-    commitment lead to, its own among them.
-
-    Args:
-        trace: the trace; at least one position must be written.
-        rng: source of the draw.
-    """
-    written = np.flatnonzero((trace.commit_step >= 0) & (trace.tokens != trace.mask_id))
-    if not len(written):
-        raise ValueError(f"trajectory {trace.uid!r}: no written position to mask again")
-    count = int(rng.integers(1, len(written) + 1))
-    response = trace.tokens.copy()
-    response[rng.permutation(written)[:count]] = trace.mask_id
-    return StateExample(trace=trace, response=response)
 
 
 def collate_states(examples: Sequence[StateExample]) -> StateBatch:

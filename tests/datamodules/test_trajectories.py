@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lit_dlm.datamodules import trajectories
 from lit_dlm.datamodules.epoch_plan import EpochPlan
 from lit_dlm.datamodules.trajectories import (
-    REMASKED,
     StateDataset,
     TrajectoryDataModule,
     is_validation,
@@ -23,7 +22,6 @@ from lit_dlm.heads.projection import Projector
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.trajectories import Trajectory
 from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import Columns
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.traces import (
     PROJECTOR,
@@ -104,22 +102,10 @@ def test_stored_and_recomputed_features_agree(shards: Path) -> None:
     assert torch.equal(with_features.state, without.state)
 
 
-def test_token_source_rebuilds_states_and_remasks_anew_in_every_pass(shards: Path) -> None:
-    module = ready(shards, source="tokens", step_ratio=0.5, remasks_per_trace=2)
-    index = states(module).index
-    per_record = np.diff(index.starts)
-    assert set(per_record.tolist()) == {4 + 2}
-    loader = module.train_dataloader()
-    assert next(iter(loader)).features is None
-    numbers = module.train_indices
-    steps = [step for _, step, _ in states(module).states(numbers)]
-    remask = int(numbers[steps.index(REMASKED)])
-    ref = loader.sampler.batch(0)[0]
-    first, again, later = (
-        loader.dataset[[ref._replace(number=remask, epoch=epoch)]].ids for epoch in (0, 0, 1)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, later)
+def test_token_source_takes_a_share_of_the_steps_of_every_record(shards: Path) -> None:
+    module = ready(shards, source="tokens", step_ratio=0.5)
+    assert set(np.diff(states(module).index.starts).tolist()) == {4}
+    assert next(iter(module.train_dataloader())).features is None
 
 
 def test_validation_subset_is_spread_over_time_and_fixed(shards: Path) -> None:
@@ -306,17 +292,6 @@ def test_states_of_a_batch_equal_those_of_one_record_at_a_time(shards: Path) -> 
         assert batch.ids[row, batch.pad_mask[row]].tolist() == [*record.prompt_ids, *state]
 
 
-def test_digests_are_checked_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong digests under right checksums: only ``strict`` computes them."""
-    with monkeypatch.context() as patch:
-        patch.setattr(Columns, "content_digests", lambda self: [bytes(16)] * len(self.uids))
-        write_shards(tmp_path, recorded(small_backbone(), 12))
-    options = {"source": "tokens", "val_fraction": 0.4, "step_ratio": 1.0}
-    assert len(list(ready(tmp_path, strict=False, **options).train_dataloader())) > 0
-    with pytest.raises(TrajectoryFormatError, match="content digest does not match"):
-        ready(tmp_path, strict=True, **options)
-
-
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrajectoryFormatError, match="nothing_here"):
         ready(tmp_path / "nothing_here")
@@ -372,7 +347,6 @@ def test_features_of_another_projector_are_refused(shards: Path, tmp_path: Path)
     [
         ({"val_fraction": 0.0}, "val_fraction"),
         ({"step_ratio": 2.0}, "step_ratio"),
-        ({"remasks_per_trace": 3}, "remasks_per_trace"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], name: str) -> None:

@@ -5,7 +5,6 @@ import torch
 from lit_dlm.modules.state_batch import (
     collate_states,
     collate_trace_states,
-    remasked_state,
     trace_state,
 )
 from lit_dlm.trajectories.record import Trajectory
@@ -76,32 +75,6 @@ def test_stored_rows_lie_on_their_columns(with_prompt: bool) -> None:
     )
     assert batch.features[..., 0].tolist() == expected
     assert batch.proposals.tolist() == expected
-
-
-def test_remasking_keeps_what_is_not_masked_and_hides_one_to_all() -> None:
-    rng = np.random.default_rng(0)
-    counts = set()
-    for _ in range(60):
-        response = remasked_state(LONG, rng).response
-        hidden = response == MASK
-        assert np.array_equal(response[~hidden], LONG.tokens[~hidden])
-        counts.add(int(hidden.sum()))
-    assert counts == {1, 2, 3, 4}
-
-
-def test_given_positions_are_never_masked_again() -> None:
-    given = Trajectory(
-        uid="x",
-        prompt_ids=np.array([5]),
-        tokens=np.array([7, 8, 9]),
-        commit_step=np.array([-1, 0, 1]),
-        num_steps=2,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        given=np.array([True, False, False]),
-    )
-    rng = np.random.default_rng(0)
-    assert all(remasked_state(given, rng).response[0] == 7 for _ in range(20))
 
 
 def test_batch_moves_as_a_whole() -> None:
