@@ -172,7 +172,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     """Stopped after 13 steps, in the middle of the second pass and between two validations."""
     options: dict[str, Any] = {"source": source}
     if source == "tokens":
-        options |= {"remasks_per_trace": 2, "step_ratio": 0.4, "num_workers": 2}
+        options |= {"step_ratio": 0.4, "num_workers": 2}
     whole = module()
     trainer(tmp_path / "whole").fit(whole, datamodule=data(shards, **options))
 
