@@ -55,9 +55,8 @@ def find(name: str, beside: Path | None = None) -> Path:
     """
     if found := _found(name, beside):
         return found
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged(), n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"
+    hint = nearest(name.removesuffix(".yaml"), packaged())
     raise ValueError(f"configuration '{name}': expected a file, got none in {searched}{hint}")
 
 
@@ -104,13 +103,9 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
     if "defaults" not in value:
         return own
-    bases = value["defaults"]
-    bases = bases if isinstance(bases, list) else [bases]
-    if not all(isinstance(name, str) for name in bases):
-        raise ValueError(f"{within[-1]}: defaults: expected names of files, got {bases}")
-    merged: Any = {}
-    for name in bases:
-        merged = merge(merged, _read(find(name, folder), within))
+    bases, merged = value["defaults"], {}
+    for name in bases if isinstance(bases, list) else [bases]:
+        merged = merge(merged, _read(find(str(name), folder), within))
     return merge(merged, own)
 
 

@@ -465,9 +465,7 @@ def test_a_reply_of_a_judge_that_is_too_deep_is_no_verdict() -> None:
     assert parse_verdict(_DEEP) is None
 
 
-@pytest.mark.parametrize(
-    "column", ["uid", "prompt_ids", "num_steps", "seed", "digest", "status"]
-)
+@pytest.mark.parametrize("column", ["uid", "prompt_ids", "num_steps", "seed", "digest", "status"])
 def test_a_null_in_parquet_is_an_error_that_names_its_row(column: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(_parquet())

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from inspect import signature
+from typing import Any
 
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
@@ -62,11 +63,12 @@ class Chat:
         return True
 
     def _obey(self, command: str, value: str) -> bool:
-        plugs = {name: getattr(self.decoder, name) for name in signature(Decoder).parameters}
+        plugs = _plugs(self.decoder)
         if command == "policy" and value:
-            found = _decoder("--config", _file(value, "decode"))
-            cache = plugs["cache"] if isinstance(found.cache, NoCache) else found.cache
-            plugs |= {name: getattr(found, name) for name in plugs} | {"cache": cache}
+            found = _plugs(_decoder("--config", _file(value, "decode")))
+            if isinstance(found["cache"], NoCache):
+                found.pop("cache")  # that of before stays
+            plugs |= found
         elif command == "cache" and value == "none":
             plugs["cache"] = None
         elif command == "cache" and value:
@@ -131,16 +133,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
-    backbone, tokenizer, decoder = built(parser, config)
+    sizes = {"response_length": config.response_length, "seed": config.seed}
     console = Console()
-    chat = Chat(
-        backbone,
-        tokenizer,
-        decoder,
-        response_length=config.response_length,
-        seed=config.seed,
-        console=console,
-    )
+    chat = Chat(*built(parser, config), **sizes, console=console)
     for line in _lines(console):
         if line and not chat.turn(line):
             break
@@ -158,6 +153,10 @@ def _lines(console: Console) -> Iterator[str]:
             yield console.input("[bold]> [/bold]").strip()
         except (EOFError, KeyboardInterrupt):
             return
+
+
+def _plugs(decoder: Decoder) -> dict[str, Any]:
+    return {name: getattr(decoder, name) for name in signature(Decoder).parameters}
 
 
 def _file(name: str, folder: str) -> str:

@@ -109,19 +109,14 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    is_name = isinstance(config.backbone, str)
-    name = config.backbone if is_name else config.backbone.init_args.get("path")
-    if not (config.tokenizer or name):
-        raise ValueError("tokenizer: expected a name, a folder or a hub id, got none")
-    if config.adapter and not is_name:
+    instances, name = parser.instantiate(config), config.backbone
+    if isinstance(name, str):
+        backbone = load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
+    elif config.adapter:
         raise ValueError("adapter: expected backbone.init_args.adapter beside a backbone file")
+    else:
+        backbone, name = instances.backbone.to(device).eval(), name.init_args.path
     tokenizer = load_tokenizer(config.tokenizer or name)
-    instances = parser.instantiate(config)
-    backbone = (
-        instances.backbone.to(device).eval()
-        if not is_name
-        else load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
-    )
     plugs = {plug: instances[plug] for plug in signature(Decoder).parameters}
     return backbone, tokenizer, Decoder(**plugs)
 

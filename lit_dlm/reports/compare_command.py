@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lit_dlm.reports.results import ResultFolder, setting_differences, write_atomically
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
-from lit_dlm.reports.tables import markdown_table
+from lit_dlm.reports.summary import markdown_table
 
 HEADERS = (
     "method", "n", "accuracy A", "accuracy B", "B - A (95 %)", "only A", "only B", "p", "p (Holm)",
@@ -30,7 +30,8 @@ NOTE = (
 MAX_DIFFERENCES = 8
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command on what follows its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -45,25 +46,25 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
     )
-    return command
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
-    options = _parser().parse_args(list(arguments))
-    if (options.a is None) != (options.b is None):
-        raise ValueError("--a and --b: give both, or neither to pair methods of equal name")
-    if options.a is None and options.first.resolve() == options.second.resolve():
-        raise ValueError("A and B are the same run; name two of its methods with --a and --b")
-    first, second = (_results(path) for path in (options.first, options.second))
+    options = command.parse_args(list(arguments))
+    is_one_run = options.first.resolve() == options.second.resolve()
+    if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
+        raise ValueError(
+            "--a and --b: give both, as for two methods of one run, or neither to pair methods of "
+            "equal name"
+        )
+    first, second = (
+        ResultFolder(path if path.name == "results" else path / "results")
+        for path in (options.first, options.second)
+    )
     pairs = method_pairs(first, second, a=options.a, b=options.b)
     found = compare_methods(first, second, pairs)
     console = Console()
     if options.json:
         console.print_json(json.dumps([asdict(comparison) for comparison in found]))
         return 0
-    for table in _tables(found):
-        console.print(table)
+    for task, group in groupby(found, key=lambda one: one.task):
+        console.print(_table(task, list(group)))
     console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
     console.print(NOTE, highlight=False)
     for line in _setting_lines(first, second, pairs):
@@ -81,29 +82,29 @@ def method_pairs(
 
     Without ``a`` and ``b``, methods of equal name, or else the only ones of a task.
     """
-    of_a, of_b = _methods(first), _methods(second)
-    for results, found in ((first, of_a), (second, of_b)):
-        if not found:
-            raise ValueError(f"{results.folder}: expected results, found none")
+    of_a, of_b = (
+        {
+            task: [name for _, name in group if results.completed(task, name)]
+            for task, group in groupby(results.pairs(), key=lambda pair: pair[0])
+        }
+        for results in (first, second)
+    )
     tasks = sorted(of_a.keys() & of_b.keys())
-    if not tasks:
-        raise ValueError(
-            f"no task in common: {first.folder} has {', '.join(sorted(of_a))}, "
-            f"{second.folder} has {', '.join(sorted(of_b))}"
-        )
     if a is not None and b is not None:
         pairs = [(task, a, b) for task in tasks if a in of_a[task] and b in of_b[task]]
     else:
         pairs = [(task, name, name) for task in tasks for name in of_a[task] if name in of_b[task]]
-        if not pairs:
-            alone = [task for task in tasks if len(of_a[task]) == len(of_b[task]) == 1]
-            pairs = [(task, of_a[task][0], of_b[task][0]) for task in alone]
+        alone = [task for task in tasks if len(of_a[task]) == len(of_b[task]) == 1]
+        pairs = pairs or [(task, of_a[task][0], of_b[task][0]) for task in alone]
     if not pairs:
-        known = [", ".join(sorted({m for t in tasks for m in of[t]})) for of in (of_a, of_b)]
-        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name"
+        known = (
+            "; ".join(f"{task}: {', '.join(names)}" for task, names in of.items()) or "no results"
+            for of in (of_a, of_b)
+        )
+        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"
         raise ValueError(
-            f"expected {wanted} on one of {', '.join(tasks)}; A has {known[0]}; B has {known[1]}. "
-            "Name a pair with --a and --b"
+            f"expected {wanted} on a common task; {first.folder.parent} has {next(known)}; "
+            f"{second.folder.parent} has {next(known)}"
         )
     return pairs
 
@@ -154,29 +155,25 @@ def _spoken_p(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _tables(found: Sequence[PairedComparison]) -> list[Table]:
-    """Tables with a line for A and one for B, which fit into 80 columns."""
-    tables = []
-    for task, compared in groupby(found, key=lambda one: one.task):
-        group = list(compared)
-        counts = sorted({comparison.n for comparison in group})
-        title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        table.add_column("method", no_wrap=True)
-        for header in ("right, %", "only one", "B - A (95 %)", "p (Holm)", "steps"):
-            table.add_column(header, justify="right", no_wrap=True)
-        for comparison in group:
-            _, _, a, b, gain, only_a, only_b, p, adjusted, steps_a, steps_b, _ = cells(comparison)
-            table.add_row(
-                f"A {comparison.method_a}\nB {comparison.method_b}",
-                f"{a.removesuffix(' %')}\n{b.removesuffix(' %')}",
-                f"{only_a}\n{only_b}",
-                gain.replace(" ", "\n", 1),
-                f"{p}\n({adjusted})",
-                f"{steps_a}\n{steps_b}",
-            )
-        tables.append(table)
-    return tables
+def _table(task: str, group: Sequence[PairedComparison]) -> Table:
+    """A line for A and one for B of each comparison, which fit into 80 columns."""
+    counts = sorted({comparison.n for comparison in group})
+    title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("method", no_wrap=True)
+    for header in ("right, %", "only one", "B - A (95 %)", "p (Holm)", "steps"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in group:
+        _, _, a, b, gain, only_a, only_b, p, adjusted, steps_a, steps_b, _ = cells(one)
+        table.add_row(
+            f"A {one.method_a}\nB {one.method_b}",
+            f"{a.removesuffix(' %')}\n{b.removesuffix(' %')}",
+            f"{only_a}\n{only_b}",
+            gain.replace(" ", "\n", 1),
+            f"{p}\n({adjusted})",
+            f"{steps_a}\n{steps_b}",
+        )
+    return table
 
 
 def _setting_lines(
@@ -193,20 +190,3 @@ def _setting_lines(
     if len(lines) > len(shown):
         shown.append(f"  and {len(lines) - len(shown)} more")
     return ["Settings that differ, of A, now of B:", *shown]
-
-
-def _results(path: Path) -> ResultFolder:
-    folder = path if path.name == "results" else path / "results"
-    results = ResultFolder(folder)
-    if not folder.is_dir() or not results.pairs():
-        raise ValueError(f"{path}: expected a run folder with results/, found no results")
-    return results
-
-
-def _methods(results: ResultFolder) -> dict[str, list[str]]:
-    """Methods that have rows, by task."""
-    found: dict[str, list[str]] = {}
-    for task, method in results.pairs():
-        if results.completed(task, method):
-            found.setdefault(task, []).append(method)
-    return found

@@ -67,12 +67,12 @@ def test_what_cannot_be_compared_is_explained(tmp_path: Path):
     ResultFolder(tmp_path / "c" / "results").claim("t", "x", {})
     ResultFolder(tmp_path / "c" / "results").append([row("9", method="x")])
     for arguments, message in (
-        ([a, tmp_path / "b"], r"no task in common: .* has t, .* has u"),
+        ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
         ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),
-        ([a, a], "the same run; name two of its methods"),
+        ([a, a], "--a and --b"),
         ([a, a, "--a", "x"], "give both, or neither"),
-        ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on one of t; A has x, y"),
-        ([a, tmp_path / "nowhere"], "found no results"),
+        ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
+        ([a, tmp_path / "nowhere"], "nowhere has no results"),
     ):
         with pytest.raises(ValueError, match=message):
             main([str(argument) for argument in arguments])

@@ -1,8 +1,13 @@
 import numpy as np
 import pytest
 
-from lit_dlm.reports.decode_statistics import fill_rate, writes_per_step
-from lit_dlm.reports.fill_order import last_writes, left_to_rightness, text_positions
+from lit_dlm.reports.order import (
+    fill_rate,
+    last_writes,
+    left_to_rightness,
+    text_positions,
+    writes_per_step,
+)
 from lit_dlm.reports.regions import Region
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, tiny_pieces
 

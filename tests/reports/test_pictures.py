@@ -6,7 +6,7 @@ from PIL import Image
 
 from lit_dlm.reports.animation import MAX_FRAMES, animation_frames, lay_out
 from lit_dlm.reports.pictures import write_pictures
-from lit_dlm.reports.themes import THEMES
+from lit_dlm.reports.plots import THEMES
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, sample, tiny_pieces
 
 THREE = [[10, 0, 30], [10, 9, 30]]
