@@ -74,11 +74,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line, by default with the arguments of the process."""
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("--help", "-h"):
-        names: dict[str, list[str]] = {}  # a line for all commands of one purpose
-        for command, (_, purpose) in COMMANDS.items():
-            names.setdefault(purpose, []).append(command)
-        lines = [f"  {', '.join(commands):19}  {purpose}" for purpose, commands in names.items()]
-        sys.stdout.write(HELP.format(commands="\n".join(lines)))
+        sys.stdout.write(HELP.format(commands=_listed()))
         raise SystemExit(0)
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
@@ -113,3 +109,11 @@ def main(args: list[str] | None = None) -> None:
         status = 1
     if status:
         raise SystemExit(status)
+
+
+def _listed() -> str:
+    """A line for all commands of one purpose."""
+    names: dict[str, list[str]] = {}
+    for command, (_, purpose) in COMMANDS.items():
+        names.setdefault(purpose, []).append(command)
+    return "\n".join(f"  {', '.join(one):19}  {purpose}" for purpose, one in names.items())

@@ -213,18 +213,22 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         return False
     name = keys[-1]
     value, old = _included(parsed["value"], Path()), place.get(name)
-    if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
-        initialisers = (vars(one).get("__init__") for one in kind.__mro__)
-        known = {n for one in initialisers if one for n in inspect.signature(one).parameters}
-        settings = {k: v for k, v in (old.get("init_args") or {}).items() if k in known}
-        place[name] = {"class_path": value, "init_args": settings}
+    kind = _class(value) if isinstance(value, str) and isinstance(old, dict) else None
+    if kind is not None:
+        place[name] = {"class_path": value, "init_args": _shared_settings(kind, old)}
     elif not (isinstance(value, dict | list) or {"decoders", "sweep"} & set(keys)):
         return False
-    elif isinstance(value, dict) and "class_path" in value:
-        place[name] = merge(old, value)
     else:
-        place[name] = value
+        is_class = isinstance(value, dict) and "class_path" in value
+        place[name] = merge(old, value) if is_class else value
     return True
+
+
+def _shared_settings(kind: type, old: Any) -> dict[str, Any]:
+    """Of the settings of another class those that this one has as well."""
+    initialisers = (vars(one).get("__init__") for one in kind.__mro__)
+    known = {name for one in initialisers if one for name in inspect.signature(one).parameters}
+    return {key: value for key, value in (old.get("init_args") or {}).items() if key in known}
 
 
 def _place(document: dict[str, Any], keys: list[str]) -> dict[str, Any] | None:

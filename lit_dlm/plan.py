@@ -262,12 +262,8 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
-    given = [settings["backbone"], settings.get("value_backbone")]
-    models = [_Model(_options(one), trainer, offline=offline) for one in given if one]
-    policy, value = models[0], _options(settings.get("value"))
-    reader = value.get("backbone", "lora") if settings.get("value") else "head"
-    if reader == "lora":
-        policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
+    policy, values = _models(settings, trainer, offline=offline)
+    models = [policy] if values in (policy, None) else [policy, values]
     lengths = data.get("response_length") or 0
     run = {
         **settings,
@@ -278,9 +274,8 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     }
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
-    num_trained = 0 if only_decodes else sum(model.num_trained for model in models)
-    gradients = 0 if only_decodes else sum(model.gradients for model in models)
-    values = models[-1] if reader != "head" else None
+    trained = [] if only_decodes else models
+    gradients = sum(model.gradients for model in trained)
     training = _training(policy, values, run) if gradients and run["response"] else {}
     if training and str(trainer.get("strategy")).startswith("ddp"):
         training["buckets of gradients"] = gradients
@@ -293,7 +288,7 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),
         num_parameters=sum(model.num_base + model.num_adapter for model in models),
-        num_trained=num_trained,
+        num_trained=sum(model.num_trained for model in trained),
         split={"weights": weights, "gradients": gradients, "optimiser states": states},
         training=training,
         update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
@@ -301,6 +296,23 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
         elsewhere=elsewhere,
         is_sharded=policy.is_sharded,
     )
+
+
+def _models(
+    settings: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
+) -> tuple[_Model, _Model | None]:
+    """The policy, and what runs a forward for values: the policy with an adapter, or another."""
+    policy = _Model(_options(settings["backbone"]), trainer, offline=offline)
+    values = None
+    if given := settings.get("value_backbone"):
+        values = _Model(_options(given), trainer, offline=offline)
+    if not settings.get("value"):
+        return policy, values
+    value = _options(settings["value"])
+    reader = value.get("backbone", "lora")
+    if reader == "lora":
+        policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
+    return policy, values or (None if reader == "head" else policy)
 
 
 def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> dict[str, int]:

@@ -66,15 +66,6 @@ def test_the_short_help_names_options_of_the_parser(command: str, capsys):
         assert f" {option}" in known
 
 
-def test_a_missing_run_is_one_line_without_a_traceback(tmp_path: Path, capsys):
-    with pytest.raises(SystemExit, match="1"):
-        cli.main(["report", str(tmp_path / "nowhere")])
-    error = capsys.readouterr().err
-    assert error.startswith("lit-dlm: error: ")
-    assert str(tmp_path / "nowhere") in error
-    assert error.count("\n") == 1
-
-
 def test_a_reader_that_has_seen_enough_gets_no_error():
     """As in ``lit-dlm recipes | head``: nobody reads the other end of the pipe."""
     reading, writing = os.pipe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -27,26 +28,17 @@ HELP = """\
 /help, /quit"""
 
 
+@dataclass
 class Chat:
     """A conversation and how its answers are decoded; every turn draws anew."""
 
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        tokenizer: PreTrainedTokenizerBase,
-        decoder: Decoder,
-        *,
-        response_length: int,
-        seed: int,
-        console: Console,
-    ) -> None:
-        self.backbone = backbone
-        self.tokenizer = tokenizer
-        self.decoder = decoder
-        self.response_length = response_length
-        self.seed = seed
-        self.console = console
-        self.messages: list[dict[str, str]] = []
+    backbone: HFBackbone
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder
+    response_length: int
+    seed: int
+    console: Console
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def turn(self, line: str) -> bool:
         """Obeys a command or answers a message; returns whether it goes on."""
@@ -133,9 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
-    sizes = {"response_length": config.response_length, "seed": config.seed}
     console = Console()
-    chat = Chat(*built(parser, config), **sizes, console=console)
+    chat = Chat(*built(parser, config), config.response_length, config.seed, console)
     for line in _lines(console):
         if line and not chat.turn(line):
             break
@@ -160,7 +151,7 @@ def _plugs(decoder: Decoder) -> dict[str, Any]:
 
 
 def _file(name: str, folder: str) -> str:
-    return name if "/" in name or name.endswith(".yaml") else f"{folder}/{name}"
+    return name if "/" in name or name.endswith(".yaml") else f"{folder}/{name}.yaml"
 
 
 def _decoder(*options: str) -> Decoder:

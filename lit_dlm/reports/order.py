@@ -152,7 +152,9 @@ def order_figure(
     return figure
 
 
-def statistics_figure(record: Trajectory, regions: Sequence[Region], theme: Theme) -> Figure:
+def statistics_figure(
+    record: Trajectory, regions: Sequence[Region], _: TokenPieces, theme: Theme
+) -> Figure:
     """Four panels: tokens per step, tokens in all, share filled, confidences; each by region.
 
     Without regions, or with more than eight, the response is drawn as one.

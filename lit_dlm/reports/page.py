@@ -108,14 +108,6 @@ def write_pages(
     shown = {row.uid for one in (*best, *others, *splits) for rows in one.samples for row in rows}
     found = [(run, _traces(run, shown)) for run in runs]
     traced = [(run, samples) for run, samples in found if samples is not None]
-    notes = [
-        f"Code of {one.task} ran in {one.isolation} when it was graded."
-        for run in runs
-        for one in run.summaries
-        if one.isolation is not None
-    ]
-    if without := [run.folder.name for run, samples in found if samples is None]:
-        notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
     fronts = _fronts(merged)
     content = {
         "title": title,
@@ -123,7 +115,7 @@ def write_pages(
         "disagreements": splits,
         "others": sorted(others, key=lambda group: -group.num_wrong),
         "facts": {run.name: _told_facts(run) for run in runs},
-        "notes": list(dict.fromkeys(notes)),
+        "notes": _notes(found),
         "links": _links(traced),
     }
     page = render(
@@ -149,6 +141,18 @@ def write_pages(
     sets = [ViewedSet(samples=one, pieces=pieces_of(one.shards, None)) for _, one in traced]
     write_viewer(folder / TRACES_PAGE, sets, title=title)
     return ["report.html", "report.md", TRACES_PAGE]
+
+
+def _notes(found: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
+    notes = [
+        f"Code of {one.task} ran in {one.isolation} when it was graded."
+        for run, _ in found
+        for one in run.summaries
+        if one.isolation is not None
+    ]
+    if without := [run.folder.name for run, samples in found if samples is None]:
+        notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
+    return list(dict.fromkeys(notes))
 
 
 def _groups(

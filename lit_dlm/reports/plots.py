@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -141,17 +142,12 @@ def draw_methods(
         line.sort(key=lambda one: one.nfe)
         if not line:
             continue
-        values, bars = [y(one) for one in line] if y else [], None
-        if y is None:
-            values = [100 * (one.accuracy or 0.0) for one in line]
-            bounds = [one.interval or (0.0, 0.0) for one in line]
-            lows = [value - 100 * low for value, (low, _) in zip(values, bounds, strict=True)]
-            highs = [100 * high - value for value, (_, high) in zip(values, bounds, strict=True)]
-            bars = [lows, highs]
+        shares = [(one.accuracy or 0.0, *(one.interval or (0.0, 0.0))) for one in line]
+        accuracies, lows, highs = 100 * np.array(shares).T
         axis.errorbar(
             [x(one) for one in line],
-            values,
-            yerr=bars,
+            [y(one) for one in line] if y else accuracies,
+            yerr=None if y else (accuracies - lows, highs - accuracies),
             label=name,
             color=colours[number % len(colours)],
             marker="os^Dv"[number % 5],

@@ -14,12 +14,7 @@ from matplotlib.figure import Figure
 
 from lit_dlm.reports.plots import common_legend, draw_methods, family, save_figure, tidy_axes
 from lit_dlm.reports.results import write_atomically
-from lit_dlm.reports.summary import MethodSummary, by_task, markdown_table, percent
-
-_HEADERS = (
-    "method", "quality", "forwards", "tokens/forward", "tokens/s", "useful tokens/s", "ms/sample",
-    "lockstep", "n",
-)  # fmt: skip
+from lit_dlm.reports.summary import Columns, MethodSummary, by_task, markdown_tables, percent
 
 
 def tokens_per_second(one: MethodSummary) -> float:
@@ -59,30 +54,21 @@ def write_profile(summaries: Sequence[MethodSummary], folder: Path) -> None:
     writer.writeheader()
     writer.writerows(map(profile_row, summaries))
     write_atomically(folder / "profile.csv", file.getvalue())
-    write_atomically(folder / "profile.md", profile_tables(summaries))
+    write_atomically(folder / "profile.md", markdown_tables(summaries, COLUMNS))
     plot_profile(summaries, folder / "profile.png")
 
 
-def profile_tables(summaries: Sequence[MethodSummary]) -> str:
-    """One Markdown table per task."""
-    return "\n".join(
-        markdown_table(task, _HEADERS, *map(_cells, group)) for task, group in by_task(summaries)
-    )
-
-
-def _cells(one: MethodSummary) -> tuple[str, ...]:
-    row = profile_row(one)
-    return (
-        one.method,
-        percent(one.accuracy, one.interval),
-        f"{one.nfe:.1f}",
-        f"{one.tokens_per_step:.2f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['useful_tokens_per_second']:.0f}",
-        f"{row['ms_per_sample']:.1f}",
-        "-" if one.lockstep is None else f"{one.lockstep:.2f}",
-        str(one.n),
-    )
+COLUMNS: Columns = {
+    "method": lambda one: one.method,
+    "quality": lambda one: percent(one.accuracy, one.interval),
+    "forwards": lambda one: f"{one.nfe:.1f}",
+    "tokens/forward": lambda one: f"{one.tokens_per_step:.2f}",
+    "tokens/s": lambda one: f"{tokens_per_second(one):.0f}",
+    "useful tokens/s": lambda one: f"{profile_row(one)['useful_tokens_per_second']:.0f}",
+    "ms/sample": lambda one: f"{1000 * one.seconds:.1f}",
+    "lockstep": lambda one: "-" if one.lockstep is None else f"{one.lockstep:.2f}",
+    "n": lambda one: str(one.n),
+}
 
 
 def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
@@ -126,7 +112,7 @@ def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Pat
         logger.log_metrics(metrics, step=round(row["nfe"]))
     if isinstance(logger, TensorBoardLogger):
         writer: Any = logger.experiment
-        writer.add_text("profile", profile_tables(summaries))
+        writer.add_text("profile", markdown_tables(summaries, COLUMNS))
         if picture is not None:
             writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
     elif isinstance(logger, WandbLogger):

@@ -67,23 +67,13 @@ def load_samples(
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    for kind, wanted, there in (
-        ("sample", names, {*known, *map(_example, known)}),
-        ("method", methods, set(map(_method, known))),
-    ):
-        for name in wanted:
-            if name not in there:
-                raise ValueError(f"{path}: no {kind} {name!r}{nearest(name, there)}")
-    fitting = [
-        uid
-        for uid in known
-        if (not names or uid in names or _example(uid) in names)
-        and (not methods or _method(uid) in methods)
-        and (examples is None or _example(uid) in examples)
-    ]
+    fitting = _fitting(known, names, methods, path)
+    if examples is not None:
+        fitting = [uid for uid in fitting if _example(uid) in examples]
     if not fitting:
-        example = f" such as {min(examples)!r}" if examples else ""
-        raise ValueError(f"{path}: no decode of the prompts that are asked for{example}")
+        raise ValueError(
+            f"{path}: no decode of the prompts asked for, such as {min(examples or ['?'])!r}"
+        )
     kept = _chosen(fitting, limit)
     records = {record.uid: record for record in reader.find(set(kept))}
     return SampleSet(
@@ -94,6 +84,19 @@ def load_samples(
         num_available=len(fitting),
         methods=run_of_shard(shards[0])[0].decode.get("methods") or {},
     )
+
+
+def _fitting(
+    known: Sequence[str], names: Sequence[str], methods: Collection[str], path: Path
+) -> list[str]:
+    """Of known uids those of some samples, or prompts, and methods; of all where none are named."""
+    there = {*known, *map(_example, known)}
+    of_method = set(map(_method, known))
+    for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
+        if missing := [name for name in wanted if name not in held]:
+            raise ValueError(f"{path}: no {kind} {missing[0]!r}{nearest(missing[0], held)}")
+    chosen = [uid for uid in known if not methods or _method(uid) in methods]
+    return [uid for uid in chosen if not names or uid in names or _example(uid) in names]
 
 
 def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:

@@ -25,14 +25,13 @@ class PairedComparison:
     method_a: str
     method_b: str
     n: int
-    """Samples that both have."""
     left_out_a: int
     """Samples that only A has."""
     left_out_b: int
     accuracy_a: float
     accuracy_b: float
     accuracy_interval: tuple[float, float]
-    """95 % interval of the difference in accuracy, paired bootstrap."""
+    """95 % interval of the difference, paired bootstrap."""
     only_a: int
     """Samples that only A got right."""
     only_b: int
@@ -44,7 +43,6 @@ class PairedComparison:
     """Mean forwards of the backbone per sample."""
     nfe_b: float
     nfe_interval: tuple[float, float]
-    """95 % interval of the difference in mean forwards, paired bootstrap."""
 
 
 def exact_mcnemar(only_a: int, only_b: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
-
-HEADERS = ("method", "accuracy [95 %]", "steps", "tokens/step", "ms/sample", "n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,10 @@ class MethodSummary:
     pass_at: dict[str, float] | None = None
     """pass@k by ``k``, for the powers of two up to the responses to a prompt and their number;
     ``None`` with one response, or where nothing was graded."""
+
+
+Columns = Mapping[str, Callable[[MethodSummary], str]]
+"""Text of a cell of each column of a table."""
 
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
@@ -167,36 +169,6 @@ def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[Meth
         yield task, list(group)
 
 
-def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
-    """The texts of the table of a task: :data:`HEADERS`, then one row per method.
-
-    Accuracy is in percent with its 95 % interval, over all responses (avg@k); ``steps`` are mean
-    forwards of the backbone per sample. Methods with several responses to a prompt add a column,
-    the largest k of pass@k.
-    """
-    rows = [HEADERS, *map(_cells, summaries)]
-    if all(one.pass_at is None for one in summaries):
-        return rows
-    added = ["pass@k", *map(_pass_cell, summaries)]
-    return [(*row, cell) for row, cell in zip(rows, added, strict=True)]
-
-
-def _cells(one: MethodSummary) -> tuple[str, ...]:
-    return (
-        one.method,
-        percent(one.accuracy, one.interval),
-        f"{one.nfe:.1f}",
-        f"{one.tokens_per_step:.2f}",
-        f"{1000 * one.seconds:.1f}",
-        str(one.n),
-    )
-
-
-def _pass_cell(one: MethodSummary) -> str:
-    k, value = max((one.pass_at or {}).items(), key=lambda item: int(item[0]), default=("", 0.0))
-    return f"{100 * value:.1f} % (k = {k})" if k else "-"
-
-
 def percent(share: float | None, interval: tuple[float, float] | None) -> str:
     """A share with an interval, such as ``81.2 % [79.0, 83.2]``; ``-`` where there is none."""
     if share is None or interval is None:
@@ -204,9 +176,42 @@ def percent(share: float | None, interval: tuple[float, float] | None) -> str:
     return f"{100 * share:.1f} % [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
 
 
-def markdown_tables(summaries: Sequence[MethodSummary]) -> str:
+COLUMNS: Columns = {
+    "method": lambda one: one.method,
+    "accuracy [95 %]": lambda one: percent(one.accuracy, one.interval),
+    "steps": lambda one: f"{one.nfe:.1f}",
+    "tokens/step": lambda one: f"{one.tokens_per_step:.2f}",
+    "ms/sample": lambda one: f"{1000 * one.seconds:.1f}",
+    "n": lambda one: str(one.n),
+}
+"""Accuracy is in percent with its 95 % interval, over all responses (avg@k); ``steps`` are mean
+forwards of the backbone per sample."""
+
+
+def table_rows(
+    summaries: Sequence[MethodSummary], columns: Columns = COLUMNS
+) -> list[tuple[str, ...]]:
+    """The texts of the table of a task: names of columns, then one row per method.
+
+    Methods with several responses to a prompt add a column, the largest k of pass@k.
+    """
+    if any(one.pass_at is not None for one in summaries):
+        columns = {**columns, "pass@k": _pass_cell}
+    cells = [tuple(tell(one) for tell in columns.values()) for one in summaries]
+    return [tuple(columns), *cells]
+
+
+def _pass_cell(one: MethodSummary) -> str:
+    k, value = max((one.pass_at or {}).items(), key=lambda item: int(item[0]), default=("", 0.0))
+    return f"{100 * value:.1f} % (k = {k})" if k else "-"
+
+
+def markdown_tables(summaries: Sequence[MethodSummary], columns: Columns = COLUMNS) -> str:
     """One Markdown table per task."""
-    return "\n".join(markdown_table(task, *table_rows(group)) for task, group in by_task(summaries))
+    tables = (
+        markdown_table(task, *table_rows(group, columns)) for task, group in by_task(summaries)
+    )
+    return "\n".join(tables)
 
 
 def markdown_table(

@@ -10,7 +10,6 @@ import pytest
 
 from lit_dlm.reports.command import main
 from lit_dlm.reports.page import failures_first
-from lit_dlm.reports.plots import read_curves
 from lit_dlm.reports.results import ResultFolder
 from tests.reports.rows import row
 from tests.reports.sample_sets import record, write_run
@@ -129,23 +128,3 @@ def test_a_run_without_its_trajectories_is_reported_without_links(
     assert main([str(run), "--out", str(tmp_path / "out")]) == 0
     assert "trajectories: not here" in caplog.text
     assert "<a " not in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_curves_of_a_resumed_run_are_one_and_the_later_part_counts(tmp_path: Path):
-    for version, text in (
-        (9, "epoch,step,train/loss,val/x\n0,0,4,\n0,1,3,nan\n,1,,0.5\n"),
-        (10, "epoch,step,train/loss,val/x\n1,1,2.5,\n1,2,2,0.75\n"),
-    ):
-        folder = tmp_path / "logs" / f"version_{version}"
-        folder.mkdir(parents=True)
-        (folder / "metrics.csv").write_text(text)
-    assert read_curves(tmp_path) == {
-        "train/loss": [(0, 4.0), (1, 2.5), (2, 2.0)],
-        "val/x": [(1, 0.5), (2, 0.75)],
-    }
-    assert read_curves(tmp_path / "nowhere") == {}
-
-
-def test_a_folder_without_results_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="found none"):
-        main([str(tmp_path)])

@@ -42,7 +42,7 @@ def test_methods_of_equal_name_are_paired_on_common_samples(
     shown = capsys.readouterr().out
     assert "0.125" in shown
     assert "The recorded settings are equal." in shown
-    assert "| x | 7 | 14.3 % | 85.7 % | +71.4 (" in out.read_text()
+    assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
 
 
 def test_two_named_methods_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -37,14 +37,6 @@ def test_layout_keeps_the_room_of_final_tokens_and_breaks_lines_where_the_text_d
     ]
 
 
-def test_layout_wraps_long_lines():
-    ids = ids_of("4=4=4=4")
-    cells = lay_out(record(ids, range(len(ids))), tiny_pieces(), columns=3)
-    assert [(cell.row, cell.column) for cell in cells] == [
-        (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_frames_go_from_masks_to_text(theme: str):
     ids = ids_of("4-4=0")

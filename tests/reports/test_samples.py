@@ -52,7 +52,7 @@ def test_filters_by_sample_and_method(tmp_path: Path):
         "t/test/2@b",
     ]
     assert uids(folder, examples={"t/test/2"}) == ["t/test/2@a", "t/test/2@b"]
-    with pytest.raises(ValueError, match="no decode of the prompts.*t/test/9"):
+    with pytest.raises(ValueError, match="t/test/9"):
         load_samples(folder, examples={"t/test/9"})
 
 

@@ -90,13 +90,6 @@ def test_folder_summary_follows_the_given_order_and_writes_json(tmp_path: Path):
     assert [s.method for s in summaries] == ["gamma", "alpha", "beta"]
 
 
-def test_markdown_has_a_table_per_task_with_errors():
-    text = markdown_tables([summarise([row()]), summarise([row(task="u", correct=False)])])
-    assert "### t" in text
-    assert "### u" in text
-    assert "| m | 100.0 % [20.7, 100.0] | 8.0 | 4.00 | 250.0 | 1 |" in text
-
-
 def test_methods_of_one_family_share_a_curve():
     assert family("threshold-0.95") == "threshold"  # as results of 0.1 name it
     assert family("threshold_095") == family("threshold_1") == "threshold"
