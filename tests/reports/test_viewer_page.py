@@ -171,22 +171,6 @@ def test_slider_shows_every_canvas_of_the_record(view: Any) -> None:
     assert marked(driver, "given") == np.flatnonzero(one.given).tolist()
 
 
-def test_keys_step_change_samples_and_colours(view: Any) -> None:
-    driver = view("#uid=evil/test/0@scored")
-    for key, expected in (("Home", "0"), ("ArrowRight", "1"), ("ArrowLeft", "0"), ("End", "3")):
-        press(driver, key)
-        assert value(driver, "slider") == expected
-    press(driver, "n")
-    assert driver.find_element("css selector", ".panel h2").text == "plain"
-    press(driver, "p")
-    assert driver.find_element("css selector", ".panel h2").text == "scored"
-    press(driver, "c")
-    assert value(driver, "colour") == "confidence"
-    # Typing into the search field is no command.
-    driver.find_element("id", "search").send_keys("n")
-    assert driver.find_element("css selector", ".panel h2").text == "scored"
-
-
 def test_two_decodes_stand_side_by_side_and_share_the_slider(view: Any) -> None:
     driver = view("#uid=evil/test/0@scored&step=0")
     press(driver, "m")
