@@ -103,7 +103,7 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
     if "defaults" not in value:
         return own
-    bases, merged = value["defaults"], {}
+    bases, merged = value["defaults"], dict[str, Any]()
     for name in bases if isinstance(bases, list) else [bases]:
         merged = merge(merged, _read(find(str(name), folder), within))
     return merge(merged, own)
@@ -154,6 +154,7 @@ def _class(name: str) -> type | None:
             return None  # the parser says so
         return found if isinstance(found, type) else None
     for _ in range(2):
+        # A copy: looking at lazy modules imports others.
         for module, content in list(sys.modules.items()):
             found = getattr(content, name, None) if module.startswith(_SHORT_NAMES) else None
             if isinstance(found, type):
@@ -190,6 +191,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
             value = _with_contents(value)
             rest += [f"{option}={value}"] if equals else [option, value] if value else [option]
     if place is not None:
+        # One document, as jsonargparse would merge lists and classes of two by rules of its own.
         rest.insert(place, f"--config={json.dumps(merged)}")
     return rest
 

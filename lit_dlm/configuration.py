@@ -44,6 +44,7 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
 
     The parser knows the keys; there is none when a class was being built.
     """
+    # Before unions are taken apart: which base was meant stands around them.
     if told := _plug_fault(message):
         return told
     message = _innermost(_NO_FILE.sub("\n  ", message))
@@ -116,11 +117,13 @@ _FAULTS = {
 
 def _innermost(message: str) -> str:
     """Replaces every "no member of the union fits" by the first fault that is not about None."""
+    # From the last to the first: unions lie in each other, and an inner one is simple by then.
     while (start := message.rfind(_UNION_START)) >= 0:
         found = _UNION.match(message, start)
         if found is None:
             break
         items = re.split(r"\n\s*- ", "\n" + found["items"].strip("\n"))[1:]
+        # "None was expected" is true of every optional class and helps nobody.
         faults = [item for item in items if "NoneType" not in item.split("\n")[0]] or items
         fault = faults[0]
         wanted = [m[1] or f"one of {m[2]}" for m in map(_WRONG_TYPE.fullmatch, faults) if m]

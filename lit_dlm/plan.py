@@ -263,7 +263,7 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
     policy, values = _models(settings, trainer, offline=offline)
-    models = [policy] if values in (policy, None) else [policy, values]
+    models = [policy, *([values] if values and values is not policy else [])]
     lengths = data.get("response_length") or 0
     run = {
         **settings,

@@ -99,7 +99,7 @@ class Chat:
                     observers=observers,
                 )
         except (ValueError, KeyboardInterrupt) as error:
-            self.messages.pop()
+            self.messages.pop()  # so that the same can be asked again
             self._say(" ".join(str(error).split()) or "interrupted", "red")
             return
         seconds = time.perf_counter() - begun

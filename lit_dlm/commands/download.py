@@ -125,6 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     # Here: Lightning takes seconds to import.
     from lit_dlm.commands.trainer import main as run_trainer
 
+    # Parsed as a run would be, so that overlays and flags count.
     configs = [f"--config={config}" for config in options.config]
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
@@ -139,7 +140,8 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
     if constants.HF_HUB_OFFLINE:
         os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when ``datasets`` is imported
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    left, absent = {}, False
+    left: dict[Source, int] = {}
+    absent = False
     for source in named:
         mark, told = "here", ""
         if source.is_on_hub and not constants.HF_HUB_OFFLINE:

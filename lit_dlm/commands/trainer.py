@@ -91,6 +91,7 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
+        # Defaults, not configuration: a file's list of callbacks stands beside them.
         own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:

@@ -49,7 +49,7 @@ def write_gif(
     same pace, so the one with fewer steps stands still sooner.
     """
     frames = animation_frames(samples, pieces, theme=theme)
-    # One palette for all: the colours of the first, a middle and the last frame.
+    # One palette, of the first, a middle and the last frame: colours of own palettes would flicker.
     chosen = [frames[0], frames[len(frames) // 2], frames[-1]]
     width, height = frames[0].size
     sheet = Image.new("RGB", (width, height * len(chosen)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def last_writes(record: Trajectory) -> NDArray[np.int32]:
         writer[:, record.given] = -2
     for step, position, _ in record.events().tolist():
         writer[step + 1 :, position] = step
-    writer[states == record.mask_id] = -1
+    writer[states == record.mask_id] = -1  # also where a step took a token back
     return writer
 
 
@@ -106,7 +107,7 @@ def fill_order_figure(
     step, position, token = record.events().T
     remasked = token == record.mask_id
     if remasked.any():
-        crosses = {"color": theme.series[1], "markersize": 5, "label": "masked again"}
+        crosses: Any = {"color": theme.series[1], "markersize": 5, "label": "masked again"}
         axis.plot(position[remasked], step[remasked] + 1, "x", **crosses)
         axis.legend(loc="upper right", fontsize="small")
     axis.set_xlabel("response position")
@@ -187,7 +188,7 @@ def statistics_figure(
             color=theme.series[: len(groups)],
         )
     else:
-        told = {"ha": "center", "va": "center", "color": theme.muted}
+        told: Any = {"ha": "center", "va": "center", "color": theme.muted}
         confidence.text(0.5, 0.5, "not recorded", **told)
         confidence.set(xticks=[], yticks=[])
     for axis in axes.flat:
@@ -219,9 +220,9 @@ def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:
         colour = theme.series[number % len(theme.series)]
         if part.start > 0:
             axis.axvline(part.start - 0.5, color=theme.text, linewidth=1, alpha=0.7)
-        line = {"color": colour, "linewidth": 4, "clip_on": False, "solid_capstyle": "butt"}
+        line: Any = {"color": colour, "linewidth": 4, "clip_on": False, "solid_capstyle": "butt"}
         axis.plot([part.start - 0.4, part.end - 0.6], [1.02, 1.02], transform=above, **line)
         if len(regions) <= 16:
             middle = (part.start + part.end - 1) / 2
-            told = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
+            told: Any = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
             axis.text(middle, 1.04, part.name, transform=above, **told)

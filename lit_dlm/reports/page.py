@@ -179,6 +179,7 @@ def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
     from lit_dlm.reports.plots import family
 
     graded = [one for one in group if one.accuracy is not None]
+    # Of one kind, such as two thresholds, differences say less.
     names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
     return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
 

@@ -198,6 +198,7 @@ def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") ->
             axis.grid(alpha=0.5)
         axes[0].set_ylabel("accuracy, %")
         common_legend(figure, 4 * len(tasks) if len(tasks) > 1 else 3)
+        # Ticks and texts look their colours up when they are first drawn.
         figure.canvas.draw()
     return figure
 

@@ -138,6 +138,7 @@ def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
     for uid in uids:
         example = _example(uid)
         groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
+    # A task in turn gives a prompt, so that few samples show something of each task.
     turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
     in_turn = [uid for prompts in turns for decodes in prompts for uid in decodes]
     taken = set(in_turn[:limit])

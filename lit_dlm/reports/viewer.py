@@ -111,6 +111,7 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
             }
         )
         for sample in shown.samples:
+            # They are most of a page; all sets have them or none, so that they can be compared.
             columns = sample_columns(sample, table, shown.methods.get(sample.method))
             if proposals <= MAX_PROPOSALS:
                 columns |= proposal_columns(sample.record, table)
