@@ -1,17 +1,82 @@
-"""``lit-dlm report``: tables, a plot and a page from the results of several runs."""
+"""``lit-dlm report``: tables, a plot, and a page with failures first, of several runs."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from rich.console import Console
 
-from lit_dlm.reports.page import ReportedRun, write_pages
-from lit_dlm.reports.summary import MethodSummary, summarise_run, write_report
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.reports.samples import SampleSet, load_samples
+from lit_dlm.reports.summary import (
+    MethodSummary,
+    by_task,
+    markdown_tables,
+    summarise_run,
+    table_rows,
+    write_report,
+)
+from lit_dlm.reports.template import fill, render
+
+logger = logging.getLogger(__name__)
+
+TRACES_PAGE = "traces.html"
+MAX_TEXT = 1200
+"""Characters of a completion that the page shows."""
+NUM_SAMPLES = 20
+"""Samples shown of each method on each task."""
+MAX_CURVES = 9
+"""Training curves shown of each run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRun:
+    """One run of a report."""
+
+    folder: Path
+    summaries: Sequence[MethodSummary]
+    labels: Mapping[tuple[str, str], str]
+    """Names of its methods in the tables, by task and own name."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def results(self) -> ResultFolder:
+        return ResultFolder(self.folder / "results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGroup:
+    """Samples of a task that are shown together, with their decodes by one or two methods."""
+
+    task: str
+    methods: tuple[str, ...]
+    told: str
+    num_wrong: int
+    """All of them, for one method; the page shows :data:`NUM_SAMPLES` at most."""
+    samples: list[tuple[ResultRow, ...]]
+    """A row of each method."""
+
+    @property
+    def failures(self) -> list[ResultRow]:
+        return [rows[0] for rows in self.samples if is_wrong(rows[0])]
+
+
+class Picture(NamedTuple):
+    """A PNG picture for light and for dark pages."""
+
+    title: str
+    light: bytes
+    dark: bytes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,3 +128,174 @@ def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
             label = run.labels[one.task, one.method]
             merged.setdefault(one.task, []).append(replace(one, method=label))
     return [summary for group in merged.values() for summary in group]
+
+
+def is_wrong(row: ResultRow) -> bool:
+    """Whether a grader found it wrong."""
+    return not row.correct and row.verdict != "ungraded"
+
+
+def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleGroup:
+    """Wrong samples, then ungraded, then right ones, each by uid."""
+    ordered = sorted(rows, key=lambda row: (not is_wrong(row), row.correct, row.uid))
+    shown, num_wrong = ordered[:NUM_SAMPLES], sum(map(is_wrong, rows))
+    told = f"{method}: {num_wrong} of {len(rows)} wrong"
+    told += f", {len(shown)} shown" * (len(shown) < len(rows))
+    samples: list[tuple[ResultRow, ...]] = [(row,) for row in shown]
+    return SampleGroup(
+        task=task, methods=(method,), told=told, num_wrong=num_wrong, samples=samples
+    )
+
+
+def disagreement(
+    task: str, methods: tuple[str, str], one: Sequence[ResultRow], two: Sequence[ResultRow]
+) -> SampleGroup:
+    """Samples that just one of two methods got right, those of the second first."""
+    other = {row.uid: row for row in two}
+    pairs = [(row, other[row.uid]) for row in one if row.uid in other]
+    split = [pair for pair in pairs if pair[0].correct != pair[1].correct]
+    split.sort(key=lambda pair: (pair[0].correct, pair[0].uid))
+    by_first = sum(pair[0].correct for pair in split)
+    told = f"{by_first} right by {methods[0]} alone, {len(split) - by_first} by {methods[1]} alone"
+    told += f", {NUM_SAMPLES} shown" * (len(split) > NUM_SAMPLES)
+    samples: list[tuple[ResultRow, ...]] = [*split[:NUM_SAMPLES]]
+    return SampleGroup(task=task, methods=methods, told=told, num_wrong=0, samples=samples)
+
+
+def write_pages(
+    runs: Sequence[ReportedRun], merged: Sequence[MethodSummary], folder: Path, *, title: str
+) -> list[str]:
+    """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
+    best, others, splits = _groups(runs)
+    shown = {row.uid for one in (*best, *others, *splits) for rows in one.samples for row in rows}
+    found = [(run, _traces(run, shown)) for run in runs]
+    traced = [(run, samples) for run, samples in found if samples is not None]
+    fronts = _fronts(merged)
+    content = {
+        "title": title,
+        "best": best,
+        "disagreements": splits,
+        "others": sorted(others, key=lambda group: -group.num_wrong),
+        "facts": {run.name: _told_facts(run) for run in runs},
+        "notes": _notes(found),
+        "links": _links(traced),
+    }
+    page = render(
+        "report",
+        scripts=["sort.js"],
+        images=True,
+        tables=[(task, table_rows(group)) for task, group in by_task(merged)],
+        max_text=MAX_TEXT,
+        fronts=fronts,
+        curves=[picture for run in runs for picture in _curves(run)],
+        **content,
+    )
+    write_atomically(folder / "report.html", page)
+    tables = markdown_tables(merged).rstrip("\n")
+    text = fill("report/page.md", tables=tables, front=bool(fronts), **content)
+    write_atomically(folder / "report.md", text)
+    if not traced:
+        return ["report.html", "report.md"]
+    # Here: transformers takes seconds to import.
+    from lit_dlm.reports.viewer import ViewedSet, write_viewer
+    from lit_dlm.reports.viewer_command import pieces_of
+
+    sets = [ViewedSet(samples=one, pieces=pieces_of(one.shards, None)) for _, one in traced]
+    write_viewer(folder / TRACES_PAGE, sets, title=title)
+    return ["report.html", "report.md", TRACES_PAGE]
+
+
+def _notes(found: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
+    notes = [
+        f"Code of {one.task} ran in {one.isolation} when it was graded."
+        for run, _ in found
+        for one in run.summaries
+        if one.isolation is not None
+    ]
+    if without := [run.folder.name for run, samples in found if samples is None]:
+        notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
+    return list(dict.fromkeys(notes))
+
+
+def _groups(
+    runs: Sequence[ReportedRun],
+) -> tuple[list[SampleGroup], list[SampleGroup], list[SampleGroup]]:
+    """Samples of the best method of every task, of the others, and where the best two differ."""
+    best, others, splits = [], [], []
+    for run in runs:
+        for task, group in by_task(run.summaries):
+            ordered = _by_accuracy(group)
+            rows = {one.method: run.results.rows(task, one.method) for one in group}
+            for name in rows:
+                groups = best if name in ordered[:1] else others
+                groups.append(failures_first(task, run.labels[task, name], rows[name]))
+            if len(ordered) > 1:
+                first, second = ordered[:2]
+                names = run.labels[task, first], run.labels[task, second]
+                splits.append(disagreement(task, names, rows[first], rows[second]))
+    return best, others, [split for split in splits if split.samples]
+
+
+def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
+    """The most accurate method, the most accurate one of another kind, and the others."""
+    from lit_dlm.reports.plots import family
+
+    graded = [one for one in group if one.accuracy is not None]
+    # Of one kind, such as two thresholds, differences say less.
+    names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
+    return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
+
+
+def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
+    """The shown prompts with all their decodes, where the trajectories are here."""
+    rows = [row for pair in run.results.pairs() for row in run.results.rows(*pair)]
+    folders = {run.folder / row.trajectory["set"] for row in rows if row.trajectory is not None}
+    if missing := sorted(str(folder) for folder in folders if not folder.is_dir()):
+        logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
+    return load_samples(run.folder, examples=shown) if folders and not missing else None
+
+
+def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, str, str], str]:
+    """Addresses in the viewer page by task, method as in the tables, and uid."""
+    links = {}
+    for number, (run, samples) in enumerate(traced):
+        for sample in samples.samples:
+            label = run.labels.get((sample.task, sample.method), sample.method)
+            address = f"{TRACES_PAGE}#uid={quote(sample.record.uid, safe='')}"
+            links[sample.task, label, sample.example] = address + f"&set={number}" * (number > 0)
+    return links
+
+
+def _told_facts(run: ReportedRun) -> dict[str, str]:
+    facts: dict[str, Any] = {k: v for k, v in run.results.facts().items() if v is not None}
+    versions = facts.pop("versions", {})
+    if "commit" in versions:
+        versions["commit"] = versions["commit"][:12]
+    if "parameters" in facts:
+        facts["parameters"] = f"{facts['parameters']:,}"
+    if versions:
+        facts["versions"] = ", ".join(map(" ".join, versions.items()))
+    return {key: str(value) for key, value in facts.items()}
+
+
+def _fronts(merged: Sequence[MethodSummary]) -> list[Picture]:
+    """One picture a task: side by side, on a phone below each other."""
+    from lit_dlm.reports.plots import THEMES, figure_bytes, front_figure
+
+    pictures = []
+    for task, group in by_task(merged):
+        drawn = [figure for theme in THEMES if (figure := front_figure(group, theme=theme))]
+        if drawn:
+            title = f"{task}: accuracy against average steps; bars are 95 % intervals"
+            pictures.append(Picture(title, *map(figure_bytes, drawn)))
+    return pictures
+
+
+def _curves(run: ReportedRun) -> list[Picture]:
+    from lit_dlm.reports.plots import THEMES, curve_figure, figure_bytes, read_curves
+
+    pictures = []
+    for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
+        drawn = (figure_bytes(curve_figure(curve, theme=theme), dpi=110) for theme in THEMES)
+        pictures.append(Picture(f"{name}, training of {run.name}", *drawn))
+    return pictures

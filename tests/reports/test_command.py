@@ -8,8 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from lit_dlm.reports.command import main
-from lit_dlm.reports.page import failures_first
+from lit_dlm.reports.command import failures_first, main
 from lit_dlm.reports.results import ResultFolder
 from tests.reports.rows import row
 from tests.reports.sample_sets import record, write_run
