@@ -264,14 +264,7 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
         return None
     policy, values = _models(settings, trainer, offline=offline)
     models = [policy, *([values] if values and values is not policy else [])]
-    lengths = data.get("response_length") or 0
-    run = {
-        **settings,
-        **data,
-        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
-        "prompt": data.get("max_prompt_length") or 0,
-        "response": lengths if isinstance(lengths, int) else max(lengths),
-    }
+    run = {**settings, **data, **_sizes(data, trainer)}
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
     trained = [] if only_decodes else models
@@ -296,6 +289,16 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
         elsewhere=elsewhere,
         is_sharded=policy.is_sharded,
     )
+
+
+def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Longest prompts and responses, and the kind of device."""
+    lengths = data.get("response_length") or 0
+    return {
+        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        "prompt": data.get("max_prompt_length") or 0,
+        "response": lengths if isinstance(lengths, int) else max(lengths),
+    }
 
 
 def _models(

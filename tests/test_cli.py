@@ -19,8 +19,7 @@ HEAVY = {
 
 
 def test_help_is_one_screen_that_names_every_command(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--help"])
+    cli.main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
@@ -54,8 +53,7 @@ def test_help_of_a_command_imports_nothing_that_takes_seconds(command: str):
 @pytest.mark.slow  # builds the parser of every option
 @pytest.mark.parametrize("command", ["fit", "predict"])
 def test_the_short_help_names_options_of_the_parser(command: str, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+    cli.main([command, "--help"])
     short = capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help_all"])

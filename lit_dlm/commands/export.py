@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], command: str = "export") -> int:
     parser.set_defaults(only_adapter=False)
     options = parser.parse_args(arguments)
     if options.only_adapter and not options.adapter:
-        raise ValueError("only_adapter: expected an --adapter to write")
+        parser.error("--only_adapter: expected an --adapter to write")
     return _export(options)
 
 

@@ -80,7 +80,8 @@ def decode_arguments(path: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; what it does not know goes to ``lit-dlm predict``."""
-    options, rest = _parser().parse_known_args(list(arguments))
+    parser = _parser()
+    options, rest = parser.parse_known_args(list(arguments))
     run_dir: Path = options.run_dir
     files = list(options.config)
     if options.policies:
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         write_atomically(path, yaml.safe_dump(methods, sort_keys=False))
         files.append(str(path))
     elif options.caches or options.steps != list(DEFAULT_STEPS):
-        raise ValueError("profile: --steps and --caches apply to the files of --policies")
+        parser.error("--steps and --caches apply to the files of --policies")
     # Here, behind --help: matplotlib and Lightning take seconds to import.
     from lightning.pytorch.utilities import rank_zero_only
 

@@ -46,10 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     options = command.parse_args(list(arguments))
     is_one_run = options.first.resolve() == options.second.resolve()
     if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
-        raise ValueError(
-            "--a and --b: give both, as for two methods of one run, or neither to pair methods of "
-            "equal name"
-        )
+        command.error("--a and --b: give both, as for two methods of one run, or neither")
     first, second = (
         ResultFolder(path if path.name == "results" else path / "results")
         for path in (options.first, options.second)
@@ -86,7 +83,7 @@ def method_pairs(
     """
     of_a, of_b = _methods(first), _methods(second)
     both = [(task, of_a[task], of_b[task]) for task in of_a if task in of_b]
-    if a is not None and b is not None:
+    if a and b:
         pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
         pairs = [(task, name, name) for task, one, two in both for name in one if name in two]

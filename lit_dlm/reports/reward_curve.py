@@ -46,7 +46,8 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
     draw_curves(left, curves, faint="rollouts")
     left.set(xlabel="RL step", ylabel="reward")
     if timed := [point for point in points if "time/train" in point]:
-        names = [name for name in PHASES if any(f"time/{name}" in point for point in timed)]
+        known = set().union(*timed)
+        names = [name for name in PHASES if f"time/{name}" in known]
         right.stackplot(
             [point["step"] for point in timed],
             [[point.get(f"time/{name}", 0.0) for point in timed] for name in names],

@@ -103,17 +103,9 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     """Result rows by the uid of their trajectory, if there are results; and the shards."""
     run = path.parent if path.name == "results" else path
     if (run / "results").is_dir():
-        results = ResultFolder(run / "results")
-        found = [row for pair in results.pairs() for row in results.rows(*pair)]
-        rows = {row.trajectory["uid"]: row for row in found if row.trajectory is not None}
-        if not rows:
-            raise ValueError(
-                f"{path}: {len(found)} results, but none names a trajectory; decode with "
-                "model.level and data.trajectories_dir set to keep them"
-            )
-        sets = dict.fromkeys(row.trajectory["set"] for row in rows.values() if row.trajectory)
-        return rows, shard_paths([run / name for name in sets])
-    if path.exists() and path.suffix != ".tar" and not (path.is_dir() and shards_in(path)):
+        return _of_results(run)
+    is_set = path.suffix == ".tar" or (path.is_dir() and shards_in(path))
+    if path.exists() and not is_set:
         inside = sorted({one.parent for one in (*path.glob("*/*.tar"), *path.glob("*/results"))})
         hint = f"; did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
         raise ValueError(
@@ -121,6 +113,19 @@ def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
             f"found neither{hint}"
         )
     return None, shard_paths([path])
+
+
+def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
+    results = ResultFolder(run / "results")
+    found = [row for pair in results.pairs() for row in results.rows(*pair)]
+    rows = {row.trajectory["uid"]: row for row in found if row.trajectory is not None}
+    if not rows:
+        raise ValueError(
+            f"{run}: {len(found)} results, but none names a trajectory; decode with model.level "
+            "and data.trajectories_dir set to keep them"
+        )
+    sets = dict.fromkeys(row.trajectory["set"] for row in rows.values() if row.trajectory)
+    return rows, shard_paths([run / name for name in sets])
 
 
 def _example(uid: str) -> str:

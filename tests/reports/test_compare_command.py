@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_only_methods_of_two_runs_are_paired(
     assert (found["method_a"], found["method_b"]) == ("base", "tuned")
 
 
-def test_what_cannot_be_compared_is_explained(tmp_path: Path):
+def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a = run(tmp_path / "a", x="rr", y="rr")
     ResultFolder(tmp_path / "b" / "results").claim("u", "x", {})
     ResultFolder(tmp_path / "b" / "results").append([row("9", task="u", method="x")])
@@ -74,5 +75,6 @@ def test_what_cannot_be_compared_is_explained(tmp_path: Path):
         ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
         ([a, tmp_path / "nowhere"], "nowhere has no results"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, SystemExit)) as error:
             main([str(argument) for argument in arguments])
+        assert re.search(message, f"{error.value}{capsys.readouterr().err}")
