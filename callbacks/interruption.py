@@ -251,9 +251,8 @@ def _advice(trainer: Trainer, error: BaseException) -> str:
     if trainer.state.fn != "fit" or trainer.validating:
         size = "val_batch_size" if hasattr(data, "val_batch_size") else "batch_size"
         return f"in a validation; lower data.{size}"
-    size = "max_tokens_per_batch" if getattr(data, "max_tokens_per_batch", None) else "batch_size"
     rest = "" if is_rl else " in a new run, or set gradient_checkpointing of the backbone and go on"
-    return f"in training; lower data.{size}{rest}"
+    return f"in training; lower data.batch_size{rest}"
 
 
 def _is_followed(trainer: Trainer) -> bool:

@@ -37,9 +37,8 @@ from lit_dlm.decoding import Decoder, DecodeSettings, NoQuota, Sampler, Threshol
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.losses.views import CoupledMasking
-from lit_dlm.reports.plots import COLOURS, tidy_axes
+from lit_dlm.reports.plots import COLOURS, save_figure, tidy_axes
 from lit_dlm.reports.reward_curve import read_points, write_points
-from lit_dlm.reports.themes import save_figure
 from lit_dlm.rewards import Graded, MeanCorrectnessFilter
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective

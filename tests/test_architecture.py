@@ -25,21 +25,6 @@ SOURCES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "package", ["ops", "losses", "backbones", "heads", "decoding", "trajectories"]
-)
-def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
-    code = (
-        f"import sys, lit_dlm.{package}; "
-        "print([m for m in ('lightning', 'jsonargparse', 'wandb') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
 def test_folders_of_the_user_named_like_ours_hide_nothing(tmp_path: Path):
     """The two packages at the top of the tree are imported by a name that nobody else has."""
     for name in ("callbacks", "datamodules"):

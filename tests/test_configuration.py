@@ -9,7 +9,6 @@ from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
-from lit_dlm.config_files import nearest
 from lit_dlm.configuration import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
 from lit_dlm.decoding import CommitPolicy
@@ -22,12 +21,6 @@ def _error(configure, arguments: list[str]) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011  (argparse's own error type)
         parser.parse_args(arguments)
     return explain(str(caught.value), parser)
-
-
-def test_nearest_names_the_closest_or_lists_all():
-    assert nearest("treshold", ["threshold", "seed"]) == "; did you mean 'threshold'?"
-    assert nearest("zzz", ["b", "a"]) == "; known: a, b"
-    assert nearest("zzz", []) == ""
 
 
 class Picks:
@@ -63,18 +56,6 @@ def test_what_a_class_lacks_is_named(name: str, told: str, kind: Any, form: str)
     value = form.format(f"{__name__}.{name}")
     text = _error(lambda p: p.add_argument("--policy", type=kind), [f"--policy={value}"])
     assert text == f"policy: {told}"
-
-
-def test_a_class_that_has_moved_is_named_by_its_short_name():
-    """Saved configurations hold import paths."""
-    text = _error(
-        lambda p: p.add_subclass_arguments(LightningModule, "model"),
-        ["--model=lit_dlm.modules.tracerl.TraceRLModule"],
-    )
-    assert text == (
-        "model: 'lit_dlm.modules.tracerl.TraceRLModule' is no longer there; write class_path: "
-        "TraceRLModule"
-    )
 
 
 RECORDED = (
@@ -127,12 +108,6 @@ def model_of(folder: Path, *flags: str) -> Namespace:
     backbone = f"{{class_path: HFBackbone, init_args: {{path: tiny, lora: {lora}}}}}"
     first = f"{{class_path: TABOMModule, init_args: {{backbone: {backbone}, tokenizer: tiny}}}}"
     return parsed(parser, folder, f"model: {first}", *flags).model
-
-
-def test_a_bare_name_keeps_nested_settings(tmp_path: Path) -> None:
-    found = model_of(tmp_path, "--model=SFTModule")
-    assert found.class_path.endswith("SFTModule")
-    assert found.init_args.backbone.init_args.lora.rank == 3
 
 
 def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
