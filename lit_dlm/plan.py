@@ -158,8 +158,7 @@ class _Model:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
-        limit = run.get("max_tokens_per_batch")
-        rows = run.get("batch_size", 1) if limit is None else max(1, limit // length)
+        rows = run.get("batch_size", 1)
         if "responses_per_prompt" not in run:  # so many states of every example
             rows *= _options(run.get("corruption")).get("copies", 1)
         scored = rows * packed * run["response"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from lit_dlm.grading.bounded import shared_processes
 from lit_dlm.grading.verdict import Verdict
@@ -116,19 +117,11 @@ def extract_number(completion: str) -> str | None:
 
 def format_number(value: Fraction) -> str:
     """Writes an exact number: ``18``, ``0.5`` if the decimals end, else ``1/3``."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    places = 0
-    rest = value.denominator
-    for prime in (2, 5):
-        power = 0
-        while rest % prime == 0:
-            rest //= prime
-            power += 1
-        places = max(places, power)
-    if rest != 1:
-        return f"{value.numerator}/{value.denominator}"
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    bottom = value.denominator
+    places = next((n for n in range(bottom.bit_length()) if 10**n % bottom == 0), None)
+    if not places:
+        return str(value)
+    digits = str(abs(value.numerator) * 10**places // bottom).rjust(places + 1, "0")
     return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
 
 
@@ -297,3 +290,25 @@ def grade_math(completion: str, gold: str) -> Verdict:
 def _squeeze(text: str) -> str:
     """Removes what never changes the meaning: white space and the spelling of fractions."""
     return re.sub(r"\s+", "", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+class Grader(NamedTuple):
+    """How completions are compared with an answer."""
+
+    extract: Callable[[str], str | None]
+    grade: Callable[[str, Any], Verdict] | None
+
+
+def _stripped(completion: str) -> str | None:
+    return completion.strip() or None
+
+
+GRADERS = {
+    "none": Grader(_stripped, None),
+    "exact": Grader(_stripped, grade_exact),
+    "numeric": Grader(extract_number, grade_numeric),
+    "math": Grader(extract_math, grade_math),
+    "vqa": Grader(_stripped, grade_vqa),
+    "chartqa": Grader(_stripped, grade_relaxed),
+}
+"""By the name that a task gives as ``grading``."""

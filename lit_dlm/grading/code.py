@@ -89,31 +89,24 @@ def grade_by_outputs(
     white space does not matter. The verdict's ``score`` is the share of tests that passed, its
     ``status`` and ``detail`` tell of the first that did not; ``limits`` hold for each run.
     """
-    if not inputs or len(inputs) != len(outputs):
-        raise ValueError(
-            "expected as many outputs as inputs, and at least one, got "
-            f"{len(inputs)} inputs and {len(outputs)} outputs"
-        )
     found = extract_program(completion)
     if (verdict := ungradable(found)) is not None:
         return verdict
     assert found.code is not None
-    failure: tuple[Status, str] | None = None
-    num_passed = num_timeouts = 0
+    failures: list[tuple[Status, str]] = []
     for number, (stdin, expected) in enumerate(zip(inputs, outputs, strict=True), start=1):
         result = run_python_program(
             found.code, stdin, limits=limits, allow_code_execution=allow_code_execution
         )
         status, detail = result.status, result.detail
-        if status == "right" and result.stdout.split() != expected.split():
+        if status == "right" and str(result.answer).split() != expected.split():
             status, detail = "wrong", "another output was expected"
-        num_passed += status == "right"
         if status != "right":
-            failure = failure or (status, f"test {number} of {len(inputs)}: {detail}")
-        num_timeouts += status == "timeout"
-        if num_timeouts >= MAX_TIMEOUTS:
+            failures.append((status, f"test {number} of {len(inputs)}: {detail}"))
+        if [one for one, _ in failures].count("timeout") >= MAX_TIMEOUTS:
             break
-    status, detail = failure or ("right", "")
+    num_passed = number - len(failures)
+    status, detail = failures[0] if failures else ("right", "")
     return Verdict(status=status, answer=found.code, detail=detail, score=num_passed / len(inputs))
 
 
@@ -121,5 +114,5 @@ def ungradable(found: ExtractedCode) -> Verdict | None:
     """The verdict on code that cannot be run, or ``None`` if it can."""
     if not found.problem:
         return None
-    status = "syntax_error" if found.is_syntax_error else "no_answer"
-    return Verdict(status=status, answer=found.code, detail=found.problem)  # type: ignore[arg-type]
+    status: Status = "syntax_error" if found.is_syntax_error else "no_answer"
+    return Verdict(status=status, answer=found.code, detail=found.problem)

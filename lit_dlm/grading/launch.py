@@ -19,12 +19,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_dlm.grading.child import isolate, wire
+from lit_dlm.grading.child import isolate
+from lit_dlm.grading.child.driver import READY
 from lit_dlm.ops.options import at_least
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ BOOT = (
 )
 """Runs ``main`` of a module of :mod:`.child` in a bare interpreter, as a package of its own."""
 
-_READY = wire.pack([b"ready"])
 # Time for interpreter start and walls on a busy machine, outside the candidate's own limit.
 _SETUP_SECONDS = 30.0
 _TIMEOUT = {"status": "timeout", "detail": "the tests did not end in time"}
@@ -124,39 +123,36 @@ def probe(method: IsolationMethod) -> None:
         "entry_point": "half",
         "preamble": "",
     }
-    head, _ = _run_driver(job, (), SandboxLimits(), method)
+    head = _run_driver(job, SandboxLimits(), method)
     if head["status"] != "right":
         raise SandboxError(f"the probe gave {head['status']}: {head['detail']}")
 
 
-def run_job(
-    job: dict[str, Any], limits: SandboxLimits, *, values: Sequence[bytes] = ()
-) -> tuple[dict[str, Any], list[bytes]]:
+def run_job(job: dict[str, Any], limits: SandboxLimits) -> dict[str, Any]:
     """Runs one job in a driver behind the strongest walls there are.
 
     Args:
         job: ``mode`` (``check``, ``record``, ``compare`` or ``program``) and its data.
         limits: What the candidate may use.
-        values: Expected values, for ``compare``.
 
     Returns:
-        The head of the result (``status`` and ``detail`` at least) and the values of ``record``.
+        The result: ``status`` and ``detail`` at least.
     """
     method, begin = isolation_method(), time.monotonic()
     try:
-        return _run_driver(job, values, limits, method)
+        return _run_driver(job, limits, method)
     except _KilledError as error:  # candidates may send no signals
         logger.warning("a sandbox %s, as when memory runs out; grading its sample again", error)
     left = max(0.01, limits.wall_seconds - (time.monotonic() - begin))
     try:
-        return _run_driver(job, values, replace(limits, wall_seconds=left), method)
+        return _run_driver(job, replace(limits, wall_seconds=left), method)
     except _KilledError as error:
-        return {"status": "runtime_error", "detail": f"the sandbox {error} twice"}, []
+        return {"status": "runtime_error", "detail": f"the sandbox {error} twice"}
 
 
 def _run_driver(
-    job: dict[str, Any], values: Sequence[bytes], limits: SandboxLimits, method: IsolationMethod
-) -> tuple[dict[str, Any], list[bytes]]:
+    job: dict[str, Any], limits: SandboxLimits, method: IsolationMethod
+) -> dict[str, Any]:
     nonce = secrets.token_hex(16)
     user = _spare_user()
     # The driver gives up root when it has shown the interpreter's files, wherever they lie. Without
@@ -193,11 +189,11 @@ def _run_driver(
         raise SandboxError(f"{error.strerror}{whom}") from error
     with driver:
         try:
-            sent = wire.pack([json.dumps({**job, "nonce": nonce}).encode(), *values])
+            sent = json.dumps({**job, "nonce": nonce}).encode()
             timeout = _SETUP_SECONDS + limits.wall_seconds + 5.0  # its own alarm comes first
             output, errors = driver.communicate(sent, timeout=timeout)
         except subprocess.TimeoutExpired:
-            return dict(_TIMEOUT), []
+            return dict(_TIMEOUT)
         finally:
             driver.kill()
     if driver.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -210,27 +206,22 @@ def bare_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
 
 
-def _read_result(
-    output: bytes, nonce: str, returncode: int, errors: bytes
-) -> tuple[dict[str, Any], list[bytes]]:
+def _read_result(output: bytes, nonce: str, returncode: int, errors: bytes) -> dict[str, Any]:
     code = returncode if returncode >= 0 else 128 - returncode
     last = (errors.decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
-    if not output.startswith(_READY):
+    if not output.startswith(READY):
         raise SandboxError(last)
     try:
-        messages = wire.unpack(output[len(_READY) :])
-        head = wire.parse(messages[0]) if messages else None
-    except wire.WireError:
-        head = None
-    if head is not None:
-        if not secrets.compare_digest(str(head.pop("nonce", None)), nonce):
-            return {"status": "runtime_error", "detail": "the result is not of this run"}, []
-        return head, messages[1:]
-    if code == 128 + signal.SIGALRM:
-        return dict(_TIMEOUT), []
-    if code > 128:
-        last = f"ended by {signal.Signals(code - 128).name}"
-    return {"status": "runtime_error", "detail": f"the tests broke off: {last[:400]}"}, []
+        head: dict[str, Any] = json.loads(output[len(READY) :])
+    except ValueError:  # it was ended before it could tell
+        if code == 128 + signal.SIGALRM:
+            return dict(_TIMEOUT)
+        if code > 128:
+            last = f"ended by {signal.Signals(code - 128).name}"
+        return {"status": "runtime_error", "detail": f"the tests broke off: {last[:400]}"}
+    if not secrets.compare_digest(str(head.pop("nonce", None)), nonce):
+        return {"status": "runtime_error", "detail": "the result is not of this run"}
+    return head
 
 
 def _spare_user() -> int | None:

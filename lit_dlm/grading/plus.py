@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lit_dlm.grading.child import wire
 from lit_dlm.grading.launch import SandboxLimits, run_job
 from lit_dlm.grading.sandbox import require_permission
-from lit_dlm.grading.verdict import Status, Verdict
+from lit_dlm.grading.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,11 @@ class PlusProblem:
     """For the rule ``either``: another right output for given inputs."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Expected:
-    values: list[bytes]
-    """What the reference solution returned for each input, encoded and compressed."""
+    truths: list[str]
+    """What the reference solution returned for each input; empty where it is too large to send."""
     seconds: list[float]
-
-
-# Stands for a value of the reference solution that is too large to be sent.
-_LEFT_OUT = zlib.compress(b"", 1)
 
 
 class PlusGrader:
@@ -96,7 +91,7 @@ class PlusGrader:
         if not inputs:
             return Verdict(status="right", answer=code), 0
         expected = self._expected_of(problem, part, inputs)
-        kept = [index for index, value in enumerate(expected.values) if value != _LEFT_OUT]
+        kept = [index for index, truth in enumerate(expected.truths) if truth]
         spent = [expected.seconds[index] for index in kept]
         seconds = max(self._limits.wall_seconds, _RUN_FACTOR * sum(spent))
         other = problem.alternative
@@ -106,21 +101,16 @@ class PlusGrader:
             "entry_point": problem.entry_point,
             "calls": [wire.encode(tuple(inputs[index])) for index in kept],
             "call_seconds": [max(_LEAST_SECONDS, _REFERENCE_FACTOR * s) for s in spent],
+            "truths": [expected.truths[index] for index in kept],
             "rule": problem.rule,
             "atol": problem.atol,
-            "alternatives": [
-                None if other is None else wire.encode(other(*inputs[index])) for index in kept
-            ],
+            "alternatives": [other and wire.encode(other(*inputs[index])) for index in kept],
         }
-        head, _ = run_job(
-            job,
-            replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds),
-            values=[expected.values[index] for index in kept],
-        )
+        head = run_job(job, replace(self._limits, wall_seconds=seconds, cpu_seconds=seconds))
         detail, failed = head["detail"], head.get("failed")
         if failed is not None:
             detail = f"{part} input {kept[failed]}: {detail}"
-        verdict = Verdict(status=cast(Status, head["status"]), answer=code, detail=detail)
+        verdict = Verdict(status=head["status"], answer=code, detail=detail)
         return verdict, head.get("passed", 0) + len(inputs) - len(kept)
 
     def _expected_of(
@@ -145,10 +135,10 @@ class PlusGrader:
         limits = replace(
             self._limits, wall_seconds=_REFERENCE_SECONDS, cpu_seconds=_REFERENCE_SECONDS
         )
-        head, values = run_job(job, limits)
+        head = run_job(job, limits)
         if head["status"] != "right":
             raise ValueError(f"{problem.name}: the reference solution failed: {head['detail']}")
         # EvalPlus compares these in one process. It is 1 input of 41,015 in MBPP+.
-        if num_left_out := values.count(_LEFT_OUT):
+        if num_left_out := head["truths"].count(""):
             logger.info("%s: %d outputs are too large and left out", problem.name, num_left_out)
-        return _Expected(values=values, seconds=head["taken"])
+        return _Expected(head["truths"], head["taken"])

@@ -11,22 +11,8 @@ in the process of the run. ``SECURITY.md`` says what it is worth where.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
-
 from lit_dlm.grading.launch import SandboxLimits, run_job
-from lit_dlm.grading.verdict import Status, Verdict
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramResult:
-    """What a program run with given standard input did."""
-
-    status: Status
-    """``right`` if it ended by itself without an error."""
-    detail: str
-    stdout: str
-    """What it printed; empty unless ``status`` is ``right``."""
+from lit_dlm.grading.verdict import Verdict
 
 
 def run_python_check(
@@ -52,10 +38,14 @@ def run_python_check(
             helper functions the tests use. The candidate cannot replace what it defines.
     """
     require_permission(allow_code_execution)
-    for name, source in (("check", check), ("preamble", preamble)):
-        _require_valid_source(name, source)
     if not check.strip():
-        raise ValueError("check must hold at least one test, got an empty text")
+        raise ValueError("check: expected at least one test, got none")
+    for name, source in (("check", check), ("preamble", preamble)):
+        # Otherwise it would be the candidate's loss.
+        try:
+            compile(source, f"<{name}>", "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise ValueError(f"{name}: expected Python, got {error.msg} ({error.text})") from None
     job = {
         "mode": "check",
         "code": code,
@@ -63,14 +53,9 @@ def run_python_check(
         "entry_point": entry_point,
         "preamble": preamble,
     }
-    head, _ = run_job(job, limits or SandboxLimits())
-    total = head.get("total")
-    return Verdict(
-        status=cast(Status, head["status"]),
-        answer=code,
-        detail=head["detail"],
-        score=head["passed"] / total if total else None,
-    )
+    head = run_job(job, limits or SandboxLimits())
+    score = head["passed"] / head["total"] if head.get("total") else None
+    return Verdict(status=head["status"], answer=code, detail=head["detail"], score=score)
 
 
 def run_python_program(
@@ -79,29 +64,20 @@ def run_python_program(
     *,
     limits: SandboxLimits | None = None,
     allow_code_execution: bool,
-) -> ProgramResult:
-    """Runs untrusted code as ``__main__``; ``sys.exit(0)`` counts as a normal end."""
+) -> Verdict:
+    """Runs untrusted code as ``__main__``; ``sys.exit(0)`` counts as a normal end.
+
+    ``answer`` is what it printed; empty unless ``status`` is ``right``: it ended without an error.
+    """
     require_permission(allow_code_execution)
-    job = {"mode": "program", "code": code, "stdin": stdin}
-    head, _ = run_job(job, limits or SandboxLimits())
-    return ProgramResult(
-        status=cast(Status, head["status"]), detail=head["detail"], stdout=head.get("stdout", "")
-    )
+    head = run_job({"mode": "program", "code": code, "stdin": stdin}, limits or SandboxLimits())
+    return Verdict(status=head["status"], answer=head.get("stdout", ""), detail=head["detail"])
 
 
-def require_permission(allow_code_execution: bool) -> None:
+def require_permission(allow_code_execution: bool, *, of: str = "allow_code_execution") -> None:
     """Refuses to go on unless running code was explicitly allowed."""
     if allow_code_execution is not True:
         raise ValueError(
-            "grading this task runs model-written code: set allow_code_execution: true to allow "
-            f"it (got {allow_code_execution!r})"
+            f"{of}: grading runs model-written code; set allow_code_execution: true in the task to "
+            "allow it"
         )
-
-
-def _require_valid_source(name: str, source: str) -> None:
-    try:
-        compile(source, f"<{name}>", "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise ValueError(
-            f"{name} must be valid Python, got a syntax error: {error.msg} (line {error.lineno})"
-        ) from None

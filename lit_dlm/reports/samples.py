@@ -121,8 +121,8 @@ def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
     rows = {row.trajectory["uid"]: row for row in found if row.trajectory is not None}
     if not rows:
         raise ValueError(
-            f"{run}: {len(found)} results, but none names a trajectory; decode with model.level set "
-            "to keep them"
+            f"{run}: {len(found)} results, but none names a trajectory; decode with model.level "
+            "set to keep them"
         )
     sets = dict.fromkeys(row.trajectory["set"] for row in rows.values() if row.trajectory)
     return rows, shard_paths([run / name for name in sets])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -24,19 +23,7 @@ class Alpaca(DatasetTask):
         super().__init__(path, template=template, **options)
 
     def _example(self, row: Row) -> PromptExample:
-        return self._prompt(
-            row,
-            f"{row.index:05d}",
-            row.text("instruction").strip(),
-            {"output": row.text("output")},
-            input=row.text("input").strip() if row.fields.get("input") else "",
-        )
-
-    def reference_completion(self, example: PromptExample) -> str:
-        return str(example.reference["output"])
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        return completion.strip() or None
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")
+        below = row.text("input").strip() if row.fields.get("input") else ""
+        reference = {"answer": row.text("output")}
+        question = row.text("instruction").strip()
+        return self._prompt(row, f"{row.index:05d}", question, reference, input=below)

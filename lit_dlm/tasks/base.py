@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
+from lit_dlm.grading.answers import GRADERS
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
+from lit_dlm.grading.sandbox import require_permission
+from lit_dlm.ops.options import within
 from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
@@ -98,6 +101,8 @@ class DatasetTask(Task):
     hub_config: str | None = None
     required_fields: tuple[str, ...] = ()
     own_template = "{{ question }}"
+    grading = "none"
+    """How a completion is compared with the ``answer`` of the reference, see :data:`GRADERS`."""
 
     def __init__(
         self,
@@ -116,12 +121,12 @@ class DatasetTask(Task):
         self._template = PromptTemplate(template, default=self.own_template)
         source = path or self.hub_id
         if source is None:
-            raise ValueError(f"path: the task {self.name!r} needs a local file or a hub id")
+            raise ValueError(f"path: expected a local file or a hub id for {self.name!r}, got none")
         given = Path(source).expanduser()
         self._folder = given if given.is_dir() else given.parent
         if num_shots:
             text = self._shots(
-                num_shots, shots_path or source, is_same=shots_path in (None, source)
+                num_shots, shots_path or source, has_same=shots_path in (None, source)
             )
             # Part of the template, so that results record them.
             text = f"{{% raw %}}{text}{{% endraw %}}{self._template.given or self.own_template}"
@@ -136,15 +141,12 @@ class DatasetTask(Task):
             read_rows(source, config=self.hub_config, split=split, required=required, option=option)
         )
 
-    def _shots(self, count: int, source: str, *, is_same: bool) -> str:
-        """Worked examples as one text; ``is_same`` where the prompts have the same source."""
-        if is_same and (self.split == "train" or Path(source).expanduser().is_file()):
-            raise ValueError(
-                f"shots_path: expected other problems than those of the task {self.name!r}"
-            )
+    def _shots(self, count: int, source: str, *, has_same: bool) -> str:
+        """Worked examples as one text; ``has_same`` where the prompts have the same source."""
+        if has_same and (self.split == "train" or Path(source).expanduser().is_file()):
+            raise ValueError(f"shots_path: expected other problems than those of {self.name!r}")
         rows = self._rows(source, "train", option="shots_path")
-        if not 0 < count <= len(rows):
-            raise ValueError(f"num_shots: expected 0 to {len(rows)} for {source}, got {count}")
+        within(f"[0, {len(rows)}]", num_shots=count)
         shots = [self._example(row) for row in rows[:count]]
         texts = (f"{one.text}\n\n{self.reference_completion(one)}\n\n" for one in shots)
         return "".join(texts)
@@ -170,6 +172,18 @@ class DatasetTask(Task):
 
     def examples(self) -> Sequence[PromptExample]:
         return self._examples
+
+    def reference_completion(self, example: PromptExample) -> str:
+        return str(example.reference["answer"])
+
+    def extract(self, example: PromptExample, completion: str) -> str | None:
+        return GRADERS[self.grading].extract(completion)
+
+    def grade(self, example: PromptExample, completion: str) -> Verdict:
+        grader = GRADERS[self.grading]
+        if grader.grade is None:
+            raise ValueError(f"{example.uid}: the task {self.name!r} has no grader")
+        return grader.grade(completion, example.reference["answer"])
 
 
 class CodeTask(DatasetTask):
@@ -234,11 +248,11 @@ def tasks_by_name(tasks: Sequence[Task], *, option: str = "tasks") -> dict[str, 
     for task in tasks:
         checked_plug(task, Task, option=option)
         if task.name in found:
-            other = found[task.name]
+            both = " and ".join(
+                f"{type(t).__name__} of split {t.split!r}" for t in (found[task.name], task)
+            )
             raise ValueError(
-                f"{option}: expected tasks of different names, got {task.name!r} twice "
-                f"({type(other).__name__} of split {other.split!r} and {type(task).__name__} of "
-                f"split {task.split!r}); give one another name"
+                f"{option}: expected different names, got {task.name!r} twice ({both})"
             )
         found[task.name] = task
     return found
@@ -253,11 +267,7 @@ def require_code_execution(
     """
     running = [task for task in tasks if task.runs_code]
     for task in running:
-        if not getattr(task, "allow_code_execution", False):
-            raise ValueError(
-                f"{task.name}: grading runs model-written code; set allow_code_execution: true in "
-                "the task to allow it"
-            )
+        require_permission(getattr(task, "allow_code_execution", False), of=task.name)
     if not running:
         return None
     level = isolation_level()
@@ -277,8 +287,6 @@ def check_uids(examples: Mapping[str, Sequence[PromptExample]]) -> None:
         for row, example in enumerate(group):
             origin = f"row {row} of task {name!r}"
             if example.uid in seen:
-                raise ValueError(
-                    f"tasks: expected every prompt to have a uid of its own, got {example.uid!r} "
-                    f"for {seen[example.uid]} and {origin}"
-                )
+                where = f"{seen[example.uid]} and {origin}"
+                raise ValueError(f"tasks: expected uids once, got {example.uid!r} for {where}")
             seen[example.uid] = origin

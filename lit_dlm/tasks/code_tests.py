@@ -44,10 +44,7 @@ class CodeTests(CodeTask):
 
     def _example(self, row: Row) -> PromptExample:
         method = row.text("test_method")
-        if method not in ("function", "stdio"):
-            raise ValueError(
-                f"{row.origin}: field 'test_method' must be function or stdio, got {method!r}"
-            )
+        row.expect(method in ("function", "stdio"), "test_method function or stdio", method)
         reference: dict[str, Any] = {
             "test_method": method,
             "seconds": _seconds(row),
@@ -56,15 +53,13 @@ class CodeTests(CodeTask):
         if method == "function":
             tests = reference["test_list"] = row.texts("test_list")
             reference["check"] = "\n".join(tests)
-            reference["entry_point"] = _entry_point(tests, row.origin)
+            reference["entry_point"] = _entry_point(tests, row)
             reference["stub"] = row.fields.get("prefix") or row.fields.get("Prefix") or ""
         else:
             reference["test_input"] = row.texts("test_input")
             reference["test_output"] = row.texts("test_output")
-            if len(reference["test_input"]) != len(reference["test_output"]):
-                raise ValueError(
-                    f"{row.origin}: fields 'test_input' and 'test_output' must be equally long"
-                )
+            counts = [len(reference[name]) for name in ("test_input", "test_output")]
+            row.expect(counts[0] == counts[1], "as many test_output as test_input", counts)
         question = row.text("question").strip()
         return self._prompt(row, f"{row.index:05d}", question, reference, **reference)
 
@@ -95,22 +90,16 @@ class CodeTests(CodeTask):
 
 def _seconds(row: Row) -> float:
     value = row.fields.get("test_time_limit", _DEFAULT_SECONDS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
-        raise ValueError(
-            f"{row.origin}: field 'test_time_limit' must be a number of seconds, got {value!r}"
-        )
+    is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3600
+    row.expect(is_time, "a number of seconds in field 'test_time_limit'", value)
     return float(value)
 
 
-def _entry_point(tests: Sequence[str], origin: str) -> str:
+def _entry_point(tests: Sequence[str], row: Row) -> str:
     """The function under test: the name that most assertions call, the first of several."""
     calls: Counter[str] = Counter()
     for test in tests:
-        try:
-            tree = ast.parse(test)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"{origin}: the test {test[:60]!r} does not parse ({error})") from None
-        nodes = list(ast.walk(tree))
+        nodes = list(ast.walk(row.parsed(test)))
         bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         bound |= {n.asname or n.name for n in nodes if isinstance(n, ast.alias)}
         called = (
@@ -120,6 +109,5 @@ def _entry_point(tests: Sequence[str], origin: str) -> str:
         )
         # Each name once per test, in the order of the tree: outer calls come first.
         calls.update(dict.fromkeys((n for n in called if n not in bound | _BUILTINS), 1))
-    if not calls:
-        raise ValueError(f"{origin}: the tests call no function that an answer could define")
+    row.expect(bool(calls), "tests that call a function of the answer", tests)
     return calls.most_common(1)[0][0]

@@ -36,30 +36,21 @@ def conversation(
     chat = next((name for name in CHATS if name in fields), None)
     if chat is not None:
         return _split(row, chat, needs_answer=needs_answer)
-    prompt = next((name for name in _PROMPT_FIELDS if name in fields), None)
+    prompt = next((name for name in _PROMPT_FIELDS if name in fields), "")
     names = reversed(_ANSWER_FIELDS) if short else _ANSWER_FIELDS
     answer = next((name for name in names if name in fields), None)
-    if prompt is None or (needs_answer and answer is None):
-        wanted = f"one of {', '.join(_PROMPT_FIELDS)}"
-        if needs_answer:
-            wanted += f" and one of {', '.join(_ANSWER_FIELDS)}"
-        raise ValueError(
-            f"{row.origin}: expected 'messages', 'conversations', or {wanted}; got "
-            f"{', '.join(sorted(fields)) or 'nothing'}"
-        )
+    wanted = f"'messages', 'conversations', or one of {', '.join(_PROMPT_FIELDS)}"
+    if needs_answer:
+        wanted += f" and one of {', '.join(_ANSWER_FIELDS)}"
+    row.expect(bool(prompt and (answer or not needs_answer)), wanted, sorted(fields))
     text = row.text(prompt)
-    if not text.strip():
-        raise ValueError(f"{row.origin}: field {prompt!r} must not be empty")
+    row.expect(bool(text.strip()), f"a text that is not empty in field {prompt!r}", text)
     if prompt == "instruction" and fields.get("input"):
         text = f"{text}\n\n{row.text('input')}"
-    return [{"role": "user", "content": text}], None if answer is None else _answer(row, answer)
-
-
-def _answer(row: Row, name: str) -> str:
-    value = row.fields[name]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{row.origin}: field {name!r} must be a text or a number")
-    return str(value)
+    turns = [{"role": "user", "content": text}]
+    if answer is None:
+        return turns, None
+    return turns, str(row.get(answer, (str, int, float), "a text or a number"))
 
 
 def _split(row: Row, chat: str, *, needs_answer: bool) -> tuple[Turns, str | None]:
@@ -67,19 +58,14 @@ def _split(row: Row, chat: str, *, needs_answer: bool) -> tuple[Turns, str | Non
     if chat == "conversations" and isinstance(turns, list):
         turns = [_renamed(turn) for turn in turns]
     least = 2 if needs_answer else 1
-    if not isinstance(turns, list) or len(turns) < least or not all(map(_is_turn, turns)):
-        count = "two turns" if needs_answer else "one turn"
-        raise ValueError(
-            f"{row.origin}: field {chat!r} must list at least {count} with {CHATS[chat]}"
-        )
-    if turns[-1]["role"] == "assistant" and len(turns) > 1:
-        return turns[:-1], turns[-1]["content"]
-    if needs_answer or turns[-1]["role"] != "user":
-        whose = "assistant" if needs_answer else "user"
-        raise ValueError(
-            f"{row.origin}: the last of {chat!r} must be the {whose}'s, "
-            f"got role {turns[-1]['role']!r}"
-        )
+    is_chat = isinstance(turns, list) and len(turns) >= least and all(map(_is_turn, turns))
+    wanted = f"at least {least} with {CHATS[chat]} in field {chat!r}"
+    row.expect(is_chat, wanted, row.fields[chat])
+    last = turns[-1]
+    if last["role"] == "assistant" and len(turns) > 1:
+        return turns[:-1], last["content"]
+    whose = "assistant" if needs_answer else "user"
+    row.expect(last["role"] == whose, f"the {whose}'s as the last of {chat!r}", last["role"])
     return turns, None
 
 

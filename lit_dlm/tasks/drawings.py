@@ -44,6 +44,5 @@ class DrawingPrompts(PromptsFile):
         answer = self.extract(example, completion)
         if answer is None:
             return Verdict(status="no_answer", detail="the response is no picture", score=0.0)
-        score = float(answer)
-        status: Status = "right" if score >= 0.5 else "wrong"
-        return Verdict(status=status, answer=answer, score=score)
+        status: Status = "right" if float(answer) >= 0.5 else "wrong"
+        return Verdict(status=status, answer=answer, score=float(answer))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from lit_dlm.grading import Verdict
-from lit_dlm.grading.answers import extract_number, grade_numeric, text_after_marker
+from lit_dlm.grading.answers import extract_number, text_after_marker
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -20,6 +19,7 @@ class GSM8K(DatasetTask):
     """The GSM8K questions, of the split ``test`` or ``train``."""
 
     name = "gsm8k"
+    grading = "numeric"
     hub_id = "openai/gsm8k"
     hub_config = "main"
     required_fields = ("question", "answer")
@@ -32,17 +32,11 @@ class GSM8K(DatasetTask):
     def _example(self, row: Row) -> PromptExample:
         solution = row.text("answer")
         answer = text_after_marker(solution)
-        if answer is None or extract_number(f"#### {answer}") is None:
-            raise ValueError(f"{row.origin}: field 'answer' must end in '#### <number>'")
+        is_number = answer is not None and extract_number(f"#### {answer}") is not None
+        row.expect(is_number, "'#### <number>' at the end of field 'answer'", solution)
         reference = {"answer": answer, "solution": solution}
         return self._prompt(row, f"{row.index:05d}", row.text("question").strip(), reference)
 
     def reference_completion(self, example: PromptExample) -> str:
         """The data set's own solution, without its calculator annotations."""
         return _CALCULATOR.sub("", example.reference["solution"])
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        return extract_number(completion)
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        return grade_numeric(completion, example.reference["answer"])

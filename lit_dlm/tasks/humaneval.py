@@ -47,14 +47,9 @@ class HumanEvalPlus(PlusTask):
     own_template = _TEMPLATE
     _file = "HumanEvalPlus.jsonl.gz"
 
-    def _question(self, row: Row) -> str:
-        return row.text("prompt")
-
-    def _solution(self, row: Row) -> str:
-        return row.text("prompt") + row.text("canonical_solution")
-
-    def _stub(self, row: Row) -> str:
-        return row.text("prompt")
+    def _parts(self, row: Row) -> tuple[str, str, str]:
+        stub = row.text("prompt")
+        return stub, stub, stub + row.text("canonical_solution")
 
     def _rule(self, entry_point: str) -> tuple[Rule, None]:
         return ("root" if entry_point == "find_zero" else "close"), None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from lit_dlm.grading import Verdict
@@ -81,10 +82,7 @@ class KodCode(CodeTask):
         test = row.text("test_code" if "test_code" in fields else "test")
         solution = fields.get("solution") or fields.get("canonical_solution") or ""
         entry_point = _entry_point(row, test, solution)
-        try:
-            check, problem = checks(test, entry_point), ""
-        except ValueError as error:
-            check, problem = "", str(error)
+        check, problem = checks(test, entry_point)
         reference = {
             "entry_point": entry_point,
             "check": check,
@@ -119,54 +117,69 @@ def _entry_point(row: Row, test: str, solution: str) -> str:
     return next((str(name) for name in reversed(defined) if name in spoken_of), "")
 
 
-def checks(test_code: str, entry_point: str) -> str:
-    """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`.
+def checks(test_code: str, entry_point: str) -> tuple[str, str]:
+    """Rewrites tests for :func:`~lit_dlm.grading.run_python_check`, or says why it cannot.
 
     Imports of the answer and of pytest go, since the grader binds the answer's names itself and
     :data:`PYTEST` stands for the other; every function named ``test_...`` becomes one assertion.
     Tests that define ``check(candidate)`` stay as they are.
+
+    Returns:
+        The tests and an empty text, or an empty text and the problem.
     """
-    if not entry_point:
-        raise ValueError("nothing tells the name of the function under test")
     try:
         tree = ast.parse(test_code)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"the tests do not parse ({error})") from None
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    if "check" in functions:
-        return test_code
-    if entry_point in {getattr(node, "name", None) for node in tree.body}:
-        raise ValueError(f"the tests define {entry_point!r} themselves")
-    tests = {name: node for name, node in functions.items() if name.startswith("test")}
-    if not tests:
-        raise ValueError("there is no function named test_...")
-    for name, node in tests.items():
-        if ast.unparse(node.args) or node.decorator_list:
-            raise ValueError(f"{name} needs pytest to give it arguments")
+        return "", f"the tests do not parse ({error})"
+    tests = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    if entry_point and "check" in tests:
+        return test_code, ""
+    tests = {name: node for name, node in tests.items() if name.startswith("test")}
+    if problem := _problem(tree, tests, entry_point):
+        return "", problem
     rewritten = ast.unparse(ast.fix_missing_locations(_WithoutImports().visit(tree)))
     # Each is one true assertion once the function has returned, whatever it returned.
-    return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)])
+    return "\n".join([PYTEST, rewritten, *(f"assert [{name}()]" for name in tests)]), ""
+
+
+def _problem(tree: ast.Module, tests: dict[str, ast.FunctionDef], entry_point: str) -> str:
+    """Why the sandbox cannot run the tests, if it cannot."""
+    defined = {getattr(node, "name", None) for node in tree.body}
+    awkward = [n for n, node in tests.items() if ast.unparse(node.args) or node.decorator_list]
+    foreign = [name for name in _modules(tree) if name not in sys.stdlib_module_names]
+    problems: dict[str, object] = {
+        "nothing tells the name of the function under test": not entry_point,
+        f"the tests define {entry_point!r} themselves": entry_point in defined,
+        "there is no function named test_...": not tests,
+        f"{' and '.join(awkward)} needs pytest to give it arguments": awkward,
+        f"the tests import {', '.join(map(repr, foreign))}": foreign,
+    }
+    return next((told for told, holds in problems.items() if holds), "")
+
+
+def _modules(tree: ast.Module) -> Iterator[str]:
+    """Names of the packages that are imported, but for the answer's and what stands for pytest."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module != _MODULE:
+            yield (node.module or ".").split(".")[0]
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if alias.name != _MODULE and (alias.name != "pytest" or alias.asname):
+                yield alias.name.split(".")[0]
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Takes the imports of the answer and of pytest out, and refuses what is not there."""
+    """Takes the imports of the answer and of pytest out."""
 
     def __init__(self) -> None:
         self.module_names: set[str] = set()
 
     def visit_Import(self, node: ast.Import) -> ast.stmt:
-        kept = []
-        for alias in node.names:
-            if alias.name == _MODULE:
-                self.module_names.add(alias.asname or alias.name)
-            elif alias.name != "pytest" or alias.asname:
-                _require_standard(alias.name)
-                kept.append(alias)
+        self.module_names |= {a.asname or a.name for a in node.names if a.name == _MODULE}
+        kept = [alias for alias in node.names if alias.name not in (_MODULE, "pytest")]
         return ast.Import(kept) if kept else ast.Pass()
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.module != _MODULE:
-            _require_standard(node.module or "")
             return node
         renamed = [a for a in node.names if a.asname]
         if not renamed:
@@ -180,8 +193,3 @@ class _WithoutImports(ast.NodeTransformer):
         if isinstance(node.value, ast.Name) and node.value.id in self.module_names:
             return ast.Name(node.attr, node.ctx)
         return node
-
-
-def _require_standard(module: str) -> None:
-    if module.split(".")[0] not in sys.stdlib_module_names:
-        raise ValueError(f"the tests import {module or 'a neighbour'!r}")

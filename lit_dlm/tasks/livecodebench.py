@@ -47,8 +47,7 @@ class LiveCodeBench(CodeTests):
         }
         if fields["starter_code"]:
             method = re.findall(r"def (\w+)\(self", fields["starter_code"])
-            if not method:
-                raise ValueError(f"{row.origin}: field 'starter_code' defines no method")
+            row.expect(bool(method), "a method in field 'starter_code'", fields["starter_code"])
             fields["test_method"] = "function"
             fields["prefix"] = _IMPORTS
             fields["test_list"] = [

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lit_dlm.grading import Verdict
-from lit_dlm.grading.answers import extract_math, grade_math, last_boxed
+from lit_dlm.grading.answers import last_boxed
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.sources import Row
 
@@ -24,6 +23,7 @@ class MATH(DatasetTask):
     """
 
     name = "math"
+    grading = "math"
     hub_id = "HuggingFaceH4/MATH-500"
     own_template = (
         "{{ question }}\n\n"
@@ -32,15 +32,14 @@ class MATH(DatasetTask):
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         for row in rows:
-            if "problem" not in row.fields and "question" not in row.fields:
-                present = ", ".join(list(row.fields)[:8])
-                raise ValueError(f"{row.origin}: field 'problem' is missing (it has: {present})")
+            has_problem = "problem" in row.fields or "question" in row.fields
+            row.expect(has_problem, "a field 'problem'", list(row.fields))
         usable = [row for row in rows if self._answer(row)]
         if len(usable) < len(rows):
             dropped = len(rows) - len(usable)
             logger.warning("left out %d of %d problems without an answer", dropped, len(rows))
-        if not usable:
-            raise ValueError(f"{rows[0].origin}: no row has a field 'answer' or a boxed solution")
+        wanted = "a field 'answer' or a boxed solution in at least one row"
+        rows[0].expect(bool(usable), wanted, rows[0].fields)
         return usable
 
     @staticmethod
@@ -65,9 +64,3 @@ class MATH(DatasetTask):
     def reference_completion(self, example: PromptExample) -> str:
         answer, solution = example.reference["answer"], example.reference["solution"]
         return solution if last_boxed(solution) == answer else f"\\boxed{{{answer}}}"
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        return extract_math(completion)
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        return grade_math(completion, example.reference["answer"])

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from lit_dlm.grading import SandboxLimits
-from lit_dlm.grading.code import CANDIDATE_FILE
 from lit_dlm.grading.plus import Rule
+from lit_dlm.ops.options import one_of
 from lit_dlm.tasks.base import CodeTask, PromptExample
 from lit_dlm.tasks.plus import PlusTask
 from lit_dlm.tasks.sources import Row
@@ -57,24 +57,21 @@ class MBPP(CodeTask):
         limits: SandboxLimits | None = None,
         **options: Any,
     ) -> None:
-        if split not in _SPLITS:
-            raise ValueError(f"split: expected {', '.join(_SPLITS)}, got {split!r}")
+        one_of(*_SPLITS, split=split)
         super().__init__(path, split=split, limits=limits or _LIMITS, **options)
 
     def _usable(self, rows: list[Row]) -> list[Row]:
         numbers = _SPLITS[self.split]
         usable = [row for row in rows if _number(row) in numbers]
-        if not usable:
-            raise ValueError(
-                f"{rows[0].origin}: no problem of the split {self.split!r} ({numbers})"
-            )
+        wanted = f"a problem of the split {self.split!r} ({numbers})"
+        rows[0].expect(bool(usable), wanted, [_number(row) for row in rows])
         return usable
 
     def _example(self, row: Row) -> PromptExample:
         tests, code = row.texts("test_list"), row.text("code")
         reference = {
             "task_id": _number(row),
-            "entry_point": _entry_point(code, tests, row.origin),
+            "entry_point": _entry_point(code, tests, row),
             "check": "\n".join([row.fields.get("test_setup_code") or "", *tests]),
             "stub": "",
             "solution": code,
@@ -89,11 +86,9 @@ class MBPPPlus(PlusTask):
     own_template = "{{ question }}\n\n" + _INSTRUCTION
     _file = "MbppPlus.jsonl.gz"
 
-    def _question(self, row: Row) -> str:
-        return row.text("prompt").strip().strip(chr(34)).strip()
-
-    def _solution(self, row: Row) -> str:
-        return row.text("canonical_solution")
+    def _parts(self, row: Row) -> tuple[str, str, str]:
+        question = row.text("prompt").strip().strip(chr(34)).strip()
+        return question, "", row.text("canonical_solution")
 
     def _restored(self, task_id: str, inputs: list[Any]) -> list[Any]:
         found: list[Any] = _evalplus("data.mbpp").mbpp_deserialize_inputs(task_id, inputs)
@@ -118,27 +113,17 @@ class MBPPPlus(PlusTask):
 
 
 def _number(row: Row) -> int:
-    value = row.fields["task_id"]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{row.origin}: field 'task_id' must be an integer, got {value!r}")
-    return value
+    number: int = row.get("task_id", int, "an integer")
+    return number
 
 
-def _entry_point(code: str, tests: Sequence[str], origin: str) -> str:
+def _entry_point(code: str, tests: Sequence[str], row: Row) -> str:
     """The function under test: the last that the solution defines and the tests use."""
-    try:
-        defined = ast.parse(code, CANDIDATE_FILE).body
-        used = {
-            node.id
-            for test in tests
-            for node in ast.walk(ast.parse(test, CANDIDATE_FILE))
-            if isinstance(node, ast.Name)
-        }
-    except SyntaxError as error:
-        raise ValueError(f"{origin}: the code or a test does not parse ({error.msg})") from None
+    defined, *trees = (row.parsed(text).body for text in (code, *tests))
+    nodes = (node for tree in trees for part in tree for node in ast.walk(part))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
     names = [n.name for n in defined if isinstance(n, ast.FunctionDef) and n.name in used]
-    if not names:
-        raise ValueError(f"{origin}: the tests call no function that the field 'code' defines")
+    row.expect(bool(names), "tests that call a function of field 'code'", tests)
     return names[-1]
 
 

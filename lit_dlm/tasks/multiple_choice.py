@@ -41,11 +41,8 @@ class MultipleChoice(DatasetTask):
     def _example(self, row: Row) -> PromptExample:
         key = f"{row.index:05d}"
         options, right = self._options(row, key)
-        if not 2 <= len(options) <= len(ascii_uppercase) or not 0 <= right < len(options):
-            raise ValueError(
-                f"{row.origin}: expected 2 to 26 options and the number of one, got "
-                f"{len(options)} and {right}"
-            )
+        is_one = 2 <= len(options) <= len(ascii_uppercase) and 0 <= right < len(options)
+        row.expect(is_one, "2 to 26 options and the number of one", (len(options), right))
         lettered = [f"({ascii_uppercase[i]}) {text}" for i, text in enumerate(options)]
         question = row.text("Question" if "Question" in row.fields else "question").strip()
         reference = {"answer": ascii_uppercase[right], "num_options": len(options)}
@@ -62,16 +59,13 @@ class MultipleChoice(DatasetTask):
             random.Random(sample_seed(0, f"{self.name}/{key}")).shuffle(order)
             return [texts[number] for number in order], order.index(0)
         given = fields.get("options", fields.get("choices"))
-        if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-            raise ValueError(f"{row.origin}: expected a list of texts in 'options' or 'choices'")
+        has_texts = isinstance(given, list) and all(isinstance(text, str) for text in given)
+        row.expect(has_texts, "a list of texts in 'options' or 'choices'", given)
         answer = fields.get("answer_index", fields.get("answer"))
         if isinstance(answer, str) and len(answer) == 1 and answer in ascii_uppercase:
             return given, ascii_uppercase.index(answer)
-        if isinstance(answer, bool) or not isinstance(answer, int):
-            raise ValueError(
-                f"{row.origin}: expected a letter or a number in 'answer_index' or 'answer', "
-                f"got {answer!r}"
-            )
+        is_number = isinstance(answer, int) and not isinstance(answer, bool)
+        row.expect(is_number, "a letter or a number in 'answer_index' or 'answer'", answer)
         return given, answer
 
     def reference_completion(self, example: PromptExample) -> str:
@@ -155,8 +149,9 @@ class MMMU(MultipleChoice):
     def _example(self, row: Row) -> PromptExample:
         try:
             options = ast.literal_eval(row.text("options"))
-        except (SyntaxError, ValueError):
-            raise ValueError(f"{row.origin}: field 'options' must be a list of texts") from None
+        except SyntaxError:
+            options = None
+        row.expect(isinstance(options, list), "a list in field 'options'", row.fields["options"])
         texts = [row.text("question"), *map(str, options)]
         named = [int(number) for text in texts for number in re.findall(r"<image (\d)>", text)]
         texts = [re.sub(r"<image \d>", PLACE, text) for text in texts]

@@ -28,26 +28,16 @@ class PlusTask(CodeTask):
 
     def __init__(self, path: str | None = None, **options: Any) -> None:
         if path is None:
-            raise ValueError(
-                f"path: the task {self.name!r} needs a local file of the EvalPlus release, such as "
-                f"{self._file} (its hub copy lacks the inputs)"
-            )
+            wanted = f"a local file of the EvalPlus release, such as {self._file}"
+            raise ValueError(f"path: expected {wanted}, for the task {self.name!r}, got none")
         super().__init__(path, **options)
         self._grader = PlusGrader(
             limits=self.limits, allow_code_execution=self.allow_code_execution
         )
 
     @abstractmethod
-    def _question(self, row: Row) -> str:
-        """What the template gets as ``question``."""
-
-    @abstractmethod
-    def _solution(self, row: Row) -> str:
-        """The reference solution as a whole module."""
-
-    def _stub(self, row: Row) -> str:
-        """What the prompt shows of the module."""
-        return ""
+    def _parts(self, row: Row) -> tuple[str, str, str]:
+        """The question, what the prompt shows of the module, and the solution as a whole one."""
 
     @abstractmethod
     def _rule(self, entry_point: str) -> tuple[Rule, Callable[..., Any] | None]:
@@ -58,14 +48,19 @@ class PlusTask(CodeTask):
         return inputs
 
     def _example(self, row: Row) -> PromptExample:
+        question, stub, solution = self._parts(row)
+        atol = row.get("atol", (int, float), "a number")
+        row.expect(atol >= 0, "at least 0 in field 'atol'", atol)
         reference = {
             "task_id": row.text("task_id"),
             "entry_point": row.text("entry_point"),
-            "stub": self._stub(row),
-            "solution": self._solution(row),
-            **plus_fields(row),
+            "stub": stub,
+            "solution": solution,
+            "base_input": _inputs(row, "base_input"),
+            "plus_input": _inputs(row, "plus_input"),
+            "atol": float(atol),
         }
-        return self._prompt(row, problem_number(row), self._question(row), reference)
+        return self._prompt(row, problem_number(row), question, reference)
 
     def problem(self, example: PromptExample) -> PlusProblem:
         reference = example.reference
@@ -94,18 +89,10 @@ def problem_number(row: Row) -> str:
     return row.text("task_id").rpartition("/")[2].zfill(5)
 
 
-def plus_fields(row: Row) -> dict[str, Any]:
-    """``base_input``, ``plus_input`` and ``atol`` of a row of the EvalPlus release."""
-    fields: dict[str, Any] = {}
-    for name in ("base_input", "plus_input"):
-        value = row.fields.get(name)
-        if value == {}:
-            value = []  # how the release writes "none" for Mbpp/793
-        if not isinstance(value, list) or not all(isinstance(args, list) for args in value):
-            raise ValueError(f"{row.origin}: field {name!r} must be a list of argument lists")
-        fields[name] = value
-    atol = row.fields.get("atol")
-    if isinstance(atol, bool) or not isinstance(atol, int | float) or atol < 0:
-        raise ValueError(f"{row.origin}: field 'atol' must be a number of at least 0")
-    fields["atol"] = float(atol)
-    return fields
+def _inputs(row: Row, name: str) -> list[list[Any]]:
+    given = row.fields.get(name)
+    value = [] if given == {} else given  # how the release writes "none" for Mbpp/793
+    has_lists = isinstance(value, list) and all(isinstance(args, list) for args in value)
+    row.expect(has_lists, f"a list of argument lists in field {name!r}", given)
+    assert isinstance(value, list)
+    return value

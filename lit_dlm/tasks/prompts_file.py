@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from lit_dlm.grading import Verdict
-from lit_dlm.grading.answers import (
-    extract_math,
-    extract_number,
-    grade_exact,
-    grade_math,
-    grade_numeric,
-    grade_relaxed,
-    grade_vqa,
-    parse_number,
-)
+from lit_dlm.grading.answers import parse_number
 from lit_dlm.tasks.base import DatasetTask, PromptExample
 from lit_dlm.tasks.conversations import conversation
 from lit_dlm.tasks.sources import Row
-
-_GRADERS: dict[str, Callable[[str, str], Verdict]] = {
-    "exact": grade_exact,
-    "numeric": grade_numeric,
-    "math": grade_math,
-    "chartqa": grade_relaxed,
-}
 
 
 class PromptsFile(DatasetTask):
@@ -62,64 +44,38 @@ class PromptsFile(DatasetTask):
         seen: dict[str, str] = {}
         for row in rows:
             key = self._key(row)
-            if key in seen:
-                raise ValueError(f"{row.origin}: id {key!r} is taken by {seen[key]}")
+            row.expect(key not in seen, f"an id other than that of {seen.get(key)}", key)
             seen[key] = row.origin
         return rows
 
     @staticmethod
     def _key(row: Row) -> str:
-        value = row.fields.get("id", f"{row.index:06d}")
-        if not isinstance(value, str | int) or isinstance(value, bool) or str(value).strip() == "":
-            raise ValueError(f"{row.origin}: field 'id' must be a text or an integer")
-        return str(value)
+        if "id" not in row.fields:
+            return f"{row.index:06d}"
+        key = str(row.get("id", (str, int), "a text or an integer"))
+        row.expect(bool(key.strip()), "a text or an integer in field 'id'", key)
+        return key
 
     def _example(self, row: Row) -> PromptExample:
-        by_people = self.grading == "vqa"
-        turns, answer = conversation(row, needs_answer=self.is_graded and not by_people, short=True)
+        is_vqa = self.grading == "vqa"
+        turns, answer = conversation(row, needs_answer=self.is_graded and not is_vqa, short=True)
         reference: dict[str, Any] = {}
-        if by_people:
-            reference["answers"] = _answers(row)
+        if is_vqa:
+            given = row.get("answers", list, "a list of texts")
+            people = [one.get("answer") if isinstance(one, dict) else one for one in given]
+            has_texts = bool(people) and all(isinstance(one, str) for one in people)
+            row.expect(has_texts, "a list of texts in field 'answers'", given)
+            reference["answer"] = people
         elif self.is_graded:
             assert answer is not None
-            if self.grading == "numeric" and parse_number(answer) is None:
-                raise ValueError(f"{row.origin}: the answer must hold a number, got {answer!r}")
+            is_right = self.grading != "numeric" or parse_number(answer) is not None
+            row.expect(is_right, "an answer with a number", answer)
             reference["answer"] = answer
         example = self._prompt(row, self._key(row), turns[-1]["content"], reference)
         return replace(example, history=turns[:-1])
 
     def reference_completion(self, example: PromptExample) -> str:
-        answer = self._answer(example)
+        answer = example.reference["answer"]
+        if self.grading == "vqa":
+            return str(max(answer, key=answer.count))
         return f"\\boxed{{{answer}}}" if self.grading == "math" else answer
-
-    def extract(self, example: PromptExample, completion: str) -> str | None:
-        if self.grading == "numeric":
-            return extract_number(completion)
-        if self.grading == "math":
-            return extract_math(completion)
-        return completion.strip() or None
-
-    def grade(self, example: PromptExample, completion: str) -> Verdict:
-        if self.grading == "vqa":
-            return grade_vqa(completion, example.reference["answers"])
-        answer = self._answer(example)
-        return _GRADERS[self.grading](completion, answer)
-
-    def _answer(self, example: PromptExample) -> str:
-        if not self.is_graded:
-            raise ValueError(
-                f"grading: the prompts of task {self.name!r} have no grader (grading: none)"
-            )
-        if self.grading == "vqa":
-            answers = example.reference["answers"]
-            return str(max(answers, key=answers.count))
-        return str(example.reference["answer"])
-
-
-def _answers(row: Row) -> list[str]:
-    given = row.fields.get("answers")
-    found = [one.get("answer") if isinstance(one, dict) else one for one in given or []]
-    texts = [one for one in found if isinstance(one, str)]
-    if not texts or len(texts) < len(found):
-        raise ValueError(f"{row.origin}: field 'answers' must be a list of texts")
-    return texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import logging
 import random
@@ -12,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lit_dlm.grading.child.extraction import CANDIDATE_FILE
+from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
 
@@ -28,23 +31,35 @@ class Row:
     """File and line (or data set and row), for error messages."""
     fields: dict[str, Any]
 
-    def text(self, name: str) -> str:
+    def expect(self, holds: bool, wanted: str, got: object) -> None:
+        """Refuses a row that does not hold what it should, by its file and line."""
+        if not holds:
+            raise ValueError(f"{self.origin}: expected {wanted}, got {got!r:.200}")
+
+    def get(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
+        """A field that must be of a type."""
         value = self.fields.get(name)
-        if not isinstance(value, str):
-            found = "is missing" if name not in self.fields else f"is {type(value).__name__}"
-            raise ValueError(f"{self.origin}: field {name!r} must be a text, but it {found}")
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        self.expect(is_right, f"{wanted} in field {name!r}", value)
+        return value
+
+    def text(self, name: str) -> str:
+        value: str = self.get(name, str, "a text")
         return value
 
     def texts(self, name: str) -> list[str]:
         """A field that must be a list of texts, at least one."""
-        values = self.fields.get(name)
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(isinstance(v, str) for v in values)
-        ):
-            raise ValueError(f"{self.origin}: field {name!r} must be a list of at least one text")
-        return values
+        values = self.get(name, list, "a list of texts")
+        is_right = bool(values) and all(isinstance(value, str) for value in values)
+        self.expect(is_right, f"a list of at least one text in field {name!r}", values)
+        return list(values)
+
+    def parsed(self, code: str) -> ast.Module:
+        """Code of a field, which must be Python."""
+        try:
+            return ast.parse(code, CANDIDATE_FILE)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{self.origin}: {code[:60]!r} does not parse ({error})") from None
 
     def pictures(self, folder: Path) -> tuple[Picture, ...]:
         """The pictures of the field ``images`` (a list) or ``image``.
@@ -56,11 +71,8 @@ class Row:
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
-            if not isinstance(value, str | bytes):
-                raise ValueError(
-                    f"{self.origin}: field 'images' must be a list of paths or of pictures, got "
-                    f"{type(value).__name__}"
-                )
+            is_right = isinstance(value, str | bytes)
+            self.expect(is_right, "paths or pictures in field 'images'", value)
             source = folder / value if isinstance(value, str) else value
             try:
                 found.append(Picture(source, name=None if isinstance(value, str) else self.origin))
@@ -91,23 +103,15 @@ def read_rows(
         most: Rows to read; a data set on the hub is then streamed, and only their part fetched.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        path = _file_of_split(path, split, option)
-    if path.is_file():
-        rows = list(islice(_read_file(path), most))
-        where = str(path)
-    elif not on_hub(source):
-        raise ValueError(f"{option}: there is no file or folder {source!r}")
-    else:
+    if on_hub(source):
         rows = _read_hub(source, config=config, split=split, option=option, most=most)
-        where = source
+    else:
+        rows = list(islice(_read_local(path, split, option), most))
     if not rows:
-        raise ValueError(f"{where}: expected at least one row, the source is empty")
+        raise ValueError(f"{option}: expected at least one row, {source} is empty")
     for row in rows:
         for name in required:
-            if name not in row.fields:
-                present = ", ".join(list(row.fields)[:8])
-                raise ValueError(f"{row.origin}: field {name!r} is missing (it has: {present})")
+            row.expect(name in row.fields, f"a field {name!r}", list(row.fields))
     return rows
 
 
@@ -116,8 +120,7 @@ def pick_rows(rows: Sequence[Row], *, seed: int | None, limit: int | None) -> li
 
     What a row holds, and so its uid, does not depend on the choice.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: expected at least 1 or null, got {limit}")
+    at_least(1, limit=limit)
     chosen = list(rows)
     if seed is not None:
         random.Random(seed).shuffle(chosen)
@@ -130,21 +133,14 @@ def on_hub(source: str) -> bool:
     return not (looks_local or source.count("/") > 1 or Path(source).expanduser().exists())
 
 
-def _file_of_split(folder: Path, split: str, option: str) -> Path:
-    for suffix in _READERS:
-        if (path := folder / f"{split}{suffix}").is_file():
-            return path
-    raise ValueError(
-        f"{option}: the folder {str(folder)!r} holds no file for the split {split!r} "
-        f"(looked for {split} with {', '.join(_READERS)})"
-    )
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    for suffix, read in _READERS.items():
-        if path.name.endswith(suffix):
-            return read(path)
-    raise ValueError(f"{path}: expected a file ending in {', '.join(_READERS)}")
+def _read_local(path: Path, split: str, option: str) -> Iterator[Row]:
+    files = [path.parent / f"{path.name}/{split}{suffix}" for suffix in _READERS]
+    path = next((file for file in files if file.is_file()), path)
+    read = next((read for suffix, read in _READERS.items() if path.name.endswith(suffix)), None)
+    if read is None or not path.is_file():
+        wanted = f"a file ending in {', '.join(_READERS)}, or a folder with one named {split}"
+        raise ValueError(f"{option}: expected {wanted}, got {str(path)!r}")
+    return read(path)
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -169,14 +165,12 @@ def _read_csv(path: Path) -> Iterator[Row]:
         try:
             for index, fields in enumerate(reader):
                 origin = f"{path}, line {reader.line_num}"
-                if None in fields or None in fields.values():
-                    expected = len(reader.fieldnames or ())
-                    raise ValueError(f"{origin}: expected {expected} values as in the header")
-                yield Row(index=index, origin=origin, fields=dict(fields))
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{path}, line {reader.line_num + 1}: not UTF-8 text") from None
+                row = Row(index=index, origin=origin, fields=dict(fields))
+                is_whole = None not in fields and None not in fields.values()
+                row.expect(is_whole, f"{len(reader.fieldnames or ())} values", [*fields.values()])
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, after line {reader.line_num}: {error}") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -218,7 +212,7 @@ def _read_hub(
                 loaded = loaded.cast_column(name, datasets.Image(decode=False))
         found = list(islice(loaded, most))
     except tuple(failures) as e:
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        reason = (str(e).strip().splitlines() or [""])[0]
         raise ValueError(
             f"{option}: {source!r} is no local file, and it could not be loaded from the hub "
             f"({type(e).__name__}: {reason}). Give a local file, or check the name and the network"

@@ -5,7 +5,6 @@ Those of releases ship in ``lit_dlm/assets/templates.yaml``.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -34,11 +33,9 @@ def template_text(given: str, *, kind: Literal["prompt", "chat"], option: str = 
     path = Path(given).expanduser()
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    nearest = difflib.get_close_matches(given, shipped, n=1, cutoff=0.6)
     raise ValueError(
-        f"{option}: {given!r} is neither a file nor a text with fields such as {{{{ question }}}} "
-        f"nor a shipped template"
-        + (f"; did you mean {nearest[0]!r}?" if nearest else f" ({', '.join(shipped)})")
+        f"{option}: expected a file, a text with fields such as {{{{ question }}}}, or one of "
+        f"{', '.join(shipped)}, got {given!r}"
     )
 
 

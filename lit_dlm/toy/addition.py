@@ -19,8 +19,6 @@ NUM_DIGITS = 8
 NINE_SHARE = 0.4
 """Chance of a column to add up to nine on purpose; one in ten would by itself."""
 
-_ANSWER = re.compile(r"\d+")
-
 
 class Addition(GeneratedTask):
     """Generated sums, see the module; a reference holds ``a``, ``b`` and ``answer``."""
@@ -33,21 +31,11 @@ class Addition(GeneratedTask):
         for _ in range(NUM_DIGITS):
             a = rng.randint(0, 9)
             columns.append((a, 9 - a if rng.random() < NINE_SHARE else rng.randint(0, 9)))
-        first, second = ("".join(str(column[row]) for column in columns) for row in (0, 1))
-        total = int(first) + int(second)
-        return Problem(
-            key=f"{first}+{second}",
-            text=f"{first}+{second}",
-            reference={"a": first, "b": second, "answer": f"{total:0{NUM_DIGITS + 1}d}"},
-        )
-
-    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem = self.draw_training(rng)
-        return problem.text, str(problem.reference["answer"])
-
-    def reference_completion(self, example: PromptExample) -> str:
-        return str(example.reference["answer"])
+        first, second = ("".join(map(str, digits)) for digits in zip(*columns, strict=True))
+        answer = f"{int(first) + int(second):0{NUM_DIGITS + 1}d}"
+        reference = {"a": first, "b": second, "answer": answer}
+        return Problem(key=f"{first}+{second}", text=f"{first}+{second}", reference=reference)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
-        found = _ANSWER.search(completion)
+        found = re.search(r"\d+", completion)
         return found[0] if found else None

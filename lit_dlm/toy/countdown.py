@@ -1,4 +1,4 @@
-"""Countdown: reach a target from three to five numbers, each used once.
+"""Countdown: reach a target from two to five numbers, each used once.
 
 The prompt is the numbers and, last, the target: ``15,44,79,50``. The completion is one step for
 each operation, ``44-15=29,79-29=50``; a single expression is accepted as well. Public problems are
@@ -7,30 +7,29 @@ those of d1 (256) and Dream (3,000).
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from lit_dlm.grading import Verdict
+from lit_dlm.ops.options import within
 from lit_dlm.tasks.base import PromptExample
+from lit_dlm.tasks.sources import Row
 from lit_dlm.toy.countdown_arithmetic import (
-    COMPUTE,
     Step,
     check_expression,
     check_steps,
     parse_steps,
     solve,
     sums_first,
+    whole_result,
     write_expression,
     write_steps,
     write_sum_and_difference,
     write_worked,
 )
-from lit_dlm.toy.generated import Problem
-from lit_dlm.toy.puzzles import PuzzleTask
+from lit_dlm.toy.generated import Problem, PuzzleTask
 
 MAX_COMPLETION_TOKENS = 31
 """Longest generated completion: every character is a token, and the end of text needs one."""
@@ -40,7 +39,6 @@ MAX_ANSWER_CHARS = 200
 
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _RUN = re.compile(r"[-+*/()=\d\s]+")
-_BEFORE, _BEHIND = re.compile(r"[^\d(]*"), re.compile(r"[^\d)]*")
 _SIGNS = {
     "\N{MULTIPLICATION SIGN}": "*",
     "\N{MIDDLE DOT}": "*",
@@ -54,33 +52,9 @@ _SIGNS = {
 }
 
 
-def canonical(numbers: Sequence[int], target: int) -> str:
-    """Writes a problem as sorted numbers, an equals sign and the target."""
-    return ",".join(str(n) for n in sorted(numbers)) + f"={target}"
-
-
-def draw_countdown(rng: random.Random, *, counts: Sequence[int] = (3, 4)) -> Problem:
-    """Draws one problem of either split by running random operations on random numbers.
-
-    Numbers are 1 to 99, results whole and not negative, the target 10 to 100, as in the public
-    sets. When only sums and differences occur, the sums come first.
-    """
-    while True:
-        numbers = [rng.randint(1, 99) for _ in range(rng.choice(counts))]
-        steps = _random_steps(numbers, rng)
-        if steps is None or not 10 <= steps[-1][3] <= 100:
-            continue
-        target = steps[-1][3]
-        steps = sums_first(numbers, steps) or steps
-        text = write_steps(steps)
-        if len(text) <= MAX_COMPLETION_TOKENS:
-            break
-    return _problem(numbers, target, text)
-
-
 def _problem(numbers: Sequence[int], target: int, solution: str | None) -> Problem:
     return Problem(
-        key=canonical(numbers, target),
+        key=",".join(map(str, sorted(numbers))) + f"={target}",
         text=",".join(str(n) for n in (*numbers, target)),
         reference={"numbers": list(numbers), "target": target, "solution": solution},
     )
@@ -95,50 +69,12 @@ def _random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step] | No
         sign = rng.choices("+-*/", weights=(3, 4, 2, 3))[0]
         if sign in "-/" and a < b:
             a, b = b, a
-        if sign == "/" and (b == 0 or a % b):
-            return None
-        result = a // b if sign == "/" else int(COMPUTE[sign](a, b))
-        if result > 9_999:
+        result = whole_result(a, sign, b)
+        if result is None or result > 9_999:
             return None
         steps.append((a, sign, b, result))
         items.append(result)
     return steps
-
-
-def read_problems(path: str | Path) -> list[tuple[list[int], int, str | None]]:
-    """Numbers, target and, where there is one, the solution of each line of a JSON-lines file.
-
-    Where a row's ``output`` is a number it is the target (d1); else the last number of ``input`` is
-    the target and ``output`` a solution (Dream).
-    """
-    problems: list[tuple[list[int], int, str | None]] = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for row, line in enumerate(lines):
-            if not line.strip():
-                continue
-            record = json.loads(line)
-            told, output = str(record.get("input")), str(record.get("output"))
-            if not re.fullmatch(r"\d+(,\d+)+", told):
-                raise ValueError(f"{path}: row {row}: expected numbers and commas, got {told!r}")
-            numbers = [int(n) for n in told.split(",")]
-            if output.isdigit():
-                problems.append((numbers, int(output), None))
-                continue
-            target = numbers.pop()
-            steps = parse_steps(output)
-            wrong = check_steps(steps, numbers, target) if steps else "not a list of steps"
-            if wrong:
-                raise ValueError(f"{path}: row {row}: solution {output!r}: {wrong}")
-            problems.append((numbers, target, output))
-    return problems
-
-
-def _trimmed(run: str) -> str:
-    """From the first digit or opening to the last digit or closing parenthesis."""
-    before, behind = _BEFORE.match(run), _BEHIND.match(run[::-1])
-    assert before is not None
-    assert behind is not None
-    return run[before.end() : len(run) - behind.end()]
 
 
 class Countdown(PuzzleTask):
@@ -146,7 +82,7 @@ class Countdown(PuzzleTask):
 
     Args:
         split: ``train`` or ``test``.
-        path: a file of problems (:func:`read_problems`); ``None`` generates them.
+        path: a file of problems (:meth:`read`); ``None`` generates them.
         counts: how many numbers a generated problem has, each with equal chance.
         style: how training solutions are written. An ``expression`` is easier for a very small
             model, which need not compute the values in between; ``worked`` puts the four sums that
@@ -164,20 +100,40 @@ class Countdown(PuzzleTask):
         style: Literal["steps", "expression", "worked"] = "steps",
         **options: Any,
     ) -> None:
-        if not counts or not all(2 <= count <= 5 for count in counts):
-            raise ValueError(f"countdown.counts: expected numbers from 2 to 5, got {counts}")
+        within("[2, 5]", of="countdown.", **{f"counts[{n}]": one for n, one in enumerate(counts)})
         self.counts = tuple(counts)
         self.style = style
         super().__init__(split, path, **options)
 
     def draw(self, rng: random.Random) -> Problem:
-        return draw_countdown(rng, counts=self.counts)
+        """Runs random operations on random numbers.
 
-    def read(self, path: str | Path) -> list[Problem]:
-        return [_problem(*fields) for fields in read_problems(path)]
+        Numbers are 1 to 99, results whole and not negative, the target 10 to 100, as in the public
+        sets. When only sums and differences occur, the sums come first.
+        """
+        while True:
+            numbers = [rng.randint(1, 99) for _ in range(rng.choice(self.counts))]
+            steps = _random_steps(numbers, rng)
+            if steps is None or not 10 <= steps[-1][3] <= 100:
+                continue
+            text = write_steps(sums_first(numbers, steps) or steps)
+            if len(text) <= MAX_COMPLETION_TOKENS:
+                return _problem(numbers, steps[-1][3], text)
+
+    def read(self, row: Row) -> Problem:
+        """A number in ``output`` is the target (d1); else ``input`` ends with it (Dream)."""
+        told, output = (str(row.fields.get(name)) for name in ("input", "output"))
+        row.expect(bool(re.fullmatch(r"\d+(,\d+)+", told)), "numbers and commas", told)
+        numbers = [int(n) for n in told.split(",")]
+        if output.isdigit():
+            return _problem(numbers, int(output), None)
+        target, steps = numbers.pop(), parse_steps(output)
+        wrong = check_steps(steps, numbers, target) if steps else "not a list of steps"
+        row.expect(not wrong, "steps that lead to the target", f"{output} ({wrong})")
+        return _problem(numbers, target, output)
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem = self.draw_training(rng)
+        problem = self._draw_of_split(rng, "train")
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
         if self.style == "steps":
@@ -201,7 +157,8 @@ class Countdown(PuzzleTask):
             elif sign == "/":
                 b = rng.randint(1, 12)
                 a *= b
-            result = a // b if sign == "/" else int(COMPUTE[sign](a, b))
+            result = whole_result(a, sign, b)
+            assert result is not None
             steps.append(_swapped((a, sign, b, result), rng))
         return write_steps(steps)
 
@@ -227,9 +184,11 @@ class Countdown(PuzzleTask):
         parts = [part for part in re.split(r"[,;\n]+", text) if part.strip()]
         kept: list[str] = []
         for part in reversed(parts):
-            runs = [run for run in map(_trimmed, _RUN.findall(part)) if re.search(r"[-+*/]", run)]
-            if runs:
-                kept.append(re.sub(r"\s", "", runs[-1]))
+            # Stripped by sets of characters: a pattern would search long runs again and again.
+            runs = [re.sub(r"\s", "", run) for run in _RUN.findall(part)]
+            runs = [run.lstrip("-+*/=)").rstrip("-+*/=(") for run in runs]
+            if runs := [run for run in runs if re.search(r"[-+*/]", run)]:
+                kept.append(runs[-1])
             elif kept:
                 break
         return ",".join(reversed(kept)) or None

@@ -24,19 +24,29 @@ Step = tuple[int, str, int, int]
 """``(a, op, b, result)``."""
 
 
+def whole_result(a: int, sign: str, b: int) -> int | None:
+    """The result of an operation where it is whole, else ``None``."""
+    if sign == "/":
+        return None if b == 0 or a % b else a // b
+    return int(COMPUTE[sign](a, b))
+
+
+def _taken(parts: list[tuple[Any, ...]], value: int) -> tuple[Any, ...]:
+    """Takes the first part of a value out."""
+    return parts.pop(next(i for i, part in enumerate(parts) if part[0] == value))
+
+
 def _signs(numbers: Sequence[int], steps: Sequence[Step]) -> list[tuple[int, int]] | None:
     """Numbers with their signs in a sum, in the given order; ``None`` with other operations."""
     if any(sign in "*/" for _, sign, _, _ in steps):
         return None
-    pool: list[tuple[int, list[tuple[int, int]]]] = [
-        (number, [(index, 1)]) for index, number in enumerate(numbers)
-    ]
+    # The value of a part, and the places of its numbers with their signs.
+    parts: list[tuple[Any, ...]] = [(n, [(place, 1)]) for place, n in enumerate(numbers)]
     for a, sign, b, result in steps:
-        left = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == a))
-        right = pool.pop(next(i for i, (value, _) in enumerate(pool) if value == b))
+        (_, left), (_, right) = _taken(parts, a), _taken(parts, b)
         factor = 1 if sign == "+" else -1
-        pool.append((result, left[1] + [(index, s * factor) for index, s in right[1]]))
-    return [(numbers[index], sign) for index, sign in sorted(pool[0][1])]
+        parts.append((result, left + [(place, one * factor) for place, one in right]))
+    return [(numbers[place], sign) for place, sign in sorted(parts[0][1])]
 
 
 def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | None:
@@ -44,15 +54,13 @@ def sums_first(numbers: Sequence[int], steps: Sequence[Step]) -> list[Step] | No
     signs = _signs(numbers, steps)
     if signs is None:
         return None
-    first, *added = [n for n, sign in signs if sign > 0]
+    added, taken = ([n for n, sign in signs if sign == wanted] for wanted in (1, -1))
     chain: list[Step] = []
-    total = first
-    for n in added:
-        chain.append((total, "+", n, total + n))
-        total += n
-    for n in (n for n, sign in signs if sign < 0):
-        chain.append((total, "-", n, total - n))
-        total -= n
+    total = added[0]
+    for sign, numbers in (("+", added[1:]), ("-", taken)):
+        for n in numbers:
+            chain.append((total, sign, n, int(COMPUTE[sign](total, n))))
+            total = chain[-1][3]
     return chain
 
 
@@ -71,15 +79,14 @@ def write_expression(numbers: Sequence[int], steps: Sequence[Step]) -> str:
         text = "".join(f"{'+' if sign > 0 else '-'}{n}" for n, sign in ordered)
         return f"{text[1:]}={target}"
     # Value, text and loosest operation of every part that is not used yet.
-    parts = [(n, str(n), "") for n in numbers]
+    parts: list[tuple[Any, ...]] = [(n, str(n), "") for n in numbers]
     for a, sign, b, result in steps:
-        left = parts.pop(next(i for i, part in enumerate(parts) if part[0] == a))
-        right = parts.pop(next(i for i, part in enumerate(parts) if part[0] == b))
-        loose_left = sign in "*/" and left[2] in ("+", "-")
-        loose_right = right[2] != "" and (sign != "+") and (sign != "-" or right[2] in "+-")
-        first_text = f"({left[1]})" if loose_left else left[1]
-        second_text = f"({right[1]})" if loose_right else right[1]
-        parts.append((result, f"{first_text}{sign}{second_text}", sign))
+        (_, left, inner_left), (_, right, inner_right) = _taken(parts, a), _taken(parts, b)
+        if sign in "*/" and inner_left in ("+", "-"):
+            left = f"({left})"
+        if inner_right and sign != "+" and (sign != "-" or inner_right in "+-"):
+            right = f"({right})"
+        parts.append((result, f"{left}{sign}{right}", sign))
     return f"{parts[0][1]}={target}"
 
 
@@ -127,10 +134,8 @@ def _solutions(items: list[int], target: int) -> Iterator[list[Step]]:
             a, b = max(items[i], items[j]), min(items[i], items[j])
             rest = [item for k, item in enumerate(items) if k not in (i, j)]
             for sign in "+-*/":
-                if sign == "/" and (b == 0 or a % b):
-                    continue
-                result = a // b if sign == "/" else int(COMPUTE[sign](a, b))
-                for tail in _solutions([*rest, result], target):
+                result = whole_result(a, sign, b)
+                for tail in [] if result is None else _solutions([*rest, result], target):
                     yield [(a, sign, b, result), *tail]
 
 

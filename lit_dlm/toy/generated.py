@@ -11,11 +11,16 @@ import random
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dlm.grading import Verdict
+from lit_dlm.ops.options import one_of
 from lit_dlm.pictures import Picture
 from lit_dlm.tasks.base import PromptExample, Task
+from lit_dlm.tasks.sources import Row, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
 
 MAX_DRAWS_PER_EXAMPLE = 5_000
@@ -76,14 +81,28 @@ class GeneratedTask(Task):
         *,
         template: str | None = None,
     ) -> None:
-        if split not in self.splits:
-            known = " or ".join(map(repr, self.splits))
-            raise ValueError(f"{self.name}.split: expected {known}, got {split!r}")
+        one_of(*self.splits, of=f"{self.name}.", split=split)
         self.split = split
         self.num_examples = num_examples
         self.seed = seed
         self._template = PromptTemplate(template)
         self.template = self._template.given
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Problem:
+        """Draws a problem of either split."""
+
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        """A right completion, in one of the styles that there are."""
+        return str(reference[self.answer_field])
+
+    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
+        problem = self._draw_of_split(rng, "train")
+        return problem.text, self.write_answer(problem.reference, rng)
+
+    def reference_completion(self, example: PromptExample) -> str:
+        # The style follows from the uid.
+        return self.write_answer(example.reference, random.Random(example.uid))
 
     def grade(self, example: PromptExample, completion: str) -> Verdict:
         answer, wanted = self.extract(example, completion), example.reference[self.answer_field]
@@ -93,21 +112,13 @@ class GeneratedTask(Task):
             return Verdict(status="right", answer=answer)
         return Verdict(status="wrong", answer=answer, detail=f"expected {wanted}")
 
-    @abstractmethod
-    def draw(self, rng: random.Random) -> Problem:
-        """Draws a problem of either split."""
-
-    def is_excluded(self, problem: Problem) -> bool:
-        """Whether a problem must not be drawn whatever its split."""
-        return False
-
-    def draw_training(self, rng: random.Random) -> Problem:
-        return self._draw_of_split(rng, "train")
+    def is_of_split(self, problem: Problem, split: str) -> bool:
+        return is_held_out(problem.key) == (split == "test")
 
     def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
         for _ in range(MAX_DRAWS_PER_EXAMPLE):
             problem = self.draw(rng)
-            if is_held_out(problem.key) == (split == "test") and not self.is_excluded(problem):
+            if self.is_of_split(problem, split):
                 return problem
         raise ValueError(
             f"{self.name}: no problem of the {split} split in {MAX_DRAWS_PER_EXAMPLE} draws"
@@ -127,9 +138,7 @@ class GeneratedTask(Task):
                     f"distinct problems, asked for {self.num_examples}"
                 )
             seen.setdefault(problem.key, problem)
-        return [
-            self._example(problem, f"{number:05d}") for number, problem in enumerate(seen.values())
-        ]
+        return [self._example(one, f"{number:05d}") for number, one in enumerate(seen.values())]
 
     def _example(self, problem: Problem, key: str) -> PromptExample:
         return PromptExample(
@@ -139,3 +148,45 @@ class GeneratedTask(Task):
             images=problem.images,
             **self._template.render({**problem.reference, "question": problem.text}),
         )
+
+
+def short_digest(key: str) -> str:
+    """12 hexadecimal digits: of 4,000 problems a random one has none but by a chance of 1e-11."""
+    return hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
+
+
+@cache
+def shipped_digests(task: str) -> frozenset[str]:
+    """The digests of all public test problems of a task."""
+    path = files("lit_dlm") / "assets" / "test_digests" / f"{task}.txt"
+    return frozenset(path.read_text(encoding="ascii").split())
+
+
+class PuzzleTask(GeneratedTask):
+    """Base of puzzles of which there are public test problems, in files; none is ever drawn.
+
+    Args:
+        split: ``train`` or ``test``.
+        path: a file of problems, to test on; ``None`` generates them.
+    """
+
+    def __init__(self, split: str = "test", path: str | None = None, **options: Any) -> None:
+        super().__init__(split, **options)
+        if path is not None and split == "train":
+            raise ValueError(f"{self.name}.path: expected null for training: files are for tests")
+        self.path = path
+
+    @abstractmethod
+    def read(self, row: Row) -> Problem:
+        """The problem of a row of a file."""
+
+    def is_of_split(self, problem: Problem, split: str) -> bool:
+        is_public = short_digest(problem.key) in shipped_digests(self.name)
+        return super().is_of_split(problem, split) and not is_public
+
+    def examples(self) -> Sequence[PromptExample]:
+        if self.path is None:
+            return super().examples()
+        stem = Path(self.path).stem
+        rows = read_rows(self.path, split=self.split, required=())
+        return [self._example(self.read(row), f"{stem}-{row.index:05d}") for row in rows]

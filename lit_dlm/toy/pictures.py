@@ -109,6 +109,10 @@ def augmented(digit: Pixels, rng: random.Random) -> Pixels:
     return np.round(ink * 255 / 16).astype(np.uint8)
 
 
+def _perhaps_augmented(digit: Pixels, rng: random.Random) -> Pixels:
+    return augmented(digit, rng) if rng.random() < 0.7 else digit
+
+
 def draw_shapes(shapes: Sequence[Shape]) -> Pixels:
     """Pixels ``(8, 8, 3)`` of shapes on black."""
     pixels = np.zeros((SIDE, SIDE, 3), np.uint8)
@@ -138,25 +142,7 @@ def as_tokens(pixels: Pixels) -> str:
     return "".join(f"<|p{code}|>" for code in _tokenizer().encode(values).flatten().tolist())
 
 
-class _PictureTask(GeneratedTask):
-    splits = SPLITS
-
-    def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
-        return self._drawn(rng, split)[0]
-
-    def draw(self, rng: random.Random) -> Problem:
-        return self._draw_of_split(rng, self.split)
-
-    def _drawn(
-        self, rng: random.Random, split: str, *, augments: bool = False
-    ) -> tuple[Problem, list[Pixels]]:
-        raise NotImplementedError
-
-    def reference_completion(self, example: PromptExample) -> str:
-        return str(example.reference["completion"])
-
-
-class PictureQuestions(_PictureTask):
+class PictureQuestions(GeneratedTask):
     """Questions about a picture, or two of digits; other options as for any generated task.
 
     Args:
@@ -164,6 +150,7 @@ class PictureQuestions(_PictureTask):
             all shapes or those of a colour, which the answer lists first.
     """
 
+    splits = SPLITS
     missing = "no word in the completion"
 
     def __init__(
@@ -173,14 +160,19 @@ class PictureQuestions(_PictureTask):
         self.name = f"picture_{kind}"
         super().__init__(split, num_examples, **options)
 
+    def draw(self, rng: random.Random) -> Problem:
+        return self._draw_of_split(rng, self.split)
+
+    def _draw_of_split(self, rng: random.Random, split: str) -> Problem:
+        # The split is that of the pictures, not of the words about them.
+        return self._drawn(rng, split)[0]
+
     def _drawn(
         self, rng: random.Random, split: str, *, augments: bool = False
     ) -> tuple[Problem, list[Pixels]]:
         if self.kind in ("digit", "sum"):
             chosen = rng.choices(digits(split), k=1 if self.kind == "digit" else 2)
-            pictures = [
-                augmented(one, rng) if augments and rng.random() < 0.7 else one for one, _ in chosen
-            ]
+            pictures = [_perhaps_augmented(one, rng) if augments else one for one, _ in chosen]
             labels = [label for _, label in chosen]
             question, completion = "Which digit is this?", str(labels[0])
             if self.kind == "sum":
@@ -200,6 +192,9 @@ class PictureQuestions(_PictureTask):
         asked, start, end = PICTURE_MARKS
         shown = "".join(f"{start}{as_tokens(one)}{end}" for one in pictures)
         return f"{asked}{shown}{problem.text}", str(problem.reference["completion"])
+
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return str(reference["completion"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.findall(completion)
@@ -245,7 +240,7 @@ class PictureDrills:
         for _ in range(3):
             if rng.random() < 0.5:
                 pixels, label = rng.choice(digits("train"))
-                pixels, told = augmented(pixels, rng) if rng.random() < 0.7 else pixels, str(label)
+                pixels, told = _perhaps_augmented(pixels, rng), str(label)
             else:
                 shapes = _shapes(rng, "train")
                 pixels = draw_shapes(shapes)
@@ -277,13 +272,14 @@ class DigitScorer(PictureScorer):
         return float(self.seen(picture) == example.reference["digit"])
 
 
-class DigitDrawings(_PictureTask):
+class DigitDrawings(GeneratedTask):
     """Ten prompts that ask for pictures of digits, graded by :class:`DigitScorer`.
 
     Several responses to each are asked for with ``responses_per_prompt``.
     """
 
     name = "digit_drawings"
+    splits = SPLITS
     missing = "no picture"
     answer_field = "digit"
     scorer = DigitScorer()
@@ -292,16 +288,16 @@ class DigitDrawings(_PictureTask):
         num = min(self.num_examples, 10)
         return [self._example(_drawing(digit), str(digit)) for digit in range(num)]
 
-    def _drawn(
-        self, rng: random.Random, split: str, *, augments: bool = False
-    ) -> tuple[Problem, list[Pixels]]:
-        pixels, label = rng.choice(digits(split))
-        return _drawing(label), [pixels]
+    def draw(self, rng: random.Random) -> Problem:
+        return _drawing(rng.choice(digits(self.split))[1])
 
     def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem, (pixels,) = self._drawn(rng, "train")
-        text = problem.text if rng.random() < 0.9 else "Draw a digit."
+        pixels, label = rng.choice(digits("train"))
+        text = _drawing(label).text if rng.random() < 0.9 else "Draw a digit."
         return text, as_tokens(pixels)
+
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return ""
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         picture = drawn_picture(completion)
@@ -309,5 +305,4 @@ class DigitDrawings(_PictureTask):
 
 
 def _drawing(digit: int) -> Problem:
-    reference: dict[str, Any] = {"digit": digit, "completion": ""}
-    return Problem(key=str(digit), text=f"Draw the digit {digit}.", reference=reference)
+    return Problem(key=str(digit), text=f"Draw the digit {digit}.", reference={"digit": digit})

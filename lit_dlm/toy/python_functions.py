@@ -7,28 +7,43 @@ or three operations: ``Write f(x,y): start with x, add 3, times y, minus 2.``
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from lit_dlm.grading import Verdict, run_python_check
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
 
-LOOP_VARIABLES = ("x", "v", "n")
-TEMPORARIES = ("t", "r", "z")
-
+# What prompts and programs say of the elements that count, and of what is made of each.
+_TESTS = {
+    "even": ("even xs", "{x}%2==0"),
+    "odd": ("odd xs", "{x}%2==1"),
+    "positive": ("positive xs", "{x}>0"),
+    "negative": ("negative xs", "{x}<0"),
+    "above": ("xs above {bound}", "{x}>{bound}"),
+    "below": ("xs below {bound}", "{x}<{bound}"),
+    "divisible": ("xs divisible by {bound}", "{x}%{bound}==0"),
+}
+_VALUES = {
+    "value": ("values", "{x}"),
+    "square": ("squares", "{x}*{x}"),
+    "plus": ("values plus {amount}", "{x}+{amount}"),
+    "minus": ("values minus {amount}", "{x}-{amount}"),
+    "times": ("values times {amount}", "{x}*{amount}"),
+}
 _VERBS = {"+": "add", "-": "minus", "*": "times"}
 
 
 def _draw_list_spec(rng: random.Random) -> dict[str, Any]:
-    test = rng.choice(("even", "odd", "positive", "negative", "above", "below", "divisible"))
+    test = rng.choice((*_TESTS,))
     # Bounds that would say "positive", "negative" or "even" in other words are left out.
     bound = {"above": rng.randint(1, 9), "below": rng.randint(1, 9), "divisible": rng.randint(3, 9)}
     # Counting ignores the value, so it has few distinct problems and gets a smaller share.
     fold = rng.choice(("sum",) * 4 + ("list",) * 4 + ("count",))
     value, amount = "value", 0
     if fold != "count":
-        value = rng.choice(("value", "square", "plus", "minus", "times"))
+        value = rng.choice((*_VALUES,))
         if value in ("plus", "minus", "times"):
             amount = rng.randint(2 if value == "times" else 1, 9)
     return {
@@ -54,28 +69,19 @@ def _draw_chain_spec(rng: random.Random) -> dict[str, Any]:
 def describe(spec: dict[str, Any]) -> str:
     """Writes the user turn of a function: one sentence."""
     if spec["kind"] == "chain":
-        told = ", ".join(
-            f"{_VERBS[operator]} {operand}" for operator, operand in spec["operations"]
+        told = "".join(
+            f", {_VERBS[operator]} {operand}" for operator, operand in spec["operations"]
         )
-        return f"Write f(x,y): start with {spec['start']}, {told}."
-    value = {"value": "values", "square": "squares"}.get(
-        spec["value"], f"values {spec['value']} {spec['amount']}"
-    )
-    test = spec["test"]
-    if test in ("above", "below"):
-        elements = f"xs {test} {spec['bound']}"
-    elif test == "divisible":
-        elements = f"xs divisible by {spec['bound']}"
-    else:
-        elements = f"{test} xs"
+        return f"Write f(x,y): start with {spec['start']}{told}."
+    elements, values = _TESTS[spec["test"]][0], _VALUES[spec["value"]][0]
     told = (
-        f"count {elements}" if spec["fold"] == "count" else f"{spec['fold']} {value} of {elements}"
+        f"count {elements}" if spec["fold"] == "count" else f"{spec['fold']} {values} of {elements}"
     )
-    return f"Write f(xs): {told}."
+    return f"Write f(xs): {told.format_map(spec)}."
 
 
 def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
-    """What the function must return for ``xs`` or ``x, y``, without running generated code."""
+    """What the function must return for ``xs`` or ``x, y``."""
     if spec["kind"] == "chain":
         names = dict(zip("xy", arguments, strict=True))
         total = names[spec["start"]]
@@ -83,26 +89,21 @@ def evaluate(spec: dict[str, Any], *arguments: Any) -> Any:
             number = names[operand] if operand in names else int(operand)
             total = {"+": total + number, "-": total - number, "*": total * number}[operator]
         return total
-    bound, amount = spec["bound"], spec["amount"]
-    passes = {
-        "even": lambda x: x % 2 == 0,
-        "odd": lambda x: x % 2 == 1,
-        "positive": lambda x: x > 0,
-        "negative": lambda x: x < 0,
-        "above": lambda x: x > bound,
-        "below": lambda x: x < bound,
-        "divisible": lambda x: x % bound == 0,
-    }[spec["test"]]
-    change = {
-        "value": lambda x: x,
-        "square": lambda x: x * x,
-        "plus": lambda x: x + amount,
-        "minus": lambda x: x - amount,
-        "times": lambda x: x * amount,
-    }[spec["value"]]
     (xs,) = arguments
-    kept = [change(x) for x in xs if passes(x)]
+    test, value = (_compiled(table[1].format(x="x", **spec)) for table in _chosen(spec))
+    kept = [value(x) for x in xs if test(x)]
     return {"sum": sum(kept), "list": kept, "count": len(kept)}[spec["fold"]]
+
+
+def _chosen(spec: dict[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
+    return _TESTS[spec["test"]], _VALUES[spec["value"]]
+
+
+@cache
+def _compiled(expression: str) -> Callable[[int], int]:
+    """An expression of the tables above as a function; nothing else ever gets here."""
+    function: Callable[[int], int] = eval(f"lambda x: {expression}")
+    return function
 
 
 def write_check(spec: dict[str, Any], *, seed: str) -> str:
@@ -123,7 +124,7 @@ def write_check(spec: dict[str, Any], *, seed: str) -> str:
         calls += [([rng.randint(-20, 20) for _ in range(8)],) for _ in range(2)]
     lines = ["def check(candidate):"]
     for arguments in calls:
-        told = ", ".join(repr(a) for a in arguments)
+        told = ", ".join(map(repr, arguments))
         lines.append(f"    assert candidate({told}) == {evaluate(spec, *arguments)!r}")
     return "\n".join(lines) + "\n"
 
@@ -136,32 +137,16 @@ def write_function(spec: dict[str, Any], rng: random.Random) -> str:
     """
     if spec["kind"] == "chain":
         return _write_chain(spec, rng)
-    x = rng.choice(LOOP_VARIABLES)
-    test = {
-        "even": f"{x}%2==0",
-        "odd": f"{x}%2==1",
-        "positive": f"{x}>0",
-        "negative": f"{x}<0",
-        "above": f"{x}>{spec['bound']}",
-        "below": f"{x}<{spec['bound']}",
-        "divisible": f"{x}%{spec['bound']}==0",
-    }[spec["test"]]
-    value = {
-        "value": x,
-        "square": f"{x}*{x}",
-        "plus": f"{x}+{spec['amount']}",
-        "minus": f"{x}-{spec['amount']}",
-        "times": f"{x}*{spec['amount']}",
-    }[spec["value"]]
-    fold = spec["fold"]
-    if fold == "count":
+    x = rng.choice("xvn")
+    test, value = (table[1].format(x=x, **spec) for table in _chosen(spec))
+    is_list = spec["fold"] == "list"
+    if spec["fold"] == "count":
         value = "1"
     if rng.random() < 0.5:
         inner = f"{value} for {x} in xs if {test}"
-        body = f"[{inner}]" if fold == "list" else f"sum({inner})"
-        return f"def f(xs):\n    return {body}"
-    t = rng.choice(TEMPORARIES)
-    empty, added = ("[]", f"[{value}]") if fold == "list" else ("0", value)
+        return f"def f(xs):\n    return {f'[{inner}]' if is_list else f'sum({inner})'}"
+    t = rng.choice("trz")
+    empty, added = ("[]", f"[{value}]") if is_list else ("0", value)
     return (
         f"def f(xs):\n    {t}={empty}\n    for {x} in xs:\n        if {test}:\n"
         f"            {t}+={added}\n    return {t}"
@@ -173,10 +158,9 @@ def _write_chain(spec: dict[str, Any], rng: random.Random) -> str:
     if rng.random() < 0.5:
         return f"def f(x,y):\n    return {_expression(spec['start'], operations)}"
     cut = rng.randint(1, len(operations) - 1)
-    t = rng.choice(TEMPORARIES)
+    t = rng.choice("trz")
     first = _expression(spec["start"], operations[:cut])
-    second = _expression(t, operations[cut:])
-    return f"def f(x,y):\n    {t}={first}\n    return {second}"
+    return f"def f(x,y):\n    {t}={first}\n    return {_expression(t, operations[cut:])}"
 
 
 def _expression(start: str, operations: Sequence[Sequence[str]]) -> str:
@@ -212,19 +196,11 @@ class PythonFunctions(GeneratedTask):
     def draw(self, rng: random.Random) -> Problem:
         spec = _draw_list_spec(rng) if rng.random() < 0.5 else _draw_chain_spec(rng)
         key = repr(sorted(spec.items()))
-        return Problem(
-            key=key,
-            text=describe(spec),
-            reference={"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)},
-        )
+        reference = {"spec": spec, "entry_point": "f", "check": write_check(spec, seed=key)}
+        return Problem(key=key, text=describe(spec), reference=reference)
 
-    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem = self.draw_training(rng)
-        return problem.text, write_function(problem.reference["spec"], rng)
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """Writes a right function; its style follows from the uid."""
-        return write_function(example.reference["spec"], random.Random(example.uid))
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return write_function(reference["spec"], rng)
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         return completion if f"def {example.reference['entry_point']}(" in completion else None
@@ -233,9 +209,5 @@ class PythonFunctions(GeneratedTask):
         code = self.extract(example, completion)
         if code is None:
             return Verdict(status="no_answer", detail="the function is not defined")
-        return run_python_check(
-            code,
-            example.reference["check"],
-            example.reference["entry_point"],
-            allow_code_execution=self.allow_code_execution,
-        )
+        check, name = example.reference["check"], example.reference["entry_point"]
+        return run_python_check(code, check, name, allow_code_execution=self.allow_code_execution)

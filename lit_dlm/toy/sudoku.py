@@ -7,52 +7,42 @@ and Dream (nine files of 108).
 
 from __future__ import annotations
 
-import csv
 import itertools
-import json
 import random
 import re
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
+from typing import Any
 
 from lit_dlm.grading import Verdict
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.generated import Problem
-from lit_dlm.toy.puzzles import PuzzleTask
+from lit_dlm.tasks.sources import Row
+from lit_dlm.toy.generated import Problem, PuzzleTask
 
 CELLS = 16
 MIN_BLANKS, MAX_BLANKS = 4, 12
 """Blanks of generated puzzles: the public files have 4 to 12."""
 
-_BOXES = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 _UNITS = (
-    [list(range(4 * r, 4 * r + 4)) for r in range(4)]
-    + [list(range(c, CELLS, 4)) for c in range(4)]
-    + _BOXES
+    *(range(first, first + 4) for first in range(0, CELLS, 4)),
+    *(range(first, CELLS, 4) for first in range(4)),
+    *((first, first + 1, first + 4, first + 5) for first in (0, 2, 8, 10)),
 )
+"""Cells of rows, columns and boxes."""
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
 _GRID_RUN = re.compile(r"\d[\d\s|,+-]*")
 
 
-@lru_cache(maxsize=1)
+@cache
 def complete_grids() -> tuple[str, ...]:
     """The 288 complete 4x4 grids as strings of 16 digits, in increasing order."""
-    rows = ["".join(p) for p in itertools.permutations("1234")]
-    grids: list[str] = []
-    for top in itertools.product(rows, repeat=2):
-        if not _boxes_differ(*top):
-            continue
-        grids += [
-            "".join(top + bottom)
-            for bottom in itertools.product(rows, repeat=2)
-            if _boxes_differ(*bottom) and is_complete("".join(top + bottom))
-        ]
-    return tuple(sorted(grids))
-
-
-def _boxes_differ(first: str, second: str) -> bool:
-    """Whether two stacked rows repeat no digit inside a box."""
-    return all(len(set(first[c : c + 2] + second[c : c + 2])) == 4 for c in (0, 2))
+    rows = ["".join(digits) for digits in itertools.permutations("1234")]
+    halves = [
+        first + second
+        for first, second in itertools.product(rows, repeat=2)
+        if all(len({*first[c : c + 2], *second[c : c + 2]}) == 4 for c in (0, 2))
+    ]
+    grids = map("".join, itertools.product(halves, repeat=2))
+    return tuple(grid for grid in grids if is_complete(grid))
 
 
 def is_complete(grid: str) -> bool:
@@ -71,33 +61,8 @@ def as_rows(grid: str) -> str:
 
 
 def _problem(puzzle: str, solution: str) -> Problem:
-    return Problem(
-        key=puzzle, text=as_rows(puzzle), reference={"puzzle": puzzle, "solution": solution}
-    )
-
-
-def read_puzzles(path: str | Path) -> list[tuple[str, str]]:
-    """Puzzles and solutions, 16 digits each, of a file.
-
-    That is a CSV with the columns ``Puzzle`` and ``Solution`` (d1) or a JSON-lines file with
-    ``input`` and ``output`` (Dream).
-    """
-    path = Path(path)
-    with path.open(encoding="utf-8", newline="") as lines:
-        if path.suffix == ".csv":
-            rows = [(row.get("Puzzle"), row.get("Solution")) for row in csv.DictReader(lines)]
-        else:
-            records = [json.loads(line) for line in lines if line.strip()]
-            rows = [(record.get("input"), record.get("output")) for record in records]
-    pairs = []
-    for number, (puzzle, solution) in enumerate(rows):
-        first, second = (re.sub(r"\s", "", str(text)) for text in (puzzle, solution))
-        if not re.fullmatch(r"[0-4]{16}", first):
-            raise ValueError(f"{path}: row {number}: expected 16 digits 0 to 4, got {puzzle!r}")
-        if not is_complete(second) or not agrees(second, first):
-            raise ValueError(f"{path}: row {number}: {solution!r} does not solve {puzzle!r}")
-        pairs.append((first, second))
-    return pairs
+    reference = {"puzzle": puzzle, "solution": solution}
+    return Problem(key=puzzle, text=as_rows(puzzle), reference=reference)
 
 
 class Sudoku(PuzzleTask):
@@ -111,15 +76,18 @@ class Sudoku(PuzzleTask):
         puzzle = "".join("0" if i in blanks else digit for i, digit in enumerate(solution))
         return _problem(puzzle, solution)
 
-    def read(self, path: str | Path) -> list[Problem]:
-        return [_problem(puzzle, solution) for puzzle, solution in read_puzzles(path)]
+    def read(self, row: Row) -> Problem:
+        """From ``Puzzle`` and ``Solution`` (d1), or ``input`` and ``output`` (Dream)."""
+        names = ("Puzzle", "Solution") if "Puzzle" in row.fields else ("input", "output")
+        puzzle, solution = (re.sub(r"\s", "", str(row.fields.get(name))) for name in names)
+        is_puzzle = re.fullmatch(r"[0-4]{16}", puzzle) is not None
+        row.expect(is_puzzle, "16 digits 0 to 4", puzzle)
+        solves = is_complete(solution) and agrees(solution, puzzle)
+        row.expect(solves, f"a solution of {puzzle}", solution)
+        return _problem(puzzle, solution)
 
-    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem = self.draw_training(rng)
-        return problem.text, as_rows(problem.reference["solution"])
-
-    def reference_completion(self, example: PromptExample) -> str:
-        return as_rows(example.reference["solution"])
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return as_rows(reference["solution"])
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         """The last grid, inside the last ``<answer>`` tags when there are any.
@@ -149,16 +117,14 @@ class Sudoku(PuzzleTask):
 
 def _grids_of_run(run: str) -> list[str]:
     """Grids in a stretch of digits and separators: 16 in one line, or four lines of four."""
-    lines = [re.sub(r"\D", "", line) for line in run.splitlines()]
-    lines = [line for line in lines if line]
+    lines = [line for line in (re.sub(r"\D", "", line) for line in run.splitlines()) if line]
     grids, at = [], 0
     while at < len(lines):
+        four = lines[at : at + 4]
         if re.fullmatch(r"[0-4]{16}", lines[at]):
             grids.append(lines[at])
-        elif at + 4 <= len(lines) and all(
-            re.fullmatch(r"[0-4]{4}", line) for line in lines[at : at + 4]
-        ):
-            grids.append("".join(lines[at : at + 4]))
+        elif list(map(len, four)) == [4] * 4 and re.fullmatch(r"[0-4]{16}", "".join(four)):
+            grids.append("".join(four))
             at += 3
         at += 1
     return grids

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from lit_dlm.tasks.base import PromptExample
 from lit_dlm.toy.generated import GeneratedTask, Problem
@@ -70,10 +71,8 @@ class WordProblems(GeneratedTask):
             reference={"start": start, "moves": moves, "answer": totals[-1]},
         )
 
-    def draw_pair(self, rng: random.Random) -> tuple[str, str]:
-        problem = self.draw_training(rng)
-        reference = problem.reference
-        return problem.text, write_solution(reference["start"], reference["moves"], rng)
+    def write_answer(self, reference: dict[str, Any], rng: random.Random) -> str:
+        return write_solution(reference["start"], reference["moves"], rng)
 
     def draw_drill(self, rng: random.Random) -> str:
         equations = []
@@ -87,11 +86,6 @@ class WordProblems(GeneratedTask):
                 left, right = (a, b) if rng.random() < 0.5 else (b, a)
                 equations.append(f"{left}+{right}={a + b}")
         return rng.choice(SEPARATORS).join(equations)
-
-    def reference_completion(self, example: PromptExample) -> str:
-        """Writes a right solution; its style follows from the uid."""
-        reference = example.reference
-        return write_solution(reference["start"], reference["moves"], random.Random(example.uid))
 
     def extract(self, example: PromptExample, completion: str) -> str | None:
         found = _ANSWER.findall(completion)

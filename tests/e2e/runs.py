@@ -18,6 +18,18 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
+QUIET = ("--trainer.logger=false", "--trainer.enable_progress_bar=false")
+
+
+def compact(value: object) -> str:
+    """A value as an option: JSON without spaces, so that commands can be written as texts."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def problems(count: int, split: str = "test") -> str:
+    """So many word problems, as the option ``tasks``."""
+    given = {"split": split, "num_examples": count}
+    return compact([{"class_path": "WordProblems", "init_args": given}])
 
 
 def run(*arguments: str) -> None:

@@ -121,18 +121,9 @@ def test_results_of_code_say_what_it_ran_in(tmp_path: Path):
     assert f"Code of python_functions ran in {level} when it was graded." in page
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-def test_batch_size_changes_nothing(whole: Path, tmp_path: Path, batch_size: int):
-    run("predict", "--config", config(tmp_path, "other", batch_size=batch_size))
+def test_batch_size_changes_nothing(whole: Path, tmp_path: Path):
+    run("predict", "--config", config(tmp_path, "other", batch_size=8))
     assert results(tmp_path / "other") == results(whole)
-
-
-@pytest.mark.ddp
-def test_two_processes_give_the_same_results(whole: Path, tmp_path: Path):
-    finished(start("predict", "--config", config(tmp_path, "two", devices=2)))
-    assert results(tmp_path / "two") == results(whole)
-    # Which of them takes a prompt is decided as they have room; the second takes part.
-    assert any((tmp_path / "two").rglob("part-r00001.jsonl"))
 
 
 @pytest.mark.ddp
@@ -229,26 +220,18 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flag", "message"),
     [
-        (["--model.init_args.backbone.init_args.path=nowhere/model"], "nowhere/model"),
-        (["--data.init_args.methods=[randm]"], "got randm"),
+        ("--data.init_args.methods=[randm]", "got randm"),
         (
-            ["--data.init_args.tasks=[{class_path: PythonFunctions}]"],
-            "python_functions: grading runs model-written code; set allow_code_execution: true",
+            "--data.init_args.tasks=[{class_path: PythonFunctions}]",
+            "set allow_code_execution: true",
         ),
-        (["--data.init_args.batch_sise=3"], "'batch_sise'; did you mean 'batch_size'?"),
-        (
-            ["--trainer.max_epochz=3"],
-            "'--trainer.max_epochz'; did you mean '--trainer.max_epochs'?",
-        ),
-        (["--data.init_args.tasks=[{class_path: Sudoko}]"], "did you mean 'Sudoku'?"),
-        (["--data.init_args.batch_size=x"], "data.batch_size: expected"),
+        ("--data.init_args.tasks=[{class_path: Sudoko}]", "did you mean 'Sudoku'?"),
     ],
 )
-def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flags, message):
-    error = fails(capsys, "predict", "--config", config(tmp_path, "bad"), *flags)
-    assert message in error
+def test_wrong_settings_give_one_clear_error(tmp_path: Path, capsys, flag: str, message: str):
+    assert message in fails(capsys, "predict", "--config", config(tmp_path, "bad"), flag)
 
 
 def test_a_learned_method_that_is_left_out_needs_no_policy(

@@ -5,7 +5,6 @@ Experiments of every kind run, too, those that decode with a cache.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,54 +15,26 @@ from torch import Tensor
 from lit_dlm.backbones import Architecture, HFBackbone
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.reward_curve import read_points
-from tests.e2e.runs import ROOT, results, run, write_config, write_jsonl
+from tests.e2e.runs import QUIET, ROOT, compact, problems, results, run, write_jsonl
 from tests.processes import in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
-CONFIG = """
-run_dir: {run_dir}
-trainer:
-  max_steps: 6
-  logger: false
-  enable_progress_bar: false
-  callbacks:
-  - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-    init_args:
-      dirpath: ${{run_dir}}/checkpoints
-      filename: "{{step}}"
-      every_n_train_steps: 3
-      save_top_k: -1
-model:
-  class_path: PretrainModule
-  init_args:
-    backbone:
-      class_path: HFBackbone
-      init_args:
-        trainable: true
-        architecture:
-          vocab_size: 462
-          hidden_size: 16
-          intermediate_size: 24
-          num_layers: 2
-          num_heads: 2
-          tie_embeddings: true
-          pad_id: 0
-          eos_ids: [1]
-          mask_id: 2
-    tokenizer: tiny
-    warmup_steps: 2
-    export_dir: ${{run_dir}}/model
-    export_dtype: float32
-data:
-  class_path: PretrainDataModule
-  init_args:
-    tokenizer: tiny
-    sources:
-    - class_path: lit_dlm.toy.word_problems.WordProblems
-      init_args: {{split: train}}
-    batch_size: 4
-"""
+ARCHITECTURE = {
+    "vocab_size": 462,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mask_id": 2,
+    "pad_id": 0,
+    "eos_ids": [1],  # ids of the tokenizer tiny
+}
+SAVED = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
+PRETRAIN = f"""fit --config=configs/exp/pretrain_tiny.yaml --trainer.max_steps=6
+    --model.backbone.init_args.architecture={compact({**ARCHITECTURE, "tie_embeddings": True})}
+    --model.warmup_steps=2 --model.compile=false --model.export_dtype=float32
+    --data.init_args.drills=null --data.init_args.batch_size=4""".split()
 STRATEGIES = {
     "ddp": ["--config=configs/trainer/ddp_cpu.yaml"],
     "fsdp": ["--config=configs/trainer/fsdp_cpu.yaml"],
@@ -76,12 +47,18 @@ STRATEGIES = {
 
 def whole_and_resumed(rank: int, folder: Path) -> None:
     """Every strategy: an uninterrupted run, then one that goes on from its third step."""
-    for name, flags in STRATEGIES.items():
-        for part in ("whole", "resumed"):
+    torch.set_num_threads(1)
+    for name, strategy in STRATEGIES.items():
+        resume = [f"--ckpt_path={folder / name / 'whole' / 'checkpoints' / 'step=3.ckpt'}"]
+        for part, more in (("whole", []), ("resumed", resume)):
             at = folder / name / part
-            config = write_config(folder / f"{name}-{part}-{rank}.yaml", CONFIG.format(run_dir=at))
-            resume = [f"--ckpt_path={folder / name / 'whole' / 'checkpoints' / 'step=3.ckpt'}"]
-            run("fit", f"--config={config}", *flags, *(resume if part == "resumed" else []))
+            saver = {
+                "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                "init_args": {**SAVED, "dirpath": str(at / "checkpoints")},
+            }
+            flags = [*strategy, f"--run_dir={at}", f"--model.export_dir={at}/model", *more]
+            flags += [f"--trainer.callbacks={compact([saver])}"]
+            run(*PRETRAIN[:2], *flags, *PRETRAIN[2:], *QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -129,32 +106,14 @@ def test_checkpoints_are_folders_or_files(runs: Path) -> None:
 def block_model(folder: Path) -> str:
     """A random model in SDAR's released layout, with the embedded tokenizer."""
     torch.manual_seed(3)
-    architecture = Architecture(
-        decoder="qwen3",
-        vocab_size=462,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=2,
-        num_heads=2,
-        initializer_range=0.3,
-        family="sdar",
-        attention="block",
-        block_size=4,
-        mask_id=2,
-        pad_id=0,
-        eos_ids=(1,),
-    )
-    HFBackbone(architecture=architecture).export(folder, layout="original")
+    blocks = {"decoder": "qwen3", "family": "sdar", "attention": "block", "block_size": 4}
+    given = {**ARCHITECTURE, **blocks, "initializer_range": 0.3, "eos_ids": (1,)}
+    HFBackbone(architecture=Architecture(**given)).export(folder, layout="original")
     copy_tokenizer("tiny", folder)
     return str(folder)
 
 
-def problems(count: int) -> str:
-    settings = {"split": "test", "num_examples": count}
-    return json.dumps([{"class_path": "WordProblems", "init_args": settings}])
-
-
-LORA = '{"rank": 2, "alpha": 4, "targets": "all"}'
+LORA = '{"rank":2,"alpha":4,"targets":"all"}'
 BLOCKS = {
     "policy": {"class_path": "DynamicPolicy", "init_args": {"threshold": 0.9}},
     "window": {"class_path": "BlockWindow", "init_args": {"block_length": 8}},
@@ -168,68 +127,33 @@ CACHED = {
 
 def experiments(folder: Path) -> dict[str, list[str]]:
     """An RL step with and without an adapter, SFT, TABOM and a benchmark; small."""
-    at = str(folder.parent / "model")
-    paths = [f"--model.backbone.init_args.path={at}", f"--model.tokenizer={at}"]
-    rl = [
-        "fit",
-        "--config=configs/exp/tracerl_sdar.yaml",
-        *paths,
-        "--trainer.max_epochs=1",
-        "--data.rows_per_update=8",
-        f"--data.tasks={problems(8)}",
-        f"--data.val_tasks={problems(3)}",
-        "--data.filters=null",
-        "--data.prompts_per_step=3",
-        "--data.responses_per_prompt=2",
-        "--data.response_length=8",
-        "--data.rollout_batch_size=2",
-        "--data.val_responses=1",
-        "--data.num_workers=1",
-        "--trainer.check_val_every_n_epoch=1",
-    ]
-    return {
+    at = folder.parent
+    model = f"--model.backbone.init_args.path={at}/model --model.tokenizer={at}/model"
+    rl = f"""fit --config=configs/exp/tracerl_sdar.yaml {model} --trainer.max_epochs=1
+        --trainer.check_val_every_n_epoch=1 --data.rows_per_update=8 --data.filters=null
+        --data.prompts_per_step=3 --data.responses_per_prompt=2 --data.response_length=8
+        --data.rollout_batch_size=2 --data.val_responses=1 --data.num_workers=1
+        --data.tasks={problems(8)} --data.val_tasks={problems(3)}"""
+    found = {
         "rl": rl,
-        "rl_lora": [
-            *rl,
-            "--model.backbone.init_args.trainable=false",
-            f"--model.backbone.init_args.lora={LORA}",
-        ],
-        "sft": [
-            "fit",
-            "--config=configs/exp/sft_sdar.yaml",
-            *paths,
-            "--data.rows_per_update=2",
-            "--data.response_length=16",
-            f"--data.sources.init_args.path={folder.parent / 'sft.jsonl'}",
-        ],
-        "tabom": [
-            "fit",
-            "--config=configs/exp/tabom_tiny.yaml",
-            "--trainer.max_steps=2",
-            f"--data.sources.init_args.shards={folder.parent / 'traces'}",
-            "--data.batch_size=2",
-            "--data.val_fraction=0",
-        ],
-        "benchmark": [
-            "predict",
-            "--config=configs/exp/benchmark_tiny.yaml",
-            "--model.sweep=null",
-            f"--model.decoders={json.dumps(CACHED)}",
-            f"--data.tasks={problems(6)}",
-            "--data.batch_size=2",
-        ],
+        "rl_lora": f"""{rl} --model.backbone.init_args.trainable=false
+            --model.backbone.init_args.lora={LORA}""",
+        "sft": f"""fit --config=configs/exp/sft_sdar.yaml {model} --data.rows_per_update=2
+            --data.response_length=16 --data.sources.init_args.path={at}/sft.jsonl""",
+        "tabom": f"""fit --config=configs/exp/tabom_tiny.yaml --trainer.max_steps=2
+            --data.sources.init_args.shards={at}/traces --data.batch_size=2
+            --data.val_fraction=0""",
+        "benchmark": f"""predict --config=configs/exp/benchmark_tiny.yaml --model.sweep=null
+            --model.decoders={compact(CACHED)} --data.tasks={problems(6)} --data.batch_size=2""",
     }
+    return {name: command.split() for name, command in found.items()}
 
 
 def every_experiment(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     for kind in ("ddp", "fsdp"):
         for name, arguments in experiments(folder / kind).items():
-            flags = [
-                f"--config=configs/trainer/{kind}_cpu.yaml",
-                "--trainer.logger=false",
-                "--trainer.enable_progress_bar=false",
-            ]
+            flags = [f"--config=configs/trainer/{kind}_cpu.yaml", *QUIET]
             # The trainer's file stands behind the experiment's, flags behind both.
             run(*arguments[:2], *flags, *arguments[2:], f"--run_dir={folder / kind / name}")
 
@@ -242,13 +166,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "sft.jsonl", turns)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        run(
-            "predict",
-            "--config=configs/exp/distill_tiny.yaml",
-            f"--run_dir={folder}",
-            f"--data.tasks={problems(12)}",
-            "--trainer.enable_progress_bar=false",
-        )
+        distill = ["predict", "--config=configs/exp/distill_tiny.yaml"]
+        run(*distill, f"--run_dir={folder}", f"--data.tasks={problems(12)}", *QUIET)
         in_two_processes(every_experiment, folder)
     return folder
 

@@ -15,21 +15,15 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 from tests.e2e.runs import ROOT, killed, results, run
 
 pytestmark = pytest.mark.slow
+EXP = ROOT / "configs" / "exp"
+ON_CPU = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawing") / "run"
-    run(
-        "predict",
-        f"--config={ROOT / 'configs/exp/draw_pictures.yaml'}",
-        "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false",
-        f"--run_dir={folder}",
-        "--data.responses_per_prompt=2",
-        "--data.methods=[draw]",
-        "--data.batch_size=7",
-    )
+    flags = ["--data.responses_per_prompt=2", "--data.methods=[draw]", "--data.batch_size=7"]
+    run("predict", f"--config={EXP}/draw_pictures.yaml", *ON_CPU, f"--run_dir={folder}", *flags)
     return folder
 
 
@@ -66,8 +60,7 @@ def test_a_killed_run_with_pictures_loses_and_doubles_nothing(
     config: str, records: str, flags: list[str], tmp_path: Path
 ):
     """Drawn pictures, asked ones, results and records are those of a run that nobody killed."""
-    command = ["predict", f"--config={ROOT / 'configs/exp' / config}.yaml", *flags]
-    command += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    command = ["predict", f"--config={EXP}/{config}.yaml", *flags, *ON_CPU]
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(*command, f"--run_dir={whole}")
     command += [f"--run_dir={part}", "--data.batch_size=3"]

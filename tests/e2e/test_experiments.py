@@ -60,6 +60,10 @@ MOST = {
 """Largest values of options of data modules."""
 
 
+ON_ONE_CPU = (
+    *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"),
+    "--trainer.enable_progress_bar=false",
+)
 PROJECTOR = {"hidden_rank": 8, "delta_rank": 4}
 """Widths of a projector that fits a twin."""
 
@@ -113,106 +117,71 @@ def talkative(folder: Path, spoken_by: dict[str, str]) -> None:
 
 def write_data(folder: Path) -> None:
     """Small files with the names and fields of what the experiments read. All answers are 3."""
-    question = "Anna has {} apples and eats all but 3. How many are left?"
-    numbers = range(4, 12)
-
-    def write(name: str, rows: list[dict[str, Any]]) -> None:
+    texts = [f"Anna has {n} apples and eats all but 3. How many are left?" for n in range(4, 12)]
+    math = [{"problem": text, "answer": "3"} for text in texts]
+    sums = [{"question": text, "answer": "It is 3.\n#### 3"} for text in texts]
+    prompts = [{"id": n, "prompt": text} for n, text in enumerate(texts, start=4)]
+    answered = [{"prompt": text, "response": "It is 3."} for text in texts]
+    choices = {"question": texts[0], "options": ["2", "3"], "answer": "B"}
+    check = "def check(candidate):\n    assert candidate() == 3\n"
+    three = {"entry_point": "three", "test": check}
+    human = {"task_id": "HumanEval/0", "prompt": 'def three():\n    """Give 3."""\n'}
+    sentence = {"task_id": 11, "text": "Write a function that gives 3."}
+    tests = json.dumps([{"input": "", "output": "3"}])
+    contest = {"question_content": "Print 3.", "contest_date": "2024-09-01"}
+    told = [f"Give 3, not {n}." for n in range(4, 12)]
+    program = {"test_method": "stdio", "test_input": ["", ""], "test_output": ["3", "3"]}
+    call = {"test_method": "function", "test_list": ["assert three() == 3"]}
+    solved = {"canonical_solution": "def three():\n    return 3\n", "atol": 0}
+    plus = {"prompt": "Give 3.", "entry_point": "three", "base_input": [[]], "plus_input": [[]]}
+    programs = [{"question": one, **program, "test_time_limit": 5} for one in told]
+    seen = {"question": "Which?", "ground_truth_answer": "A"}
+    files: dict[str, list[dict[str, Any]]] = {
+        "math_train12k.jsonl": math,
+        "MATH_train.json": [{"question": text, "ground_truth_answer": "3"} for text in texts],
+        "HuggingFaceH4/MATH-500/test.jsonl": math[:2],
+        "HuggingFaceH4/aime_2024/train.jsonl": math[:1],
+        "math-ai/aime25/test.jsonl": math[:1],
+        "openai/gsm8k/train.jsonl": sums,
+        "openai/gsm8k/test.jsonl": sums[:2],
+        "openai/openai_humaneval/test.jsonl": [
+            {**human, **three, "canonical_solution": "    return 3\n"}
+        ],
+        "google-research-datasets/mbpp/test.jsonl": [
+            {**sentence, "code": solved["canonical_solution"], "test_list": call["test_list"] * 3}
+        ],
+        "TIGER-Lab/MMLU-Pro/test.jsonl": [choices],
+        "Idavidrein/gpqa/train.jsonl": [choices],
+        "livecodebench.jsonl": [
+            {**contest, "public_test_cases": tests, "private_test_cases": tests}
+        ],
+        "ling_coder_prompts.jsonl": prompts,
+        "prompts.jsonl": prompts[:2],
+        "yahma/alpaca-cleaned/train.jsonl": [
+            {"instruction": text, "input": "", "output": "It is 3."} for text in texts
+        ],
+        "BOB12311/kodcode-humaneval-like/train.jsonl": [{"question": t, **three} for t in told],
+        "PrimeIntellect.json": programs,
+        "acecode_hard.json": [{"question": one, **call} for one in told],
+        "MbppPlus.jsonl": [{"task_id": f"Mbpp/{n}", **plus, **solved} for n in range(4, 12)],
+        "HumanEvalPlus.jsonl": [{"task_id": "HumanEval/0", **plus, **solved}],
+        "LiveCodeBench.json": programs[:2],
+        "lmms-lab/SEED-Bench/test.json": [
+            {**seen, "image": f"../../pictures/{n}.png"} for n in (4, 5)
+        ],
+        "sft.jsonl": answered,
+        "sft_pictures.jsonl": [{**row, "image": "pictures/4.png"} for row in answered],
+    }
+    for name, rows in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
             path.write_text(json.dumps(rows))
         else:
             write_jsonl(path, rows)
-
-    math = [{"problem": question.format(n), "answer": "3"} for n in numbers]
-    write("math_train12k.jsonl", math)
-    write("MATH_train.json", [{"question": r["problem"], "ground_truth_answer": "3"} for r in math])
-    write("HuggingFaceH4/MATH-500/test.jsonl", math[:2])
-    for split in ("train", "test"):
-        rows = [{"question": question.format(n), "answer": "It is 3.\n#### 3"} for n in numbers]
-        write(f"openai/gsm8k/{split}.jsonl", rows[:2] if split == "test" else rows)
-    write(
-        "openai/openai_humaneval/test.jsonl",
-        [
-            {
-                "task_id": "HumanEval/0",
-                "prompt": 'def three():\n    """Give 3."""\n',
-                "entry_point": "three",
-                "canonical_solution": "    return 3\n",
-                "test": "def check(candidate):\n    assert candidate() == 3\n",
-            }
-        ],
-    )
-    write(
-        "google-research-datasets/mbpp/test.jsonl",
-        [
-            {
-                "task_id": 11,
-                "text": "Write a function that gives 3.",
-                "code": "def three():\n    return 3",
-                "test_list": ["assert three() == 3"] * 3,
-            }
-        ],
-    )
-    for name in ("HuggingFaceH4/aime_2024/train.jsonl", "math-ai/aime25/test.jsonl"):
-        write(name, math[:1])
-    choices = {"question": math[0]["problem"], "options": ["2", "3"], "answer": "B"}
-    write("TIGER-Lab/MMLU-Pro/test.jsonl", [choices])
-    write("Idavidrein/gpqa/train.jsonl", [choices])
-    tests = json.dumps([{"input": "", "output": "3"}])
-    contest = {"question_content": "Print 3.", "contest_date": "2024-09-01"}
-    contest |= {"public_test_cases": tests, "private_test_cases": tests}
-    write("livecodebench.jsonl", [contest])
-    prompts = [{"id": n, "prompt": question.format(n)} for n in numbers]
-    write("ling_coder_prompts.jsonl", prompts)
-    write("prompts.jsonl", prompts[:2])
-    write(
-        "yahma/alpaca-cleaned/train.jsonl",
-        [{"instruction": r["prompt"], "input": "", "output": "It is 3."} for r in prompts],
-    )
-    write(
-        "BOB12311/kodcode-humaneval-like/train.jsonl",
-        [
-            {
-                "question": f"Write a function that gives 3, not {n}.",
-                "entry_point": "three",
-                "test": "def check(candidate):\n    assert candidate() == 3\n",
-            }
-            for n in numbers
-        ],
-    )
-    programs = [
-        {
-            "question": f"Print 3, not {n}.",
-            "test_method": "stdio",
-            "test_input": ["", ""],
-            "test_output": ["3", "3"],
-            "test_time_limit": 5,
-        }
-        for n in numbers
-    ]
-    write("PrimeIntellect.json", programs)
-    call = {"test_method": "function", "test_list": ["assert three() == 3"]}
-    write("acecode_hard.json", [{"question": row["question"], **call} for row in programs])
-    plus = {"prompt": "Give 3.", "entry_point": "three", "base_input": [[]], "plus_input": [[]]}
-    plus |= {"canonical_solution": "def three():\n    return 3\n", "atol": 0}
-    write("MbppPlus.jsonl", [{"task_id": f"Mbpp/{n}", **plus} for n in numbers])
-    write("HumanEvalPlus.jsonl", [{"task_id": "HumanEval/0", **plus}])
-    write("LiveCodeBench.json", programs[:2])
-    pictures = folder / "pictures"
-    pictures.mkdir()
+    (folder / "pictures").mkdir()
     for n in (4, 5):
-        Image.new("RGB", (40 * n, 60), (10 * n, 20, 200)).save(pictures / f"{n}.png")
-    write(
-        "lmms-lab/SEED-Bench/test.json",
-        [
-            {"question": "Which?", "ground_truth_answer": "A", "image": f"../../pictures/{n}.png"}
-            for n in (4, 5)
-        ],
-    )
-    rows = [{"prompt": r["prompt"], "response": "It is 3."} for r in prompts]
-    write("sft.jsonl", rows)
-    write("sft_pictures.jsonl", [{**row, "image": "pictures/4.png"} for row in rows])
+        Image.new("RGB", (40 * n, 60), (10 * n, 20, 200)).save(folder / f"pictures/{n}.png")
 
 
 def small(options: dict[str, Any], *, num_examples: int) -> list[str]:
@@ -276,9 +245,7 @@ class Workplace:
         kind = config["model"]["class_path"].rpartition(".")[2]
         command = "validate" if path.stem == "tabom_scores_tiny" else COMMANDS[kind]
         trainer = config["trainer"]
-        flags = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
-        flags += ["--trainer.enable_progress_bar=false"]
-        flags += ["--trainer.callbacks+=tests.e2e.witness.Witness"]
+        flags = [*ON_ONE_CPU, "--trainer.callbacks+=tests.e2e.witness.Witness"]
         options = config["data"]["init_args"]
         flags += small(options, num_examples=2 if kind == "DecodeModule" else 8)
         if command == "fit":
@@ -329,12 +296,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     write_data(folder)
     with pytest.MonkeyPatch.context() as patch, closing(JudgeServer()) as judge:
         patch.chdir(folder)
-        patch.setenv("LIT_DLM_TRACEBACK", "1")
-        patch.setenv("JUDGE_URL", judge.url)
-        patch.setenv("MATH_TRAIN_PATH", "math_train12k.jsonl")
-        patch.setenv("MBPP_PLUS", "MbppPlus.jsonl")
-        patch.setenv("HUMANEVAL_PLUS", "HumanEvalPlus.jsonl")
-        patch.setenv("LIVECODEBENCH_PATH", "livecodebench.jsonl")
+        variables = {
+            "LIT_DLM_TRACEBACK": "1",
+            "JUDGE_URL": judge.url,
+            "MATH_TRAIN_PATH": "math_train12k.jsonl",
+            "MBPP_PLUS": "MbppPlus.jsonl",
+            "HUMANEVAL_PLUS": "HumanEvalPlus.jsonl",
+            "LIVECODEBENCH_PATH": "livecodebench.jsonl",
+        }
+        for name, value in variables.items():
+            patch.setenv(name, value)
         yield Workplace(folder, judge)
     shutil.rmtree(folder)
 
@@ -346,34 +317,30 @@ def test_experiment_runs(path: Path, workplace: Workplace):
     workplace.run(path)
 
 
+SHARDS = "--data.sources.init_args.shards=runs/tabom_dream_prm12k/traces"
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("tracerl_dream", ["--config=method/as_released", "--run_dir=runs/released"]),
-        ("tracerl_trado", ["--config=method/as_released_block", "--run_dir=runs/released_block"]),
+        ("tracerl_dream", "--config=method/as_released --run_dir=runs/released"),
+        ("tracerl_trado", "--config=method/as_released_block --run_dir=runs/released_block"),
         (
             "tabom_dream_prm12k",
-            [
-                "--config=method/as_released_tabom",
-                "--run_dir=runs/tabom_released",
-                "--data.sources.init_args.shards=runs/tabom_dream_prm12k/traces",
-            ],
+            f"--config=method/as_released_tabom --run_dir=runs/tabom_released {SHARDS}",
         ),
         (
             "sft_dream",
-            [
-                "--config=method/as_released_sft",
-                "--model.backbone=backbone/llada.yaml",
-                "--model.tokenizer=GSAI-ML/LLaDA-8B-Instruct",
-            ],
+            "--config=method/as_released_sft --model.backbone=backbone/llada.yaml "
+            "--model.tokenizer=GSAI-ML/LLaDA-8B-Instruct",
         ),
     ],
 )
-def test_experiment_runs_with_other_settings(name: str, more: list[str], workplace: Workplace):
+def test_experiment_runs_with_other_settings(name: str, more: str, workplace: Workplace):
     """A release's values, and a backbone of another family, whose answers end in another token."""
     path = EXPERIMENTS / f"{name}.yaml"
     workplace.run(path)
-    workplace._start(path, CONFIGS[path], *more)
+    workplace._start(path, CONFIGS[path], *more.split())
 
 
 @pytest.mark.parametrize(
@@ -389,15 +356,9 @@ def test_other_tasks_run_behind_an_experiment(data: str, workplace: Workplace):
     family = "llada" if data.endswith("llada") else "dream"
     path = EXPERIMENTS / f"benchmark_tabom_{family}.yaml"
     workplace.run(path)
-    cli.main(
-        [
-            *("predict", "--config", str(path), "--config", f"data/{data}"),
-            *(f"--run_dir=runs/{data}", "--data.response_length=16", "--data.batch_size=4"),
-            *("--data.methods=[threshold_08]", "--trainer.accelerator=cpu"),
-            *("--trainer.devices=1", "--trainer.strategy=auto"),
-            "--trainer.enable_progress_bar=false",
-        ]
-    )
+    flags = f"--config=data/{data} --run_dir=runs/{data} --data.response_length=16"
+    flags += " --data.batch_size=4 --data.methods=[threshold_08]"
+    cli.main(["predict", f"--config={path}", *flags.split(), *ON_ONE_CPU])
     summaries = json.loads((workplace.folder / "runs" / data / "summary.json").read_text())
     num_tasks = len(config_files.load(f"data/{data}")["data"]["init_args"]["tasks"])
     assert len(summaries) == num_tasks

@@ -16,10 +16,10 @@ from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.command import main as report
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, results, run, write_jsonl
+from tests.e2e.runs import QUIET, ROOT, fails, problems, results, run, write_jsonl
 
 EXP = ROOT / "configs" / "exp"
-QUIET = ("--trainer.enable_progress_bar", "false")
+EVALUATE = ("predict", f"--config={EXP}/evaluate_tiny.yaml")
 
 pytestmark = pytest.mark.slow
 
@@ -28,11 +28,8 @@ pytestmark = pytest.mark.slow
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty-four graded decodes."""
     folder = tmp_path_factory.mktemp("distilled")
-    tasks = "[{class_path: WordProblems, init_args: {split: train, num_examples: 24}}]"
-    run(
-        "predict", "--config", str(EXP / "distill_tiny.yaml"), "--run_dir", str(folder),
-        "--data.tasks", tasks, *QUIET,
-    )  # fmt: skip
+    tasks = f"--data.tasks={problems(24, 'train')}"
+    run("predict", f"--config={EXP}/distill_tiny.yaml", f"--run_dir={folder}", tasks, *QUIET)
     return folder
 
 
@@ -43,30 +40,21 @@ def run_dir(distilled: Path, tmp_path: Path) -> Path:
 
 
 def fit(name: str, run_dir: Path, *flags: str) -> None:
-    run(
-        "fit", "--config", str(EXP / name), "--run_dir", str(run_dir), "--data.batch_size", "8",
-        "--data.val_fraction", "0",
-        "--trainer.logger", "false", *QUIET, *flags,
-    )  # fmt: skip
+    sizes = ("--data.batch_size=8", "--data.val_fraction=0")
+    run("fit", f"--config={EXP / name}", f"--run_dir={run_dir}", *sizes, *QUIET, *flags)
 
 
 def evaluate(run_dir: Path, *flags: str) -> dict[str, bool]:
     """Uid to verdict on twelve problems."""
-    tasks = "[{class_path: WordProblems, init_args: {split: test, num_examples: 12}}]"
-    run(
-        "predict", "--config", str(EXP / "evaluate_tiny.yaml"), "--run_dir", str(run_dir),
-        "--data.tasks", tasks, *QUIET, *flags,
-    )  # fmt: skip
+    run(*EVALUATE, f"--run_dir={run_dir}", f"--data.tasks={problems(12)}", *QUIET, *flags)
     (rows,) = results(run_dir).values()
     assert len(rows) == 12
     return {row.completion: row.correct for row in rows}
 
 
 def test_a_tabom_adapter_decodes_through_predict_with_one_flag(run_dir: Path) -> None:
-    fit(
-        "tabom_tiny.yaml", run_dir, "--trainer.max_steps", "6",
-        "--model.optimizer.init_args.lr", "0.02", "--model.warmup_steps", "0",
-    )  # fmt: skip
+    fast = ("--model.optimizer.init_args.lr=0.02", "--model.warmup_steps=0")
+    fit("tabom_tiny.yaml", run_dir, "--trainer.max_steps=6", *fast)
     plain = evaluate(run_dir / "plain")
     adapter = str(run_dir / "adapter")
     tuned = evaluate(run_dir / "tuned", "--model.backbone.init_args.adapter", adapter)
@@ -101,23 +89,12 @@ def test_a_recipe_goes_on_from_its_last_checkpoint(
     stored = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert stored["epoch"] == 1
     assert all("lora_" in key for key in stored["state_dict"])
-    error = fails(
-        capsys, "predict", "--config", str(EXP / "evaluate_tiny.yaml"), "--run_dir",
-        str(run_dir / "base"), "--ckpt_path", str(folder / "checkpoints" / "last.ckpt"), *QUIET,
-    )  # fmt: skip
+    base = (f"--run_dir={run_dir}/base", f"--ckpt_path={folder}/checkpoints/last.ckpt")
+    error = fails(capsys, *EVALUATE, *base, *QUIET)
     assert f"has no use here for {len(stored['state_dict'])} weights" in error
-    error = fails(
-        capsys, "fit", "--config", str(EXP / name), "--run_dir", str(run_dir),
-        "--trainer.max_epochs", "1", *QUIET,
-    )  # fmt: skip
+    anew = (f"--config={EXP / name}", f"--run_dir={run_dir}", "--trainer.max_epochs=1")
+    error = fails(capsys, "fit", *anew, *QUIET)
     assert f"{folder / 'adapters'}: expected a folder without weights" in error
-
-
-@pytest.mark.parametrize("name", ["dream_ling_coder", "llada_prm12k", "llada_ling_coder"])
-def test_the_other_recipes_run(run_dir: Path, name: str) -> None:
-    tasks = "--data.sources.init_args.tasks=[word_problems]"
-    fit(f"tabom_{name}_tiny.yaml", run_dir, "--trainer.max_epochs", "1", tasks)
-    assert (run_dir / name / "adapters" / "last" / "adapter_config.json").is_file()
 
 
 def test_an_update_of_rows_that_do_not_divide_is_one_clear_error(
@@ -155,15 +132,11 @@ def test_a_recipe_takes_the_release_rows_as_its_comment_says(
     rows = [{**{key: row[key] for key in kept}, "method": methods[-1]} for row in given]
     write_jsonl(run_dir / source["init_args"]["path"], rows)
     monkeypatch.chdir(run_dir)
-    run(
-        "fit", "--config", str(config), "--run_dir", ".", "--data.sources", sources,
-        "--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.strategy", "auto",
-        "--trainer.precision", "32-true", "--trainer.deterministic", "false",
-        "--trainer.max_steps", "1", "--trainer.logger", "false", *QUIET,
-        "--model.backbone.path", "tiny", "--model.backbone.dtype", "float32",
-        "--model.tokenizer", "tiny", "--model.window", "4", "--model.rank_window", "4",
-        "--data.response_length", "32",
-    )  # fmt: skip
+    flags = """--run_dir=. --trainer.accelerator=cpu --trainer.devices=1 --trainer.strategy=auto
+        --trainer.precision=32-true --trainer.deterministic=false --trainer.max_steps=1
+        --model.backbone.path=tiny --model.backbone.dtype=float32 --model.tokenizer=tiny
+        --model.window=4 --model.rank_window=4 --data.response_length=32"""
+    run("fit", f"--config={config}", f"--data.sources={sources}", *flags.split(), *QUIET)
     (written,) = yaml.safe_load((run_dir / "fit.yaml").read_text())["data"]["init_args"]["sources"]
     assert written["class_path"].endswith("TABOMFile")
     assert written["init_args"]["only_correct"] is False
@@ -186,25 +159,11 @@ def test_a_run_goes_on_from_its_last_checkpoint(
         stored = run_dir / folder / "checkpoints" / "last.ckpt"
         assert torch.load(stored, weights_only=True)["global_step"] == steps
     weights = [run_dir / folder / "adapter", run_dir / "whole"]
-    fit(
-        f"{name}.yaml", run_dir, "--trainer.max_steps", "4", "--model.export_dir", str(weights[1]),
-        "--trainer.enable_checkpointing", "false", "--trainer.callbacks", "[]",
-    )  # fmt: skip
+    bare = ("--trainer.enable_checkpointing=false", "--trainer.callbacks=[]")
+    export = f"--model.export_dir={weights[1]}"
+    fit(f"{name}.yaml", run_dir, "--trainer.max_steps=4", export, *bare)
     resumed, whole = (load_file(path / "adapter_model.safetensors") for path in weights)
     torch.testing.assert_close(resumed, whole)
-
-
-@pytest.mark.parametrize("name", ["sft_gt_tiny", "sft_sd_tiny"])
-def test_both_baselines_run(run_dir: Path, name: str) -> None:
-    fit(f"{name}.yaml", run_dir, "--trainer.max_steps", "2")
-    assert list(run_dir.glob("**/adapter/adapter_config.json"))
-
-
-def test_missing_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = fails(
-        capsys, "fit", "--config", str(EXP / "tabom_tiny.yaml"), "--run_dir", str(tmp_path)
-    )
-    assert f"{tmp_path}/traces: there is no such folder of shards" in error
 
 
 def test_nothing_to_validate_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,26 +12,22 @@ import torch
 from torch.optim import adam
 
 from lit_dlm.backbones import HFBackbone
-from tests.e2e.runs import ROOT, fails, run
+from tests.e2e.runs import QUIET, ROOT, fails, problems, run
 
 pytestmark = pytest.mark.slow
 
-QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
 SFT = [
-    "fit", "--config=configs/exp/sft_gt_tiny.yaml", "--trainer.max_steps=6", "--data.batch_size=2",
-    "--data.rows_per_update=6", *QUIET,
-]  # fmt: skip
-RL = [
-    "fit", "--config=configs/exp/tracerl_tiny.yaml", "--trainer.max_epochs=2", *QUIET,
-    "--data.prompts_per_step=3", "--data.responses_per_prompt=4", "--data.filters=null",
-    '--data.val_tasks=[{"class_path":"WordProblems","init_args":{"num_examples":2}}]',
-    "--data.batch_size=24",
-]  # fmt: skip
-PREDICT = [
-    "predict", "--config=configs/exp/generate_tiny.yaml", *QUIET, "--data.methods=[threshold_07]",
-    "--data.tasks=[{class_path: WordProblems, init_args: {split: train, num_examples: 4}}]",
-    "--model.level=tokens", "--model.projector_dir=null",
-]  # fmt: skip
+    "fit",
+    "--config=configs/exp/sft_gt_tiny.yaml",
+    "--trainer.max_steps=6",
+    "--data.batch_size=2",
+    "--data.rows_per_update=6",
+]
+RL = f"""fit --config=configs/exp/tracerl_tiny.yaml --trainer.max_epochs=2 --data.batch_size=24
+    --data.prompts_per_step=3 --data.responses_per_prompt=4 --data.filters=null
+    --data.val_tasks={problems(2)}""".split()
+PREDICT = f"""predict --config=configs/exp/generate_tiny.yaml --data.methods=[threshold_07]
+    --data.tasks={problems(4, "train")} --model.level=tokens --model.projector_dir=null""".split()
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -56,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         patch.chdir(ROOT)
         for command in (SFT, RL):
             folder = tmp_path_factory.mktemp("whole")
-            run(*command, f"--run_dir={folder}")
+            run(*command, *QUIET, f"--run_dir={folder}")
             found[command[1]] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
     return found
 
@@ -103,12 +99,12 @@ def test_a_run_without_memory_names_the_option_and_goes_on(
 
     with pytest.MonkeyPatch.context() as patch:
         without_memory(patch, owner, name, is_due)
-        told = fails(capsys, *command, f"--run_dir={tmp_path / 'cut'}")
+        told = fails(capsys, *command, *QUIET, f"--run_dir={tmp_path / 'cut'}")
     saved = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
     assert told == f"lit-dlm: error: {ERROR}; {advice.format(saved=saved)}"
     if command is PREDICT:
         return
-    run(*command, f"--run_dir={tmp_path / 'cut'}", "--ckpt_path=last")
+    run(*command, *QUIET, f"--run_dir={tmp_path / 'cut'}", "--ckpt_path=last")
     cut, expected = torch.load(last, weights_only=True), whole[command[1]]
     assert cut["global_step"] == expected["global_step"]
     for key, value in expected["state_dict"].items():

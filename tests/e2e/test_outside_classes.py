@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 import cli
 
-EXP = Path(__file__).resolve().parents[2] / "configs" / "exp"
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
 
 OWN = """
@@ -109,43 +107,19 @@ def _in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("own", None)
 
 
-def config(content: object) -> str:
-    Path("own.yaml").write_text(yaml.safe_dump(content))
-    return "--config=own.yaml"
-
-
-DECODER = {
-    "policy": "own.Leftmost",
-    "window": {"class_path": "own.Halves", "init_args": {"size": 8}},
-    "quota": "own.Two",
-}
-PREDICT = {
-    "trainer": {
-        "logger": False,
-        "callbacks": [{"class_path": "DecodeWriter", "init_args": {"run_dir": "run"}}],
-    },
-    "model": {
-        "class_path": "DecodeModule",
-        "init_args": {
-            "backbone": {"class_path": "HFBackbone", "init_args": {"path": "tiny"}},
-            "tokenizer": "tiny",
-            "decoders": {"own": DECODER},
-        },
-    },
-    "data": {
-        "class_path": "PromptDataModule",
-        "init_args": {
-            "tasks": [{"class_path": "own.Repeat", "init_args": {"words": ["a", "b", "c"]}}],
-            "response_length": 16,
-        },
-    },
-}
+DECODERS = """{own: {policy: own.Leftmost, quota: own.Two,
+    window: {class_path: own.Halves, init_args: {size: 8}}}}"""
+PREDICT = (
+    *("predict", "--config=exp/evaluate_tiny", "--run_dir=run", "--data.response_length=16"),
+    "--data.tasks=[{class_path: own.Repeat, init_args: {words: [a, b, c]}}]",
+    *("--trainer.logger=false", f"--model.decoders={DECODERS}", *QUIET),
+)
 
 
 @pytest.mark.slow
 def test_policy_window_quota_and_task_decode() -> None:
     """Two of sixteen cells a step: eight forwards, unless a response ends before."""
-    cli.main(["predict", config(PREDICT), "--run_dir=run", *QUIET])
+    cli.main([*PREDICT])
     (summary,) = json.loads(Path("run/summary.json").read_text())
     assert (summary["task"], summary["method"], summary["n"]) == ("repeat", "own", 3)
     rows = [json.loads(line) for p in Path("run/results").rglob("*.jsonl") for line in p.open()]
@@ -155,23 +129,11 @@ def test_policy_window_quota_and_task_decode() -> None:
 @pytest.mark.slow
 def test_reward_filter_advantage_and_policy_loss_train() -> None:
     """Every second response earns 1."""
-    content = {
-        "model": {"init_args": {"policy_loss": "own.Reinforce", "objective": None}},
-        "data": {
-            "init_args": {
-                "rewards": ["own.Even"],
-                "filters": ["own.All"],
-                "advantage": "own.Centred",
-                "val_tasks": None,
-                "prompts_per_step": 2,
-                "responses_per_prompt": 4,
-            }
-        },
-        "trainer": {"callbacks": [], "max_epochs": 1, "check_val_every_n_epoch": 1},
-    }
-    cli.main(
-        ["fit", f"--config={EXP / 'tracerl_tiny.yaml'}", config(content), "--run_dir=run", *QUIET]
-    )
+    flags = """--model.policy_loss=own.Reinforce --model.objective=null --data.rewards=[own.Even]
+        --data.filters=[own.All] --data.advantage=own.Centred --data.val_tasks=null
+        --data.prompts_per_step=2 --data.responses_per_prompt=4 --trainer.callbacks=[]
+        --trainer.max_epochs=1 --trainer.check_val_every_n_epoch=1"""
+    cli.main(["fit", "--config=exp/tracerl_tiny", "--run_dir=run", *flags.split(), *QUIET])
     with open("run/logs/version_0/metrics.csv", newline="") as file:
         step = next(csv.DictReader(file))
     assert float(step["rollout/reward/even"]) == 0.5
@@ -180,18 +142,9 @@ def test_reward_filter_advantage_and_policy_loss_train() -> None:
 
 @pytest.mark.slow
 def test_source_and_corruption_train() -> None:
-    content = {
-        "model": {"init_args": {"corruption": "own.Whole"}},
-        "data": {
-            "init_args": {"sources": [{"class_path": "own.Sums", "init_args": {"count": 40}}]}
-        },
-    }
-    cli.main(
-        [
-            *("fit", f"--config={EXP / 'sft_gt_tiny.yaml'}", config(content), "--run_dir=run"),
-            *("--trainer.max_steps=2", *QUIET),
-        ]
-    )
+    sources = "--data.sources=[{class_path: own.Sums, init_args: {count: 40}}]"
+    flags = ("--model.corruption=own.Whole", sources, "--trainer.max_steps=2", *QUIET)
+    cli.main(["fit", "--config=exp/sft_gt_tiny", "--run_dir=run", *flags])
     assert Path("run/adapter/adapter_model.safetensors").is_file()
 
 
@@ -200,7 +153,7 @@ def test_a_class_that_lacks_a_method_is_one_line(capsys: pytest.CaptureFixture[s
     with Path("own.py").open("a") as file:
         file.write("\nclass Chooses:\n    def choose(self): ...\n")
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["predict", config(PREDICT), "--model.init_args.decoders.own.policy=own.Chooses"])
+        cli.main([*PREDICT, "--model.decoders={own: {policy: own.Chooses}}"])
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("lit-dlm: error: model.decoders")
     assert error.endswith("Chooses has no method 'select', which CommitPolicy asks for")

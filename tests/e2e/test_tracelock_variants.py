@@ -12,42 +12,37 @@ from safetensors.torch import load_file
 
 from lit_dlm.heads.scorer import AcceptanceScorer
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, fails, results, run
+from tests.e2e.runs import ROOT, fails, problems, results, run
 
 pytestmark = pytest.mark.slow
 
 EXP = ROOT / "configs" / "exp"
 CPU = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
-TASK = "[{{class_path: WordProblems, init_args: {{split: {}, num_examples: {}}}}}]"
-QUIET = "--trainer.enable_progress_bar=false"
+RANKS = ["--model.init_args.hidden_rank=8", "--model.init_args.delta_rank=4"]
 
 
 def generate(name: str, run_dir: Path, *flags: str) -> list[str]:
+    sizes = [f"--data.init_args.tasks={problems(24, 'train')}", "--data.init_args.batch_size=12"]
     return [
         "predict",
         f"--config={EXP / name}",
         f"--run_dir={run_dir}",
-        f"--data.init_args.tasks={TASK.format('train', 24)}",
-        "--data.init_args.batch_size=12",
-        "--model.init_args.hidden_rank=8",
-        "--model.init_args.delta_rank=4",
+        *sizes,
+        *RANKS,
         *CPU,
         *flags,
     ]
 
 
 def fit(name: str, run_dir: Path, *flags: str) -> list[str]:
-    return [
-        "fit",
-        f"--config={EXP / name}",
-        f"--run_dir={run_dir}",
+    sizes = [
         "--trainer.max_steps=6",
         "--trainer.val_check_interval=3",
         "--data.init_args.batch_size=8",
         "--data.init_args.val_fraction=0.3",
-        QUIET,
-        *flags,
+        "--trainer.enable_progress_bar=false",
     ]
+    return ["fit", f"--config={EXP / name}", f"--run_dir={run_dir}", *sizes, *flags]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +59,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_autoencoder_replaces_the_principal_components(first: Path, tmp_path: Path) -> None:
     (tmp_path / "traces").symlink_to(first / "traces")
-    run(*fit("projector_tiny.yaml", tmp_path, "--model.init_args.hidden_rank=8",
-             "--model.init_args.delta_rank=4"))  # fmt: skip
+    run(*fit("projector_tiny.yaml", tmp_path, *RANKS))
     run(*fit("tracelock_tiny.yaml", tmp_path, "--data.init_args.source=tokens",
              f"--model.init_args.projector={tmp_path / 'autoencoder'}"))  # fmt: skip
     scorer = AcceptanceScorer.load(tmp_path / "policy")
@@ -105,20 +99,12 @@ def test_second_round_mixes_traces_of_the_policy_itself(first: Path, tmp_path: P
 
 def test_one_file_sweeps_the_front(first: Path, tmp_path: Path) -> None:
     (tmp_path / "policy").symlink_to(first / "policy")
-    run(
-        "predict",
-        f"--config={EXP / 'sweep_tiny.yaml'}",
-        f"--run_dir={tmp_path}",
-        f"--data.init_args.tasks={TASK.format('test', 4)}",
-        "--data.init_args.methods=[entropy_8, threshold_05, threshold_09, tracelock_09, "
-        "tracelock-cap_2]",
-        *CPU,
-    )
+    methods = ["entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2"]
+    flags = [f"--data.init_args.tasks={problems(4)}", f"--data.init_args.methods={methods}", *CPU]
+    run("predict", f"--config={EXP / 'sweep_tiny.yaml'}", f"--run_dir={tmp_path}", *flags)
     rows = results(tmp_path / "sweep")
     assert {len(group) for group in rows.values()} == {4}
     assert all(row.nfe == 4 for row in rows["word_problems", "entropy_8"])
     records = json.loads((tmp_path / "sweep" / "summary.json").read_text())
-    assert [r["method"] for r in records] == [
-        "entropy_8", "threshold_05", "threshold_09", "tracelock_09", "tracelock-cap_2",
-    ]  # fmt: skip
+    assert [r["method"] for r in records] == methods
     assert (tmp_path / "sweep" / "front.png").stat().st_size > 10_000

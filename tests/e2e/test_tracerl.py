@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,12 @@ SMALL = [
 ]
 
 
-def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+def test_run_resume_and_replay(tmp_path: Path) -> None:
     at = f"--run_dir={tmp_path}"
     run("fit", *SMALL, at, "--trainer.max_epochs=1")
     first = read_points(tmp_path / "reward_curve.jsonl")
@@ -68,19 +73,26 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert all(best[name].equal(weight) for name, weight in weights.items()) == is_last
 
     replay = tmp_path / "replay"
-    run(
-        "fit",
-        *SMALL,
-        f"--run_dir={replay}",
-        "--trainer.max_epochs=1",
-        "--trainer.num_sanity_val_steps=0",
-        "--data.source=shards",
-        f"--data.shards={tmp_path / 'rollouts'}",
-    )
+    shards = ["--data.source=shards", f"--data.shards={tmp_path / 'rollouts'}"]
+    once = ["--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0"]
+    run("fit", *SMALL, f"--run_dir={replay}", *once, *shards)
     again = read_points(replay / "reward_curve.jsonl")[0]
     for name, value in first[1].items():
         if name.startswith(("train/", "val/", "rollout/")):
             assert again[name] == value, name
+
+
+STEPS = [*SMALL, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three RL steps without a break."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        run("fit", *STEPS, f"--run_dir={folder}")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -88,15 +100,11 @@ def test_run_resume_and_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)],
 )
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+    whole: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     """After the first of three RL steps: same curve, weights and rollouts, each once."""
-    monkeypatch.chdir(ROOT)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    steps = [*SMALL, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=3"]
-    run("fit", *steps, f"--run_dir={whole}")
-    last = killed / "checkpoints" / "last.ckpt"
-    process = start("fit", *steps, f"--run_dir={killed}")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    process = start("fit", *STEPS, f"--run_dir={tmp_path}")
     deadline = time.monotonic() + 600.0
     while not last.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -104,48 +112,35 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     os.killpg(process.pid, number)
     process.communicate()
     assert process.returncode == status
-    assert len(read_points(killed / "reward_curve.jsonl")) < 4
-    run("fit", *steps, f"--run_dir={killed}", f"--ckpt_path={last}")
-    curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, killed)]
+    assert len(read_points(tmp_path / "reward_curve.jsonl")) < 4
+    run("fit", *STEPS, f"--run_dir={tmp_path}", f"--ckpt_path={last}")
+    curves = [read_points(folder / "reward_curve.jsonl") for folder in (whole, tmp_path)]
     for expected, found in zip(*curves, strict=True):
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert found[name] == value or name.startswith("time/"), name
     ours, theirs = (
-        load_file(f / "policy" / "last" / "adapter_model.safetensors") for f in (whole, killed)
+        load_file(f / "policy" / "last" / "adapter_model.safetensors") for f in (whole, tmp_path)
     )
     assert all(weight.equal(theirs[name]) for name, weight in ours.items())
-    uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, killed)]
+    uids = [[r.uid for r in TrajectoryShardReader(f / "rollouts")] for f in (whole, tmp_path)]
     assert sorted(uids[0]) == sorted(uids[1])
 
 
-def test_a_judge_pays_the_parts_of_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_pays_the_parts_of_responses(tmp_path: Path) -> None:
     """A local judge that dislikes odd sums of digits; tokens are paid where responses differ."""
-    monkeypatch.chdir(ROOT)
     server = JudgeServer(lambda shown: sum(int(sign) for sign in shown if sign.isdigit()) % 2 == 1)
     judge = {"class_path": "HttpStepJudge", "init_args": {"url": server.url, "model": "judge"}}
+    process = {"judge": judge, "reward_chunk_length": 4, "k_sample": 2}
     rewards = [
         {"class_path": "Graded", "init_args": {"weight": 0.0}},
-        {
-            "class_path": "ProcessReward",
-            "init_args": {"judge": judge, "reward_chunk_length": 4, "k_sample": 2},
-        },
+        {"class_path": "ProcessReward", "init_args": process},
     ]
-    try:
-        run(
-            "fit",
-            "--config=configs/exp/tracerl_tiny.yaml",
-            *SMALL[1:],
-            f"--run_dir={tmp_path}",
-            "--trainer.max_epochs=1",
-            "--trainer.num_sanity_val_steps=0",
-            "--data.prompts_per_step=10",
-            f"--data.rewards={json.dumps(rewards)}",
-        )
-    finally:
-        server.close()
+    flags = ["--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0"]
+    flags += ["--data.prompts_per_step=10", f"--data.rewards={json.dumps(rewards)}"]
+    config = "--config=configs/exp/tracerl_tiny.yaml"
+    with closing(server):
+        run("fit", config, *SMALL[1:], f"--run_dir={tmp_path}", *flags)
     records = list(TrajectoryShardReader(tmp_path / "rollouts"))
     chunks = sum(-(-min(record.meta["num_tokens"] + 1, 32) // 4) for record in records)
     assert len(server.requests) == 2 * chunks
@@ -163,17 +158,15 @@ def test_a_judge_pays_the_parts_of_responses(
     assert {"rollout/reward/process", "train/policy_loss"} <= point.keys()
 
 
-def test_mistakes_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
-    assert "method: expected 'rollout' or 'evaluation'" in fails(capsys, *small, "--model.method=greedy")
+    assert "method: expected 'rollout' or 'evaluation'" in fails(
+        capsys, *small, "--model.method=greedy"
+    )
 
 
-def test_a_reward_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_reward_model_is_one_line(tmp_path: Path) -> None:
     path = str(save_classifier(tmp_path / "reward"))
     arguments = {"path": path, "dtype": "float32"}
     rewards = json.dumps([{"class_path": "RewardModel", "init_args": arguments}])

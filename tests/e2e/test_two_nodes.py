@@ -18,23 +18,18 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lit_dlm.trajectories.store import TrajectoryShardReader
-from tests.e2e.runs import ROOT, run
+from tests.e2e.runs import QUIET, ROOT, problems, run
 from tests.processes import free_port, in_two_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
 
-QUIET = ["--trainer.logger=false", "--trainer.enable_progress_bar=false"]
-PREDICT = [
-    "predict", "--config=configs/exp/generate_tiny.yaml",
-    "--config=configs/trainer/ddp_cpu.yaml", *QUIET, "--data.batch_size=2",
-    "--data.tasks=[{class_path: WordProblems, init_args: {split: train, num_examples: 8}}]",
-    "--data.methods=[threshold_07]", "--model.level=tokens", "--model.projector_dir=null",
-]  # fmt: skip
-FIT = [
-    "fit", "--config=configs/exp/sft_gt_tiny.yaml", "--config=configs/trainer/ddp_cpu.yaml",
-    *QUIET, "--trainer.max_steps=4", "--data.batch_size=2", "--data.rows_per_update=4",
-    "--data.sources.init_args.tasks.init_args.num_examples=40", "--ckpt_path=last",
-]  # fmt: skip
+DDP = "--config=configs/trainer/ddp_cpu.yaml"
+PREDICT = f"""predict --config=configs/exp/generate_tiny.yaml {DDP} --data.batch_size=2
+    --data.tasks={problems(8, "train")} --data.methods=[threshold_07] --model.level=tokens
+    --model.projector_dir=null""".split()
+FIT = f"""fit --config=configs/exp/sft_gt_tiny.yaml {DDP} --trainer.max_steps=4
+    --data.batch_size=2 --data.rows_per_update=4 --ckpt_path=last
+    --data.sources.init_args.tasks.init_args.num_examples=40""".split()
 PATIENCE_S = 30.0
 """Seconds for which a node may go on once the other one is gone, on a machine with other work."""
 
@@ -127,7 +122,7 @@ def _worker(*command: str) -> None:
 
 def _process(rank: int, *command: str) -> None:
     torch.set_num_threads(1)
-    run(*command)
+    run(*command, *QUIET)
 
 
 @pytest.fixture(autouse=True)

@@ -18,14 +18,14 @@ from lit_dlm.grading.child.remote import Handle, Remote, WorkerLostError
 
 pytestmark = pytest.mark.slow
 
-TAGS = "ltszdibycrqevanh?"
+TAGS = "ltszdibycrqevkmnh?"
 _scalars = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["keys", "values", "items", "int", "zz", "0x1f", "00", "\ud800"])
+    | st.sampled_from(["int", "zz", "0x1f", "00", "\ud800"])
 )
 _tagged = st.recursive(
     _scalars,
@@ -51,23 +51,18 @@ def test_decoding_gives_builtin_values_or_a_wire_error(structure: Any) -> None:
 @given(st.binary(max_size=60))
 @example(b"\xff\xff\xff\xff")
 @example(b"\x00\x00\x00\x02[]\x00")
-def test_streams_give_messages_or_a_wire_error(stream: bytes) -> None:
-    told = ""
-    try:
-        assert wire.pack(wire.unpack(stream)) == stream
-    except wire.WireError as error:
-        told = str(error)
-    assert told in ("", "a message is cut off")
+def test_streams_give_messages_or_an_error_of_ours(stream: bytes) -> None:
     read_fd, write_fd = os.pipe()
     os.write(write_fd, stream)
     os.close(write_fd)
     channel = wire.Channel(read_fd, -1, max_bytes=50)
-    read = []
+    read = b""
     try:
         while True:
-            read.append(channel.receive_bytes())
+            message = channel.receive()
+            read += len(message).to_bytes(4, "big") + message
     except (wire.WireError, wire.ChannelClosedError):
-        assert stream.startswith(wire.pack(read))
+        assert stream.startswith(read)
     finally:
         os.close(read_fd)
 
@@ -80,13 +75,10 @@ class _Liar:
         self.as_asked = as_asked
         self.number = 0
 
-    def receive(self) -> str:
-        return "ready"
-
     def send(self, message: dict[str, Any], *, deadline: float) -> None:
         self.number = message["id"]
 
-    def receive_bytes(self, *, deadline: float) -> bytes:
+    def receive(self, *, deadline: float | None = None) -> bytes:
         return b'{"id":%d,%s' % (self.number, self.reply) if self.as_asked else self.reply
 
 
@@ -114,7 +106,7 @@ def test_whatever_a_worker_replies_is_a_value_or_its_failure(
         elif request == "program":
             assert type(remote.run_program("x = 1", "", most=99)) is str
         elif request == "call":
-            remote.call("f", (1,), {})
+            Handle(remote, "f")(1)
         elif request == "get":
             _ = Handle(remote, 0).value
         elif request == "set":

@@ -104,19 +104,6 @@ def test_outputs_that_are_too_large_are_left_out():
     assert (verdict.detail, verdict.score) == ("plus input 0: expected -1.5, got 1", 3 / 5)
 
 
-def test_a_forged_reply_is_a_wrong_reply(grader):
-    """The candidate answers in the harness's place, too early and with broken values."""
-    code = (
-        "import os, struct, json\n"
-        'def f(x):\n    body = b\'{"id":2,"value":["?"]}\'\n'
-        "    message = struct.pack('>I', len(body)) + body\n"
-        "    for fd in range(3, 64):\n        try: os.write(fd, message)\n"
-        "        except OSError: pass\n    return 1"
-    )
-    verdict = grader.grade(code, HALVES)
-    assert (verdict.status, verdict.score) == ("runtime_error", 0.0)
-
-
 def test_a_forged_message_of_20_mb_leaves_one_line(grader):
     code = (
         "import os, struct\ndef f(x):\n"

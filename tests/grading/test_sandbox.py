@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -96,15 +97,6 @@ def test_wrong_code_names_the_failing_assertion_and_the_share_that_passed():
 def test_verdicts_tell_what_went_wrong(code, status, detail):
     verdict = _check(code, limits=SandboxLimits(wall_seconds=1.0 if status == "timeout" else 60.0))
     assert (verdict.status, verdict.detail) == (status, detail)
-
-
-def test_what_a_comparison_takes_is_the_samples_own_loss(level):
-    """Of the range a set of 60 GB would be made, of the numbers one of 10^10 comparisons."""
-    check = "assert set(f()) == {4}"
-    limits = SandboxLimits(wall_seconds=1.0)
-    for value in ("range(10**9)", "[i * (2**61 - 1) for i in range(10**5)]"):
-        verdict = _check(f"def f():\n    return {value}", check, limits)
-        assert (verdict.status, verdict.score) in (("timeout", None), ("wrong", 0.0))
 
 
 def test_helpers_of_the_preamble_cannot_be_replaced():
@@ -251,13 +243,6 @@ def test_installed_packages_can_be_imported():
     assert _check(code, limits=limits).status == "right"
 
 
-def test_many_threads_grade_at_once(nothing_left):
-    codes = [f"def f(x):\n    return x * x + {i % 2}" for i in range(12)]
-    with ThreadPoolExecutor(4) as pool:
-        verdicts = list(pool.map(_check, codes))
-    assert [v.is_correct for v in verdicts] == [True, False] * 6
-
-
 @pytest.mark.parametrize("allowed", [False, None, 1, "true"])
 def test_execution_must_be_allowed(allowed):
     problem = PlusProblem(
@@ -275,8 +260,8 @@ def test_execution_must_be_allowed(allowed):
 @pytest.mark.parametrize(
     ("fails", "message"),
     [
-        (lambda: _check("def f(x): pass", "assert f("), "check must be valid Python"),
-        (lambda: _check("def f(x): pass", " \n"), "at least one test"),
+        (lambda: _check("def f(x): pass", "assert f("), "check: expected Python"),
+        (lambda: _check("def f(x): pass", " \n"), "check: expected at least one test"),
         (lambda: SandboxLimits(wall_seconds=0), "wall_seconds"),
         (lambda: SandboxLimits(memory_bytes=1000), "memory_bytes"),
     ],
@@ -288,14 +273,17 @@ def test_bad_tests_and_limits_are_errors_of_the_caller(fails, message):
 
 def test_programs_read_input_and_print():
     code = "import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)"
-    result = run_python_program(code, "1 2\n3", allow_code_execution=True)
-    assert (result.status, result.stdout) == ("right", "6\n")
-    result = run_python_program(
-        "print(input())\nraise SystemExit(3)", "x", allow_code_execution=True
-    )
-    assert (result.status, result.stdout) == ("runtime_error", "")
-    flood = run_python_program("while True: print('x' * 1000)", "", allow_code_execution=True)
-    assert (flood.status, flood.detail) == ("runtime_error", "OSError: too much output")
+    found = [
+        run_python_program(program, given, allow_code_execution=True)
+        for program, given in (
+            (code, "1 2\n3"),
+            ("print(input())\nraise SystemExit(3)", "x"),
+            ("while True: print('x' * 1000)", ""),
+        )
+    ]
+    assert [one.status for one in found] == ["right", "runtime_error", "runtime_error"]
+    assert [one.answer for one in found] == ["6\n", "", ""]
+    assert found[2].detail == "OSError: too much output"
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -373,9 +361,6 @@ def test_nothing_runs_on_when_the_run_is_killed(level, tmp_path):
 def _processes_with(words):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if words in path.read_bytes():
-                found.append(path.parent.name)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [path.parent.name] * (words in path.read_bytes())
     return found

@@ -49,7 +49,7 @@ def test_csv_values_stay_text(tmp_path):
 def test_folder_is_searched_for_the_split(tmp_path):
     _write(tmp_path, "test.jsonl.gz")
     assert len(_read(tmp_path)) == 5
-    with pytest.raises(ValueError, match="no file for the split 'train'"):
+    with pytest.raises(ValueError, match=r"path: expected .* named train"):
         read_rows(str(tmp_path), split="train", required=())
 
 
@@ -58,19 +58,19 @@ def test_folder_is_searched_for_the_split(tmp_path):
     [
         ("a.jsonl", LINES + "{broken\n", r"a\.jsonl, line 6: not valid JSON .* column 2"),
         ("a.jsonl", LINES + "[1]\n", r"a\.jsonl, line 6: expected a JSON object, got list"),
-        ("a.jsonl", LINES + '{"x": 1}\n', r"a\.jsonl, line 6: field 'id' is missing \(it has: x\)"),
+        ("a.jsonl", LINES + '{"x": 1}\n', r"a\.jsonl, line 6: expected a field 'id', got \['x'\]"),
         ("a.jsonl", b'{"id": "\xff"}\n', r"a\.jsonl, line 1: not valid JSON \(.utf-8"),
-        ("a.jsonl", "", r"a\.jsonl: expected at least one row, the source is empty"),
-        ("a.jsonl", "\n \n", r"a\.jsonl: expected at least one row"),
+        ("a.jsonl", "", r"path: expected at least one row"),
         ("a.json", "[{},", r"a\.json: not valid JSON \(.*line 1"),
         ("a.json", "{}", r"a\.json: expected a JSON list of objects, got dict"),
         ("a.json", "[1]", r"a\.json, item 1: expected a JSON object, got int"),
         ("a.csv", "id,text\n1,2,3\n", r"a\.csv, line 2: expected 2 values"),
         ("a.csv", "id,text\n1\n", r"a\.csv, line 2: expected 2 values"),
-        ("a.csv", "id,text\n", r"a\.csv: expected at least one row"),
+        ("a.csv", b"id\n\xff\n", r"a\.csv, after line \d: .*utf-8"),
+        ("a.csv", "id,text\n", r"path: expected at least one row"),
         ("a.parquet", "nonsense", r"a\.parquet: not a readable parquet file"),
         ("a.jsonl.gz", "plain", r"a\.jsonl\.gz: damaged or cut off after line 0"),
-        ("a.txt", "x", r"a\.txt: expected a file ending in"),
+        ("a.txt", "x", r"path: expected a file ending in .*a\.txt"),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
@@ -89,7 +89,7 @@ def test_cut_gzip_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/no/where", "a/b/c", "~/none"])
 def test_missing_local_files_never_reach_the_hub(source):
-    with pytest.raises(ValueError, match="data_file: there is no file or folder"):
+    with pytest.raises(ValueError, match="data_file: expected a file"):
         _read(source, option="data_file")
 
 
@@ -129,14 +129,5 @@ def test_limit_is_a_prefix_of_the_seeded_order(tmp_path):
     assert pick_rows(rows, seed=3, limit=2) == whole[:2]
     assert sorted(row.index for row in whole) == [0, 1, 2, 3, 4]
     assert pick_rows(rows, seed=None, limit=9) == rows
-    with pytest.raises(ValueError, match="limit: expected at least 1 or null, got 0"):
+    with pytest.raises(ValueError, match="limit: expected at least 1"):
         pick_rows(rows, seed=None, limit=0)
-
-
-def test_a_text_field_must_be_text(tmp_path):
-    row = _read(_write(tmp_path, "a.jsonl"))[0]
-    assert row.text("text") == "row 0"
-    with pytest.raises(ValueError, match="line 1: field 'id' must be a text, but it is int"):
-        row.text("id")
-    with pytest.raises(ValueError, match="field 'other' must be a text, but it is missing"):
-        row.text("other")

@@ -12,21 +12,13 @@ from lit_dlm.modules import DecodeModule
 from lit_dlm.tasks import GSM8K, MATH, MBPP, CodeTests, HumanEval, SEEDBench
 from lit_dlm.tasks.templates import PromptTemplate, shipped_templates
 from lit_dlm.toy import WordProblems
-from tests.e2e.runs import write_jsonl
+from tests.tasks.rows import only, task_of
+from tests.tasks.test_code import SENTENCE
 
 QUESTION = {"question": " 1+1? ", "answer": "#### 2"}
-FUNCTION = {
-    "question": "Add.",
-    "test_method": "function",
-    "test_list": ["assert add(1, 2) == 3"],
-    "prefix": "import math\n",
-}
-PROGRAM = {
-    "question": "Echo.",
-    "test_method": "stdio",
-    "test_input": ["1"],
-    "test_output": ["1"],
-}
+FUNCTION = {"question": "Add.", "test_method": "function", "prefix": "import math\n"}
+FUNCTION |= {"test_list": ["assert add(1, 2) == 3"]}
+PROGRAM = {"question": "Echo.", "test_method": "stdio", "test_input": ["1"], "test_output": ["1"]}
 STUB = {
     "task_id": "HumanEval/0",
     "prompt": "def add(a, b):\n    pass\n",
@@ -34,16 +26,6 @@ STUB = {
     "canonical_solution": "",
     "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
 }
-SENTENCE = {
-    "task_id": 11,
-    "text": "Add.",
-    "code": "def add(a, b):\n    return a + b",
-    "test_list": [f"assert add({n}, 0) == {n}" for n in range(3)],
-}
-
-
-def write(folder: Path, *rows: dict) -> str:
-    return write_jsonl(folder / "rows.jsonl", list(rows))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +73,7 @@ def write(folder: Path, *rows: dict) -> str:
 def test_a_shipped_template_gives_the_prompt_of_its_release(
     tmp_path: Path, task, row, template: str, text: str, start: str
 ):
-    (example,) = task(write(tmp_path, row), template=template).examples()
+    _, example = only(task, tmp_path, row, template=template)
     assert (example.text, example.answer_start) == (text, start)
 
 
@@ -128,12 +110,9 @@ def test_a_template_is_a_file_or_a_text_as_well(tmp_path: Path):
 
 def test_code_behind_a_given_start_is_graded_with_it(tmp_path: Path):
     """The completion is a body alone; only behind the shown stub does it define the function."""
-    task = HumanEval(
-        write(tmp_path, STUB | {"prompt": "def add(a, b):\n"}),
-        template="tabom-humaneval",
-        allow_code_execution=True,
-    )
-    (example,) = task.examples()
+    row = STUB | {"prompt": "def add(a, b):\n"}
+    options = {"template": "tabom-humaneval", "allow_code_execution": True}
+    task, example = only(HumanEval, tmp_path, row, **options)
     assert task.grade(example, "    return a + b\n```\nDone.").is_correct
     assert not task.grade(example, "    return a - b\n```\nDone.").is_correct
 
@@ -141,7 +120,7 @@ def test_code_behind_a_given_start_is_graded_with_it(tmp_path: Path):
 def test_references_are_refused_behind_a_given_start(tmp_path: Path):
     module = DecodeModule(HFBackbone("tiny"), tokenizer="tiny")
     facts = ModelFacts(tokenizer=module.tokenizer, spec=module.backbone.spec, vocab_size=64)
-    source = TaskReferences([MBPP(write(tmp_path, SENTENCE), template="tabom-mbpp")])
+    source = TaskReferences([task_of(MBPP, tmp_path, SENTENCE, template="tabom-mbpp")])
     with pytest.raises(ValueError, match="mbpp/test/00011: the template of the task begins"):
         list(source.examples(facts))
 
@@ -149,8 +128,7 @@ def test_references_are_refused_behind_a_given_start(tmp_path: Path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("tabom-gsm8", "did you mean 'tabom-gsm8k'"),
-        ("nowhere.jinja", "neither a file nor a text with fields"),
+        ("tabom-gsm8", "template: expected a file, .* tabom-gsm8k, "),
         ("{{ question", "template: unexpected end"),
         ("{{ questoin }}", "'questoin' is undefined.*there are: question"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy.countdown import (
-    MAX_COMPLETION_TOKENS,
-    Countdown,
-    draw_countdown,
-    read_problems,
-)
+from lit_dlm.toy.countdown import MAX_COMPLETION_TOKENS, Countdown
 from lit_dlm.toy.countdown_arithmetic import (
     check_expression,
     check_steps,
@@ -98,9 +93,9 @@ def test_solve_finds_a_solution_exactly_where_one_exists() -> None:
 
 @pytest.mark.parametrize("counts", [(2,), (3,), (4,), (5,)])
 def test_drawn_problems_are_right_in_both_styles(counts: tuple[int, ...]) -> None:
-    rng = random.Random(counts[0])
+    rng, task = random.Random(counts[0]), Countdown(counts=counts)
     for _ in range(60):
-        problem = draw_countdown(rng, counts=counts)
+        problem = task.draw(rng)
         numbers, target = problem.reference["numbers"], problem.reference["target"]
         steps = parse_steps(problem.reference["solution"])
         assert steps is not None
@@ -171,11 +166,10 @@ def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
     dream, d1 = tmp_path / "dream.jsonl", tmp_path / "d1.jsonl"
     dream.write_text(json.dumps({"input": "15,44,79,50", "output": "44-15=29,79-29=50"}) + "\n")
     d1.write_text(json.dumps({"input": "15,44,79", "output": "50"}) + "\n")
-    assert read_problems(dream) == [([15, 44, 79], 50, "44-15=29,79-29=50")]
-    assert read_problems(d1) == [([15, 44, 79], 50, None)]
-    for path in (dream, d1):
+    for path, solution in ((dream, "44-15=29,79-29=50"), (d1, None)):
         task = Countdown("test", str(path))
         (example,) = task.examples()
         assert example.text == "15,44,79,50"
+        assert example.reference == {**EXAMPLE.reference, "solution": solution}
         assert example.uid == f"countdown/test/{path.stem}-00000"
         assert task.grade(example, task.reference_completion(example)).is_correct

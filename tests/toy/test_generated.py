@@ -1,21 +1,21 @@
-"""Splits, stable numbering and determinism of the generated tasks."""
+"""What all generated tasks share: splits, numbering, public problems, refusals."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lit_dlm import tasks, toy
 from lit_dlm.tasks import Task
-from lit_dlm.toy.addition import Addition
-from lit_dlm.toy.countdown import Countdown, canonical, read_problems
-from lit_dlm.toy.generated import Problem, is_held_out
-from lit_dlm.toy.python_functions import PythonFunctions
-from lit_dlm.toy.sudoku import Sudoku, read_puzzles
-from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.toy import Addition, Countdown, PythonFunctions, Sudoku, WordProblems
+from lit_dlm.toy.generated import Problem, is_held_out, shipped_digests, short_digest
 
 TASKS = [WordProblems, PythonFunctions, Sudoku, Countdown, Addition]
+PLANNING = Path(__file__).parents[2].parent / "shared" / "data" / "planning"
+needs_files = pytest.mark.skipif(
+    not PLANNING.is_dir(), reason="the public planning files are not on this machine"
+)
 
 
 def test_one_key_in_ten_is_held_out() -> None:
@@ -29,6 +29,7 @@ def test_problem_i_does_not_depend_on_how_many_are_asked_for(task: type) -> None
     many = task(split="test", num_examples=30).examples()
     assert list(many[:7]) == list(few)
     assert few[3].uid == f"{task.name}/test/00003"
+    assert isinstance(task(), Task)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -40,6 +41,13 @@ def test_other_seeds_and_splits_list_other_problems(task: type) -> None:
     assert len(texts[0] & texts[1]) < 20
     assert not texts[0] & texts[2]
     assert not texts[1] & texts[2]
+
+
+@pytest.mark.parametrize("task", [WordProblems, Addition, Sudoku, Countdown])
+def test_reference_completions_and_training_pairs_grade_right(task: type) -> None:
+    made = task("test", num_examples=60)
+    for example in made.examples():
+        assert made.grade(example, made.reference_completion(example)).is_correct
 
 
 @pytest.mark.parametrize("task", [WordProblems, Addition, Sudoku, Countdown])
@@ -60,9 +68,7 @@ def test_the_500_listed_test_problems_are_never_drawn_in_training(task: type) ->
     rng = random.Random(0)
     held_out = {example.text for example in task("test", num_examples=500).examples()}
     source = task("train")
-    problems = [source.draw_training(rng) for _ in range(3_000)]
-    assert not any(is_held_out(problem.key) for problem in problems)
-    assert not held_out & {problem.text for problem in problems}
+    assert not held_out & {source.draw_pair(rng)[0] for _ in range(3_000)}
 
 
 def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
@@ -74,55 +80,83 @@ def test_a_generator_that_runs_out_says_how_far_it_came() -> None:
             return Problem(key=key, text=key, reference={})
 
     available = sum(is_held_out(str(n)) for n in range(40))
-    with pytest.raises(
-        ValueError, match=f"few.num_examples: the test split ran out at {available} "
-    ):
+    message = f"few.num_examples: the test split ran out at {available} "
+    with pytest.raises(ValueError, match=message):
         Few("test", 40).examples()
 
 
-def _rows(folder: Path, text: str, name: str) -> Path:
-    (folder / name).write_text(text + "\n")
-    return folder / name
-
-
-REFUSED: dict[str, Callable[[Path], object]] = {
-    r"addition\.split": lambda folder: Addition("dev"),
-    r"sudoku\.split": lambda folder: Sudoku("dev"),
-    r"sudoku\.path": lambda folder: Sudoku("train", str(folder / "a.csv")),
-    r"countdown\.counts": lambda folder: Countdown(counts=(6,)),
-    r"b\.jsonl: row 0: solution '44-15=29'": lambda folder: read_problems(
-        _rows(folder, '{"input": "15,44,79,50", "output": "44-15=29"}', "b.jsonl")
-    ),
-    r"b\.jsonl: row 0: expected numbers": lambda folder: read_problems(
-        _rows(folder, '{"input": "15-44", "output": "44"}', "b.jsonl")
-    ),
-    r"c\.csv: row 0: '1111111111111111' does not": lambda folder: read_puzzles(
-        _rows(folder, f"Puzzle,Solution\n3102200002100320,{'1' * 16}", "c.csv")
-    ),
-    r"c\.csv: row 0: expected 16 digits": lambda folder: read_puzzles(
-        _rows(folder, f"Puzzle,Solution\n310,{'1' * 16}", "c.csv")
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals_name_the_option_or_the_row(tmp_path: Path, message: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "options", "text", "message"),
+    [
+        (Addition, {"split": "dev"}, "", r"addition\.split: .* got 'dev'"),
+        (Sudoku, {"split": "train"}, "x", r"sudoku\.path: "),
+        (Countdown, {"counts": (3, 6)}, "", r"countdown\.counts\[1\]: .* got 6"),
+        (
+            Countdown,
+            {},
+            '{"input": "15,44,79,50", "output": "44-15=29"}',
+            r"line 1: .*'44-15=29 \(",
+        ),
+        (Countdown, {}, '{"input": "15-44", "output": "44"}', "line 1: expected numbers"),
+        (Sudoku, {}, '{"input": "3102200002100320", "output": "1"}', "line 1: .*, got '1'"),
+        (Sudoku, {}, '{"input": "310", "output": "1"}', "line 1: expected 16 digits"),
+    ],
+)
+def test_refusals_name_the_option_or_the_row(tmp_path: Path, task, options, text, message) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text(text)
+    given = {"path": str(path)} if text else {}
     with pytest.raises(ValueError, match=message):
-        REFUSED[message](tmp_path)
+        task(**options, **given).examples()
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_they_are_tasks(task: type) -> None:
-    assert isinstance(task(), Task)
-
-
-def test_canonical_ignores_the_order_of_the_numbers() -> None:
-    assert canonical([44, 15, 79], 50) == canonical([79, 44, 15], 50) == "15,44,79=50"
-
-
-def test_names_of_tasks_are_distinct():
-    classes = [getattr(tasks, name) for name in tasks.__all__] + [
-        getattr(toy, name) for name in toy.__all__
-    ]
+def test_names_of_tasks_are_distinct() -> None:
+    classes = [getattr(each, name) for each in (tasks, toy) for name in each.__all__]
     names = [each.name for each in classes if hasattr(each, "name")]
     assert len(names) == len(set(names)) == 23
+
+
+def test_digest_files_hold_all_public_problems() -> None:
+    """BLAKE2b with 6 bytes of ``15,44,79=50``, and of a puzzle's 16 digits."""
+    assert short_digest("15,44,79=50") in shipped_digests("countdown")
+    assert short_digest("3102200002100320") in shipped_digests("sudoku")
+    assert len(shipped_digests("sudoku")) == 1_472
+    assert len(shipped_digests("countdown")) == 3_248
+
+
+def test_training_never_draws_a_public_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puzzles drawn before are not drawn again from the same seeds once they are public."""
+    task = Sudoku("train")
+    drawn = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+    public = frozenset(map(short_digest, drawn))
+    monkeypatch.setattr("lit_dlm.toy.generated.shipped_digests", lambda task: public)
+    again = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
+    assert not set(drawn) & set(again)
+
+
+def _key(reference: dict[str, Any]) -> str:
+    if "puzzle" in reference:
+        return str(reference["puzzle"])
+    return f"{','.join(map(str, sorted(reference['numbers'])))}={reference['target']}"
+
+
+@needs_files
+@pytest.mark.parametrize(
+    ("task", "pattern", "files", "rows"),
+    [(Sudoku, "*sudoku*", 10, 1_472), (Countdown, "*cd?_test.jsonl", 4, 3_256)],
+)
+def test_every_public_problem_is_covered_and_graded_and_never_drawn(
+    task: type, pattern: str, files: int, rows: int
+) -> None:
+    """Eight rows of Countdown repeat another one in a different order; some have no solution."""
+    read = [task("test", str(path)) for path in PLANNING.glob(pattern)]
+    assert len(read) == files
+    keys = [_key(example.reference) for one in read for example in one.examples()]
+    assert len(keys) == rows
+    assert {short_digest(key) for key in keys} == shipped_digests(task.name)
+    for one in read:
+        for example in one.examples()[:40]:
+            assert one.grade(example, one.reference_completion(example)).is_correct
+    texts = {example.text for one in read for example in one.examples()}
+    source, rng = task("train"), random.Random(0)
+    assert not texts & {source.draw_pair(rng)[0] for _ in range(3_000)}

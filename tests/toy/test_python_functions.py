@@ -29,9 +29,24 @@ def passes(code: str, check: str) -> bool:
     return True
 
 
-def test_evaluate_by_hand() -> None:
-    """Squares of 4 and 5: 16 + 25 = 41. (1 + 3) * 2 - 2 = 6."""
-    assert evaluate(ABOVE, [3, 4, 5]) == 41
+@pytest.mark.parametrize(
+    ("change", "xs", "result"),
+    [
+        ({}, [3, 4, 5], 41),  # squares of 4 and 5
+        ({"test": "below", "value": "plus", "amount": 2}, [-1, 2, 3], 5),  # 1 + 4
+        ({"test": "even", "value": "value", "fold": "list"}, [-2, 0, 3], [-2, 0]),
+        ({"test": "odd", "value": "times", "amount": 3, "fold": "list"}, [-3, 2, 5], [-9, 15]),
+        ({"test": "positive", "value": "minus", "amount": 1}, [-1, 0, 1, 5], 4),
+        ({"test": "negative", "value": "value", "fold": "count"}, [-1, 0, -7], 2),
+        ({"test": "divisible", "fold": "list"}, [-3, 0, 4, 6], [9, 0, 36]),
+    ],
+)
+def test_evaluate_by_hand(change: dict[str, Any], xs: list[int], result: object) -> None:
+    assert evaluate(ABOVE | change, xs) == result
+
+
+def test_chains_by_hand() -> None:
+    """(1 + 3) * 2 - 2 = 6."""
     assert evaluate(CHAIN, 1, 2) == 6
 
 

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 
 from lit_dlm.tasks.base import PromptExample
-from lit_dlm.toy import puzzles
-from lit_dlm.toy.puzzles import short_digest
-from lit_dlm.toy.sudoku import (
-    Sudoku,
-    agrees,
-    as_rows,
-    complete_grids,
-    is_complete,
-    read_puzzles,
-)
+from lit_dlm.toy.sudoku import Sudoku, agrees, as_rows, complete_grids, is_complete
 
 PUZZLE = "3102200002100320"
 SOLUTION = "3142243142131324"  # first row of d1's test file, Apache-2.0
@@ -49,12 +40,6 @@ def test_puzzles_are_grids_with_4_to_12_blanks() -> None:
         assert is_complete(reference["solution"])
         assert agrees(reference["solution"], reference["puzzle"])
         assert 4 <= reference["puzzle"].count("0") <= 12
-
-
-def test_reference_completions_grade_right() -> None:
-    task = Sudoku("test", num_examples=60)
-    for example in task.examples():
-        assert task.grade(example, task.reference_completion(example)).is_correct
 
 
 def test_another_valid_grid_that_keeps_the_givens_is_right() -> None:
@@ -101,19 +86,10 @@ def test_files_of_both_formats_are_read(tmp_path: Path) -> None:
     csv, jsonl = tmp_path / "a.csv", tmp_path / "b.jsonl"
     csv.write_text(f"Puzzle,Solution\n{PUZZLE},{SOLUTION}\n")
     jsonl.write_text(json.dumps({"input": as_rows(PUZZLE), "output": as_rows(SOLUTION)}) + "\n")
-    assert read_puzzles(csv) == read_puzzles(jsonl) == [(PUZZLE, SOLUTION)]
-    (example,) = Sudoku("test", str(csv)).examples()
-    assert (example.uid, example.text) == ("sudoku/test/a-00000", "3102\n2000\n0210\n0320")
-
-
-def test_training_never_draws_a_public_puzzle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puzzles drawn before are not drawn again from the same seeds once they are public."""
-    task = Sudoku("train")
-    drawn = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
-    public = frozenset(map(short_digest, drawn))
-    monkeypatch.setattr(puzzles, "shipped_digests", lambda task: public)
-    again = [task.draw_pair(random.Random(seed))[0].replace("\n", "") for seed in range(30)]
-    assert not set(drawn) & set(again)
+    for path in (csv, jsonl):
+        (example,) = Sudoku("test", str(path)).examples()
+        assert (example.text, example.reference) == (EXAMPLE.text, EXAMPLE.reference)
+        assert example.uid == f"sudoku/test/{path.stem}-00000"
 
 
 def test_a_template_tells_what_the_rows_are() -> None:

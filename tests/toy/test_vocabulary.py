@@ -7,25 +7,15 @@ import pytest
 
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.toy.countdown import Countdown
-from lit_dlm.toy.python_functions import PythonFunctions
-from lit_dlm.toy.sudoku import Sudoku
-from lit_dlm.toy.vocabulary import (
-    ASSISTANT,
-    END,
-    MASK,
-    PAD,
-    USER,
-    build_tokenizer,
-)
-from lit_dlm.toy.word_problems import WordProblems
+from lit_dlm.toy import Countdown, PythonFunctions, Sudoku, WordProblems
+from lit_dlm.toy.vocabulary import ASSISTANT, END, MASK, PAD, USER, build_tokenizer
 
 ASSETS = Path(lit_dlm.__file__).parent / "assets"
 MAX_PROMPT, MAX_RESPONSE = 28, 32
 
 
 @pytest.fixture(scope="module")
-def tokenizer():  # type: ignore[no-untyped-def]
+def tokenizer():
     return load_tokenizer(str(ASSETS / "tiny"))
 
 
@@ -39,12 +29,12 @@ def test_the_shipped_files_are_what_the_builder_makes(tmp_path: Path) -> None:
             assert (tmp_path / name).read_bytes() == (ASSETS / model / name).read_bytes()
 
 
-def test_special_tokens_come_first(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_special_tokens_come_first(tokenizer) -> None:
     assert tokenizer.convert_tokens_to_ids([PAD, END, MASK, USER, ASSISTANT]) == [0, 1, 2, 3, 4]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (0, 1, 2)
 
 
-def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_the_chat_template_wraps_a_user_turn(tokenizer) -> None:
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "15,44"}], add_generation_prompt=True, return_dict=False
     )
@@ -61,7 +51,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_lengths_and_round_trip(source, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_lengths_and_round_trip(source, tokenizer) -> None:
     rng = random.Random(11)
     for _ in range(400):
         prompt, completion = source.draw_pair(rng)
@@ -75,11 +65,11 @@ def test_lengths_and_round_trip(source, tokenizer) -> None:  # type: ignore[no-u
 
 
 @pytest.mark.parametrize("text", ["Grüße, 日本 🙂\tx", "", "  two  spaces\n\n\n", "<unk>"])
-def test_any_text_survives(text: str, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_any_text_survives(text: str, tokenizer) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_digits_are_single_tokens_and_variables_have_one_form(tokenizer) -> None:
     assert tokenizer.tokenize("34+7=41") == ["3", "4", "+", "7", "=", "4", "1"]
     tokens = tokenizer.tokenize("sum(v*v for v in xs if v>3)")
     assert tokens.count("v") == 4

@@ -16,20 +16,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+_START_SECONDS = 120.0
 _MEMORY_BYTES = {"extraction": 1 << 30, "math": 3 << 30}
 
 
 def main() -> NoReturn:
     """Serves the kind of questions that the command line names: ``extraction`` or ``math``."""
     kind = sys.argv[1]
-    answer = _answer_math() if kind == "math" else _answer_extraction()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind],) * 2)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)
+    answer = _answer_math() if kind == "math" else _answer_extraction()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind],) * 2)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     _say("ready")
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1.0)
+        signal.setitimer(signal.ITIMER_REAL, max(request["seconds"], 1e-3))  # 0 would be none
         reply = answer(**request["question"])
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _say(reply)

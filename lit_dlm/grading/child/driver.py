@@ -9,6 +9,7 @@ exists in the process that runs the candidate, whose code in turn never runs in 
 from __future__ import annotations
 
 import ast
+import base64
 import builtins
 import contextlib
 import json
@@ -24,17 +25,16 @@ import zlib
 from typing import Any, NoReturn
 
 from . import compare, isolate, wire, worker
-from .remote import Remote, RemoteFunction, WorkerLostError
+from .remote import Handle, Remote, WorkerLostError
 
+READY = b"ready\n"
+"""Printed once the walls stand: what fails from then on is the sample's fault."""
 _TESTS = "<tests>"
 _MAX_DETAIL = 500
 
 
 def main() -> NoReturn:
-    """Reads settings from the command line and the job from standard input; prints the result.
-
-    ``ready`` is printed as soon as the walls stand: what fails from then on is the sample's fault.
-    """
+    """Reads settings from the command line and the job from standard input; prints the result."""
     config = json.loads(sys.argv[1])
     isolate.put_up_walls(
         config["level"], folders=config["folders"], user=config["user"], parent=config["parent"]
@@ -45,8 +45,7 @@ def main() -> NoReturn:
     signal.setitimer(signal.ITIMER_REAL, config["setup_seconds"])
     channel, worker_pid = _start_worker(config)
     # From here on there is something to protect.
-    job, *values = wire.unpack(sys.stdin.buffer.read())
-    job = json.loads(job)
+    job = json.loads(sys.stdin.buffer.read())
     remote = Remote(
         channel,
         wall_seconds=config["wall_seconds"],
@@ -60,35 +59,32 @@ def main() -> NoReturn:
         raise
     signal.setitimer(signal.ITIMER_REAL, config["wall_seconds"] + 1.0)
     isolate.set_limit(resource.RLIMIT_AS, int(config["memory_bytes"]))
-    _print([b"ready"])
-    replies: list[bytes] = []
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
     try:
-        if job["mode"] == "program":
-            most = int(config["output_bytes"])
-            text = remote.run_program(job["code"], job["stdin"], most=most)
-            result = {"status": "right", "detail": "", "stdout": text}
-        elif job["entry_point"] not in (names := remote.load(job["code"])):
-            detail = f"no function {job['entry_point']!r} is defined"
-            result = {"status": "runtime_error", "detail": detail}
-        elif job["mode"] == "check":
-            result = _run_check(job, names, remote)
-        elif job["mode"] == "record":
-            result = _record_calls(job, remote, replies)
-        else:
-            result = _compare_calls(job, values, remote)
+        result = _run(job, remote, most=int(config["output_bytes"]))
     except WorkerLostError as lost:
         result = {"status": lost.status, "detail": lost.detail}
     except Exception as error:  # the candidate's error while loading, any class
         status, detail = remote.failure or ("runtime_error", f"{type(error).__name__}: {error}")
         result = {"status": status, "detail": detail}
     result["detail"] = result["detail"][:_MAX_DETAIL]
-    _print([json.dumps({**result, "nonce": job["nonce"]}).encode(), *replies])
+    sys.stdout.buffer.write(json.dumps({**result, "nonce": job["nonce"]}).encode())
+    sys.stdout.buffer.flush()
     os._exit(0)
 
 
-def _print(messages: list[bytes]) -> None:
-    sys.stdout.buffer.write(wire.pack(messages))
-    sys.stdout.buffer.flush()
+def _run(job: dict[str, Any], remote: Remote, *, most: int) -> dict[str, Any]:
+    if job["mode"] == "program":
+        text = remote.run_program(job["code"], job["stdin"], most=most)
+        return {"status": "right", "detail": "", "stdout": text}
+    names = remote.load(job["code"])
+    if job["entry_point"] not in names:
+        detail = f"no function {job['entry_point']!r} is defined"
+        return {"status": "runtime_error", "detail": detail}
+    if job["mode"] == "check":
+        return _run_check(job, names, remote)
+    return (_record_calls if job["mode"] == "record" else _compare_calls)(job, remote)
 
 
 def _start_worker(config: dict[str, Any]) -> tuple[wire.Channel, int]:
@@ -135,58 +131,38 @@ def _explain_end(worker_pid: int, cpu_seconds: float) -> tuple[str, str]:
 
 
 def _run_check(job: dict[str, Any], names: list[str], remote: Remote) -> dict[str, Any]:
-    """Runs the tests against proxies of the candidate.
+    """Runs the tests against proxies of the candidate, each top-level statement on its own.
 
-    ``check(candidate)`` is called when the tests define it (HumanEval); otherwise each top-level
-    statement runs on its own (MBPP), so that the share of passing assertions is known.
+    Of assertions (MBPP) the share that passed is told; where the tests define ``check(candidate)``
+    (HumanEval), that is called.
     """
-    namespace: dict[str, Any] = {"__name__": "tests"}
+    candidate = Handle(remote, job["entry_point"])
+    namespace: dict[str, Any] = {"__name__": "tests", "__candidate__": candidate}
     exec(compile(job["preamble"], "<preamble>", "exec"), namespace)
+    namespace[job["entry_point"]] = candidate
     tree = ast.parse(job["check"])
-    entry_point = job["entry_point"]
-    candidate = namespace[entry_point] = RemoteFunction(remote, entry_point)
     _bind_free_names(tree, namespace, names, remote)
-    defines_check = any(isinstance(n, ast.FunctionDef) and n.name == "check" for n in tree.body)
-    if defines_check:
-        exec(compile(tree, _TESTS, "exec"), namespace)
-        failure = _attempt(lambda: namespace["check"](candidate), job["check"], remote)
-        return failure or {"status": "right", "detail": ""}
-    return _run_statements(tree, job["check"], namespace, remote)
-
-
-def _run_statements(
-    tree: ast.Module, source: str, namespace: dict[str, Any], remote: Remote
-) -> dict[str, Any]:
     total = sum(isinstance(node, ast.Assert) for node in tree.body)
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        tree.body += ast.parse("check(__candidate__)").body
+        total = 0
+    failures: list[tuple[str, str]] = []
     passed = 0
-    first_failure: dict[str, Any] | None = None
     for node in tree.body:
         code = compile(ast.Module([node], []), _TESTS, "exec")
+        remote.failure = None
         try:
-            failure = _attempt(lambda code=code: exec(code, namespace), source, remote)
+            exec(code, namespace)
+            passed += isinstance(node, ast.Assert)
+        except AssertionError as error:
+            failures.append(remote.failure or ("wrong", _failing_line(error, job["check"])))
+        except Exception as error:  # tests may raise anything on a strange value
+            failures.append(remote.failure or ("wrong", f"{type(error).__name__}: {error}"))
         except WorkerLostError as lost:
-            failure = {"status": lost.status, "detail": lost.detail}
-            first_failure = first_failure or failure
+            failures.append((lost.status, lost.detail))
             break  # the worker may still be busy with this call: it answers no other
-        first_failure = first_failure or failure
-        passed += isinstance(node, ast.Assert) and failure is None
-    result = first_failure or {"status": "right", "detail": ""}
-    return {**result, "passed": passed, "total": total}
-
-
-def _attempt(test: Any, source: str, remote: Remote) -> dict[str, Any] | None:
-    remote.failure = None
-    try:
-        test()
-    except AssertionError as error:
-        if remote.failure is None:
-            return {"status": "wrong", "detail": _failing_line(error, source)}
-        status, detail = remote.failure
-    except Exception as error:  # tests may raise anything on a strange value
-        status, detail = remote.failure or ("wrong", f"{type(error).__name__}: {error}")
-    else:
-        return None
-    return {"status": status, "detail": detail}
+    status, detail = failures[0] if failures else ("right", "")
+    return {"status": status, "detail": detail, "passed": passed, "total": total}
 
 
 def _failing_line(error: AssertionError, source: str) -> str:
@@ -217,29 +193,31 @@ def _bind_free_names(
             with contextlib.suppress(ImportError):
                 namespace[name] = __import__(name)
         elif name in candidate_names:
-            namespace[name] = RemoteFunction(remote, name)
+            namespace[name] = Handle(remote, name)
 
 
-def _record_calls(job: dict[str, Any], remote: Remote, replies: list[bytes]) -> dict[str, Any]:
+def _record_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     """Calls the reference solution with each encoded argument list and keeps what it returned.
 
     A value that is too large to be sent is kept as an empty text: that call is left out of grading.
     """
     taken: list[float] = []
+    truths: list[str] = []
     for number, args in enumerate(job["calls"]):
         started = time.perf_counter()
         reply = remote.call_encoded(job["entry_point"], args, seconds=math.inf)
         taken.append(time.perf_counter() - started)
         if reply.startswith(b'"error":["WireError"'):
-            reply = b""
-        elif not reply.startswith(b'"value":'):
+            truths.append("")
+            continue
+        if not reply.startswith(b'"value":'):
             _, error = compare.read_reply(reply)
             return {"status": "runtime_error", "detail": f"input {number}: {error}"}
-        replies.append(zlib.compress(reply, 1))
-    return {"status": "right", "detail": "", "taken": taken}
+        truths.append(base64.b64encode(zlib.compress(reply, 1)).decode())
+    return {"status": "right", "detail": "", "taken": taken, "truths": truths}
 
 
-def _compare_calls(job: dict[str, Any], truths: list[bytes], remote: Remote) -> dict[str, Any]:
+def _compare_calls(job: dict[str, Any], remote: Remote) -> dict[str, Any]:
     """Calls the entry point with each encoded argument list and judges what comes back.
 
     Stops at the first call over its time: the worker is still busy with it. An exception of the
@@ -248,12 +226,13 @@ def _compare_calls(job: dict[str, Any], truths: list[bytes], remote: Remote) -> 
     rule = compare.RULES[job["rule"]]
     passed = number = 0
     failures: list[tuple[int, str, str]] = []
-    calls = zip(job["calls"], job["call_seconds"], job["alternatives"], truths, strict=True)
+    columns = (job[name] for name in ("calls", "call_seconds", "alternatives", "truths"))
+    calls = zip(*columns, strict=True)
     try:
         for number, (args, seconds, alternative, truth) in enumerate(calls):
             reply = remote.call_encoded(job["entry_point"], args, seconds=seconds)
             case = compare.Case(inputs=args, alternative=alternative, atol=job["atol"])
-            failure = compare.judge(rule, reply, zlib.decompress(truth), case)
+            failure = compare.judge(rule, reply, zlib.decompress(base64.b64decode(truth)), case)
             if failure is None:
                 passed += 1
             else:

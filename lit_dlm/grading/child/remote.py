@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import wire
@@ -30,37 +31,27 @@ class CandidateError(Exception):
 class Handle:
     """Stands for an object that stays in the worker; equal to nothing but itself.
 
-    Public attributes can be read and set from here (tests build trees of a ``Node`` class that the
-    solution defines), special methods cannot.
+    It may be called. Public attributes can be read and set from here (tests build trees of a
+    ``Node`` class that the solution defines), special methods cannot.
     """
 
-    def __init__(self, remote: Remote, number: int) -> None:
+    def __init__(self, remote: Remote, target: int | str) -> None:
+        """Of a number that the worker gave, or of a name of the candidate's module."""
         object.__setattr__(self, "_remote", remote)
-        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_target", target)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._remote.call(self._number, args, kwargs)
+        return self._remote.ask("call", self._target, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._remote.get_attribute(self._number, name)
+        return self._remote.ask("get", self._target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise AttributeError(name)
-        self._remote.set_attribute(self._number, name, value)
-
-
-class RemoteFunction:
-    """A name of the candidate's module, callable from the tests."""
-
-    def __init__(self, remote: Remote, name: str) -> None:
-        self._remote = remote
-        self.__name__ = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._remote.call(self.__name__, args, kwargs)
+        self._remote.ask("set", self._target, name, value)
 
 
 class Remote:
@@ -93,37 +84,24 @@ class Remote:
     def load(self, code: str) -> list[str]:
         """Runs the candidate's module; returns the names of its callables."""
         names = self._request({"op": "load", "code": code})
-        if type(names) is not list:
-            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        _require(type(names) is list)
         return [name for name in names if type(name) is str]
 
     def run_program(self, code: str, stdin: str, *, most: int) -> str:
         """Runs the candidate as a program; returns what it printed, ``most`` characters."""
         text = self._request({"op": "program", "code": code, "stdin": stdin})
-        if type(text) is not str or len(text) > most:
-            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
-        return text
+        _require(type(text) is str and len(text) <= most)
+        return str(text)
 
-    def call(self, target: str | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
-        return self._decoded({"op": "call", "target": target, **arguments})
-
-    def get_attribute(self, target: int, name: str) -> Any:
-        return self._decoded({"op": "get", "target": target, "name": name})
-
-    def set_attribute(self, target: int, name: str, value: Any) -> None:
-        request = {"op": "set", "target": target, "name": name, "args": self._encode((value,))}
-        self._request(request)
-
-    def _decoded(self, request: dict[str, Any]) -> Any:
-        value = self._request(request)
-        try:
+    def ask(self, op: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
+        """Has the worker call an object, or read or set an attribute of it."""
+        given = {"args": self._encode(args), "kwargs": self._encode(kwargs)}
+        value = self._request({"op": op, "target": target, **given})
+        with _malformed_is_lost():
             return wire.decode(value, from_handle=lambda number: Handle(self, number))
-        except wire.WireError as error:
-            raise WorkerLostError("runtime_error", str(error)) from None
 
     def call_encoded(self, target: str, args: Any, *, seconds: float) -> bytes:
-        """Like :meth:`call` with encoded arguments; returns ``"value":...}`` or ``"error":...}``.
+        """Calls with encoded arguments; returns ``"value":...}`` or ``"error":...}``.
 
         The text is as it came: only its beginning has been looked at.
         """
@@ -131,19 +109,18 @@ class Remote:
         request = {"op": "call", "target": target, "args": args, "kwargs": ["d"]}
         message = self._exchange(request, deadline)
         beginning = f'{{"id":{self._next_id},'.encode()
-        if not message.startswith(beginning):
-            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        _require(message.startswith(beginning))
         return message[len(beginning) :]
 
     def _encode(self, value: Any) -> Any:
-        return wire.encode(value, max_bytes=self._value_bytes, to_handle=_number_of)
+        return wire.encode(value, max_bytes=self._value_bytes, to_handle=_target_of)
 
     def _request(self, request: dict[str, Any]) -> Any:
-        try:
-            reply = wire.parse(self._exchange(request, self._deadline))
-            self._check_reply(reply)
-        except wire.WireError as error:
-            raise WorkerLostError("runtime_error", str(error)) from None
+        message = self._exchange(request, self._deadline)
+        with _malformed_is_lost():
+            reply = wire.parse(message)
+        _require(type(reply) is dict and reply.get("id") == self._next_id)
+        _require("value" in reply or "error" in reply)
         if "error" in reply:
             raise self._rebuild_error(reply["error"])
         return reply["value"]
@@ -151,23 +128,16 @@ class Remote:
     def _exchange(self, request: dict[str, Any], deadline: float) -> bytes:
         self._next_id += 1
         try:
-            self._channel.send({**request, "id": self._next_id}, deadline=deadline)
-            return self._channel.receive_bytes(deadline=deadline)
-        except wire.WireError as error:
-            raise WorkerLostError("runtime_error", str(error)) from None
+            with _malformed_is_lost():
+                self._channel.send({**request, "id": self._next_id}, deadline=deadline)
+                return self._channel.receive(deadline=deadline)
         except wire.ChannelTimeoutError:
             raise WorkerLostError("timeout", "no answer within the time limit") from None
         except wire.ChannelClosedError:
             raise WorkerLostError(*self._explain_end()) from None
 
-    def _check_reply(self, reply: Any) -> None:
-        well_formed = type(reply) is dict and reply.get("id") == self._next_id
-        if not well_formed or ("value" not in reply and "error" not in reply):
-            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
-
     def _rebuild_error(self, error: Any) -> Exception:
-        if type(error) is not list or [type(part) for part in error] != [str, str]:
-            raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+        _require(type(error) is list and [type(part) for part in error] == [str, str])
         name, message = error
         status = "syntax_error" if name in _SYNTAX_ERRORS else "runtime_error"
         if self.failure is None:
@@ -175,17 +145,31 @@ class Remote:
         kind = getattr(builtins, name, None)
         # The end of an iteration would end loops of the tests, `all(map(...))` among them.
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
-            try:
+            # Classes such as UnicodeDecodeError want more arguments.
+            with contextlib.suppress(TypeError):
                 return kind(message)
-            except TypeError:  # classes such as UnicodeDecodeError want more arguments
-                pass
         return CandidateError(f"{name}: {message}")
 
 
 _SYNTAX_ERRORS = ("SyntaxError", "IndentationError", "TabError")
 
 
-def _number_of(value: Any) -> int:
+def _require(holds: bool) -> None:
+    if not holds:
+        raise WorkerLostError("runtime_error", "the worker's reply is malformed")
+
+
+@contextlib.contextmanager
+def _malformed_is_lost() -> Iterator[None]:
+    """A worker that sent no value, or too large a one, is asked no more."""
+    try:
+        yield
+    except wire.WireError as error:
+        raise WorkerLostError("runtime_error", str(error)) from None
+
+
+def _target_of(value: Any) -> int | str:
     if type(value) is Handle:
-        return object.__getattribute__(value, "_number")
+        target: int | str = object.__getattribute__(value, "_target")
+        return target
     raise wire.WireError(f"the test passes a {type(value).__name__}, which cannot be sent")

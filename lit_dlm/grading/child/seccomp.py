@@ -37,90 +37,38 @@ _IOCTL_OF_SOCKETS = 0x8000
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMNS = {"x86_64": 0, "aarch64": 1}
 
-# name: (x86-64, arm64); None where the architecture lacks the call.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # New processes and namespaces.
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    # Other processes.
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "perf_event_open": (298, 241),
-    # Among others, the signal that ends the worker with its parent.
-    "prctl": (157, 167),
-    # The network, and what lives in the kernel.
-    "socket": (41, 198),
-    "io_setup": (206, 0),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    "syslog": (103, 116),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    # Not only to make them: without namespaces there are those of others.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    # Attributes of files, and what the first versions of Landlock leave open.
-    "truncate": (76, 45),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
+# Calls by what they would open: name and number on x86-64 and arm64, - where there is no such call.
+_REFUSED = {
+    "new processes and namespaces": (
+        "fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, unshare 272 97, setns 308 268"
+    ),
+    "other processes": (
+        "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, "
+        "rt_tgsigqueueinfo 297 240, pidfd_open 434 434, pidfd_send_signal 424 424, "
+        "pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, "
+        "process_vm_writev 311 271, process_madvise 440 440, kcmp 312 272, "
+        "setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, "
+        "sched_setattr 314 274, sched_setparam 142 118, sched_setscheduler 144 119, "
+        "migrate_pages 256 238, move_pages 279 239, perf_event_open 298 241"
+    ),
+    "the signal that ends the worker with its parent, among others": "prctl 157 167",
+    "the network, and what lives in the kernel": (
+        "socket 41 198, io_setup 206 0, inotify_init 253 -, inotify_init1 294 26, "
+        "fanotify_init 300 262, syslog 103 116, bpf 321 280, userfaultfd 323 282, "
+        "io_uring_setup 425 425, keyctl 250 219, add_key 248 217, request_key 249 218"
+    ),
+    "not only to make them: without namespaces there are those of others": (
+        "shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, "
+        "semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, "
+        "msgctl 71 187, mq_open 240 180, mq_unlink 241 181"
+    ),
+    "attributes of files, and what the first versions of Landlock leave open": (
+        "truncate 76 45, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, "
+        "chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -, "
+        "futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
+        "fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15, "
+        "fremovexattr 199 16, removexattrat 466 466, file_setattr 469 469"
+    ),
 }
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
@@ -156,9 +104,9 @@ def build_program(machine: str) -> bytes:
         (_LOAD_WORD, "", "", 0),
         (_JUMP_AT_LEAST, "absent", "", _FIRST_UNKNOWN),
     ]
-    for label, calls in (("refuse", _REFUSED.values()), ("absent", [_CLONE3])):
-        numbers = (call[column] for call in calls)
-        code += [(_JUMP_EQUAL, label, "", number) for number in numbers if number is not None]
+    calls = [call.split()[1 + column] for call in ", ".join(_REFUSED.values()).split(", ")]
+    code += [(_JUMP_EQUAL, "refuse", "", int(number)) for number in calls if number != "-"]
+    code += [(_JUMP_EQUAL, "absent", "", _CLONE3[column])]
     for call, argument, bits, refused_if_set in by_argument:
         set_label, clear_label = ("refuse", "allow") if refused_if_set else ("allow", "refuse")
         code += [

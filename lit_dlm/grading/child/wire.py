@@ -4,28 +4,8 @@ Model-written code hands its results to trusted code through this format, so dec
 yield builtin objects: no class of the candidate, no ``__eq__`` of the candidate, no pickle.
 
 Scalars that JSON keeps exactly (``None``, ``bool``, small ``int``, ``float``, ``str``) stand for
-themselves; everything else is a list whose first element is a tag:
-
-======  ==========================================  ==========================================
-tag     Python value                                rest of the list
-======  ==========================================  ==========================================
-``l``   ``list``                                    items
-``t``   ``tuple`` (named tuples become plain)       items
-``s``   ``set``                                     items
-``z``   ``frozenset``                               items
-``d``   ``dict`` (subclasses become plain)          ``[key, value]`` pairs in order
-``i``   ``int`` beyond 53 bits                      hexadecimal text
-``b``   ``bytes``                                   hexadecimal text
-``y``   ``bytearray``                               hexadecimal text
-``c``   ``complex``                                 real part, imaginary part
-``r``   ``range``                                   start, stop, step
-``q``   ``collections.deque``                       items
-``e``   an iterator, drained by the encoder         items
-``v``   a view of a ``dict``                        ``keys``, ``values`` or ``items``, items
-``a``   ``numpy.ndarray``, as nested lists          one encoded value
-``n``   a builtin type such as ``int``              its name
-``h``   a handle: the value stays where it is       a number
-======  ==========================================  ==========================================
+themselves; everything else is a list of a tag (:data:`_FORMS`) and encoded parts. Subclasses become
+their base, NumPy's arrays nested lists. The tag ``h`` is a handle: the value stays where it is.
 """
 
 from __future__ import annotations
@@ -39,10 +19,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 _HEADER = struct.Struct(">I")
 _EXACT_INT = 1 << 53
+_PLAIN_TYPES = {int, float, str, bool, type(None)}
 
 
 class WireError(ValueError):
@@ -57,10 +39,49 @@ class ChannelTimeoutError(Exception):
     """The other end did not answer by the deadline."""
 
 
+class _Form(NamedTuple):
+    kind: Any
+    parts: Callable[[Any], Iterable[Any]]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def _pairs(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _builtin_type(parts: list[Any]) -> type:
+    found = getattr(builtins, parts[0], None)
+    if not isinstance(found, type):
+        raise WireError("malformed value: no builtin type")
+    return found
+
+
+_FORMS = {
+    # Unbound iterators of the base: a subclass cannot show one content and hide another.
+    "l": _Form(list, list.__iter__, list),
+    "t": _Form(tuple, tuple.__iter__, tuple),
+    "s": _Form(set, set.__iter__, set),
+    "z": _Form(frozenset, frozenset.__iter__, frozenset),
+    "q": _Form(collections.deque, collections.deque.__iter__, collections.deque),
+    "d": _Form(dict, lambda value: chain.from_iterable(dict.items(value)), _pairs),
+    "i": _Form(int, lambda value: [hex(value)], lambda parts: int(parts[0], 16)),
+    "b": _Form(bytes, lambda value: [value.hex()], lambda parts: bytes.fromhex(parts[0])),
+    "y": _Form(bytearray, lambda value: [value.hex()], lambda parts: bytearray.fromhex(parts[0])),
+    "c": _Form(complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "r": _Form(range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "k": _Form(type({}.keys()), iter, lambda parts: dict.fromkeys(parts).keys()),
+    "v": _Form(type({}.values()), iter, lambda parts: dict(enumerate(parts)).values()),
+    "m": _Form(type({}.items()), iter, lambda parts: dict(parts).items()),
+    "e": _Form(Iterator, iter, iter),  # drained by the encoder
+    "n": _Form((), iter, _builtin_type),
+}
+"""By tag: what it stands for, the parts that are sent of it, and how these become it again."""
+
+
 class _Encoder:
     """One encoding pass; counts nodes so that shared sub-objects cannot blow up without end."""
 
-    def __init__(self, max_nodes: int, to_handle: Callable[[Any], int] | None) -> None:
+    def __init__(self, max_nodes: int, to_handle: Callable[[Any], Any] | None) -> None:
         self._nodes_left = max_nodes
         self._to_handle = to_handle
 
@@ -69,61 +90,38 @@ class _Encoder:
         if value is None or value is True or value is False:
             return value
         if isinstance(value, int):
-            plain = int.__add__(value, 0)
-            if -_EXACT_INT < plain < _EXACT_INT:
-                return plain
-            self._spend(plain.bit_length() // 64)
-            return ["i", hex(plain)]
+            value = int.__add__(value, 0)
+            if -_EXACT_INT < value < _EXACT_INT:
+                return value
         if isinstance(value, float):
             return float.__mul__(value, 1.0)  # exact, and a plain float for a subclass
         if isinstance(value, str):
             self._spend(len(value) // 8)
             return str.__str__(value)
-        return self._encode_container(value)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+            return self.encode(value.tolist())
+        return self._encode_parts(value)
+
+    def _encode_parts(self, value: Any) -> list[Any]:
+        for tag, form in _FORMS.items():
+            if isinstance(value, form.kind):
+                # An iterator may have no end.
+                items = list(islice(form.parts(value), self._nodes_left + 1))
+                if _are_plain(items):
+                    self._spend(len(items) + sum(len(i) // 8 for i in items if type(i) is str))
+                    return [tag, *items]
+                return [tag, *map(self.encode, items)]
+        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+            return ["n", value.__name__]
+        if self._to_handle is None:
+            raise WireError(f"a value of type {type(value).__name__} cannot be sent")
+        return ["h", self._to_handle(value)]
 
     def _spend(self, nodes: int) -> None:
         self._nodes_left -= nodes
         if self._nodes_left < 0:
             raise WireError("the value is too large to be sent")
-
-    def _items(self, values: Iterable[Any]) -> list[Any]:
-        return [self.encode(v) for v in values]
-
-    def _encode_container(self, value: Any) -> Any:
-        # Unbound base-class iterators: a subclass cannot show one content and hide another.
-        for base, tag in _SEQUENCES:
-            if isinstance(value, base):
-                items = list(base.__iter__(value))
-                if _are_plain(items):
-                    self._spend(len(items))
-                    return [tag, *items]
-                return [tag, *self._items(items)]
-        if isinstance(value, dict):
-            return ["d", *([self.encode(k), self.encode(v)] for k, v in dict.items(value))]
-        if isinstance(value, bytes | bytearray):
-            self._spend(len(value) // 4)
-            return ["b" if isinstance(value, bytes) else "y", bytes(value).hex()]
-        if isinstance(value, complex):
-            return ["c", value.real, value.imag]
-        if isinstance(value, range):
-            return ["r", *self._items((value.start, value.stop, value.step))]
-        name = getattr(value, "__name__", None) if isinstance(value, type) else None
-        if name is not None and getattr(builtins, name, None) is value:
-            return ["n", name]
-        for view, kind in _VIEWS:
-            if isinstance(value, view):
-                return ["v", kind, *self._items(view.__iter__(value))]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            if isinstance(value, numpy.generic):
-                return self.encode(value.item())
-            if isinstance(value, numpy.ndarray):
-                return ["a", self.encode(value.tolist())]
-        if isinstance(value, Iterator):
-            return ["e", *self._items(value)]
-        if self._to_handle is not None:
-            return ["h", self._to_handle(value)]
-        raise WireError(f"a value of type {type(value).__name__} cannot be sent")
 
 
 def _are_plain(items: list[Any]) -> bool:
@@ -136,30 +134,15 @@ def _are_plain(items: list[Any]) -> bool:
     return types == {int} and min(items) > -_EXACT_INT and max(items) < _EXACT_INT
 
 
-_PLAIN_TYPES = {int, float, str, bool, type(None)}
-_SEQUENCES: tuple[tuple[Any, str], ...] = (
-    (list, "l"),
-    (tuple, "t"),
-    (set, "s"),
-    (frozenset, "z"),
-    (collections.deque, "q"),
-)
-_VIEWS: tuple[tuple[Any, str], ...] = (
-    (type({}.keys()), "keys"),
-    (type({}.values()), "values"),
-    (type({}.items()), "items"),
-)
-
-
 def encode(
-    value: Any, *, max_bytes: int = 1 << 26, to_handle: Callable[[Any], int] | None = None
+    value: Any, *, max_bytes: int = 1 << 26, to_handle: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Turns a value, any nesting of the types in the module's table, into JSON types.
+    """Turns a value into JSON types.
 
     Args:
         value: The value.
         max_bytes: Rough bound on the size of the result; larger values are refused.
-        to_handle: Registers an object that cannot be sent and returns its number; without it such
+        to_handle: Registers an object that cannot be sent and returns its handle; without it such
             an object is an error.
     """
     try:
@@ -168,7 +151,7 @@ def encode(
         raise WireError("the value is nested too deeply or contains itself") from None
 
 
-def decode(wire: Any, *, from_handle: Callable[[int], Any] | None = None) -> Any:
+def decode(wire: Any, *, from_handle: Callable[[Any], Any] | None = None) -> Any:
     """Rebuilds a value, of exact builtin types only, from a structure that may be hostile.
 
     ``from_handle`` makes the object that stands for a handle; without it handles are an error.
@@ -179,49 +162,17 @@ def decode(wire: Any, *, from_handle: Callable[[int], Any] | None = None) -> Any
         raise WireError(f"malformed value: {type(error).__name__}") from None
 
 
-def _decode(wire: Any, from_handle: Callable[[int], Any] | None) -> Any:
-    if wire is None or type(wire) in (bool, int, float, str):
+def _decode(wire: Any, from_handle: Callable[[Any], Any] | None) -> Any:
+    if type(wire) in _PLAIN_TYPES:
         return wire
-    if type(wire) is not list or not wire or type(wire[0]) is not str:
-        raise WireError("malformed value")
-    tag, rest = wire[0], wire[1:]
-    if tag in _FROM_ITEMS:
-        if _are_plain(rest):
-            return _FROM_ITEMS[tag](rest)
-        return _FROM_ITEMS[tag]([_decode(item, from_handle) for item in rest])
-    if tag == "d":
-        return {_decode(k, from_handle): _decode(v, from_handle) for k, v in rest}
-    if tag == "i":
-        return int(rest[0], 16)
-    if tag in ("b", "y"):
-        raw = bytes.fromhex(rest[0])
-        return raw if tag == "b" else bytearray(raw)
-    if tag == "c":
-        return complex(rest[0], rest[1])
-    if tag == "r":
-        return range(*(_decode(item, from_handle) for item in rest))
-    if tag == "v":
-        items = [_decode(item, from_handle) for item in rest[1:]]
-        if rest[0] == "keys":
-            return dict.fromkeys(items).keys()
-        return dict(items).items() if rest[0] == "items" else dict(enumerate(items)).values()
-    if tag == "a":
-        return _decode(rest[0], from_handle)
-    if tag == "n" and isinstance(builtin := getattr(builtins, rest[0], None), type):
-        return builtin
-    if tag == "h" and from_handle is not None and type(rest[0]) is int:
-        return from_handle(rest[0])
-    raise WireError(f"malformed value: tag {tag[:10]!r}")
-
-
-_FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
-    "l": list,
-    "t": tuple,
-    "s": set,
-    "z": frozenset,
-    "q": collections.deque,
-    "e": iter,
-}
+    tag, *parts = wire if type(wire) is list else [None]
+    if not _are_plain(parts):
+        parts = [_decode(part, from_handle) for part in parts]
+    if type(tag) is str and tag in _FORMS:
+        return _FORMS[tag].rebuild(parts)
+    if tag == "h" and from_handle is not None and type(parts[0]) in (int, str):
+        return from_handle(parts[0])
+    raise WireError("malformed value")
 
 
 def parse(message: bytes) -> Any:
@@ -230,26 +181,6 @@ def parse(message: bytes) -> Any:
         return json.loads(message)
     except (ValueError, RecursionError):
         raise WireError("a message is not JSON") from None
-
-
-def pack(messages: Iterable[bytes]) -> bytes:
-    """Joins messages, each with its length in front."""
-    return b"".join(_HEADER.pack(len(message)) + message for message in messages)
-
-
-def unpack(stream: bytes) -> list[bytes]:
-    """Splits what :func:`pack` joined."""
-    messages = []
-    position = 0
-    while position < len(stream):
-        start = position + _HEADER.size
-        if start > len(stream):
-            raise WireError("a message is cut off")
-        position = start + _HEADER.unpack_from(stream, position)[0]
-        messages.append(stream[start:position])
-    if position != len(stream):
-        raise WireError("a message is cut off")
-    return messages
 
 
 class Channel:
@@ -267,8 +198,7 @@ class Channel:
         descriptor must then be non-blocking.
         """
         body = json.dumps(message, separators=(",", ":")).encode()
-        if len(body) > self._max_bytes:
-            raise WireError(f"a message of {len(body)} bytes is over {self._max_bytes}")
+        self._check_size(len(body))
         view = memoryview(_HEADER.pack(len(body)) + body)
         while view:
             try:
@@ -278,16 +208,15 @@ class Channel:
             except BrokenPipeError:
                 raise ChannelClosedError from None
 
-    def receive(self) -> Any:
-        """Reads one message, as ``json.loads`` makes it; waits for ever."""
-        return parse(self.receive_bytes())
-
-    def receive_bytes(self, *, deadline: float | None = None) -> bytes:
-        """Like :meth:`receive`, but leaves the message as text."""
+    def receive(self, *, deadline: float | None = None) -> bytes:
+        """Reads one message, as text."""
         (length,) = _HEADER.unpack(self._read_exactly(_HEADER.size, deadline))
+        self._check_size(length)
+        return self._read_exactly(length, deadline)
+
+    def _check_size(self, length: int) -> None:
         if length > self._max_bytes:
             raise WireError(f"a message of {length} bytes is over {self._max_bytes}")
-        return self._read_exactly(length, deadline)
 
     def _read_exactly(self, size: int, deadline: float | None) -> bytes:
         chunks = []

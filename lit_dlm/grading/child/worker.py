@@ -18,25 +18,17 @@ from . import wire
 _MODULE = "candidate"
 
 
-class _CappedText(io.TextIOBase):
+class _CappedText(io.StringIO):
     """Collects printed text up to a number of characters and refuses the rest."""
 
     def __init__(self, limit: int) -> None:
-        self._parts: list[str] = []
-        self._left = limit
-
-    def writable(self) -> bool:
-        return True
+        super().__init__()
+        self._limit = limit
 
     def write(self, text: str) -> int:
-        self._left -= len(text)
-        if self._left < 0:
+        if self.tell() + len(text) > self._limit:
             raise OSError("too much output")
-        self._parts.append(text)
-        return len(text)
-
-    def text(self) -> str:
-        return "".join(self._parts)
+        return super().write(text)
 
 
 class _Worker:
@@ -49,37 +41,34 @@ class _Worker:
 
     def serve(self) -> None:
         while True:
-            request = self._channel.receive()
+            request = wire.parse(self._channel.receive())
             try:
                 reply = {"id": request["id"], "value": self._answer(request)}
             except BaseException as error:  # SystemExit and all else is the candidate's
                 reply = {"id": request["id"], "error": _describe(error)}
-            self._send(reply)
-
-    def _send(self, reply: dict[str, Any]) -> None:
-        try:
-            self._channel.send(reply)
-        except (wire.WireError, RecursionError) as error:
-            self._channel.send({"id": reply["id"], "error": _describe(error)})
+            try:
+                self._channel.send(reply)
+            except (wire.WireError, RecursionError) as error:
+                self._channel.send({"id": request["id"], "error": _describe(error)})
 
     def _answer(self, request: dict[str, Any]) -> Any:
         if request["op"] == "load":
             return self._load(request["code"])
         if request["op"] == "program":
             return self._run_program(request["code"], request["stdin"])
-        target = request["target"]
-        subject = self._objects[target] if type(target) is int else getattr(self._module, target)
-        if request["op"] == "get":
-            return self._encode(getattr(subject, request["name"]))
-        args = wire.decode(request["args"], from_handle=self._objects.__getitem__)
-        if request["op"] == "set":
-            setattr(subject, request["name"], args[0])
-            return None
-        kwargs = wire.decode(request["kwargs"], from_handle=self._objects.__getitem__)
-        return self._encode(subject(*args, **kwargs))
-
-    def _encode(self, value: Any) -> Any:
+        subject = self._object(request["target"])
+        args, kwargs = (
+            wire.decode(request[name], from_handle=self._object) for name in ("args", "kwargs")
+        )
+        if request["op"] == "call":
+            value = subject(*args, **kwargs)
+        else:
+            value = (setattr if request["op"] == "set" else getattr)(subject, *args)
         return wire.encode(value, max_bytes=self._value_bytes, to_handle=self._keep)
+
+    def _object(self, target: int | str) -> Any:
+        """What a handle stands for: an object that was returned before, or a name."""
+        return self._objects[target] if type(target) is int else getattr(self._module, str(target))
 
     def _keep(self, value: Any) -> int:
         self._objects.append(value)
@@ -105,7 +94,7 @@ class _Worker:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-        return captured.text()
+        return captured.getvalue()
 
 
 def _compile(code: str) -> types.CodeType:

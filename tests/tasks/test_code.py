@@ -1,0 +1,386 @@
+"""Tasks whose completions are code: how rows become tests, and what the sandbox says of answers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_dlm.grading import SandboxLimits
+from lit_dlm.tasks import (
+    MBPP,
+    CodeTests,
+    HumanEval,
+    HumanEvalPlus,
+    KodCode,
+    LiveCodeBench,
+    MBPPPlus,
+)
+from lit_dlm.tasks.kodcode import checks
+from tests.tasks.rows import DATA, grades, needs_data, only, references, task_of
+
+# Graded code runs in processes of its own; some solutions write patterns as plain strings.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid escape sequence")]
+
+RUNS: dict[str, Any] = {"allow_code_execution": True}
+PATIENT = SandboxLimits(wall_seconds=300.0, cpu_seconds=300.0)
+FUNCTION: dict[str, Any] = {
+    "question": "Square a number.",
+    "test_method": "function",
+    "test_time_limit": 1,
+    "test_list": ["assert square(2) == 4", "assert square(max(3, 1)) == 9"],
+    "prefix": "import math\n",
+    "solution": "def square(x):\n    return math.prod([x, x])",
+}
+STDIO: dict[str, Any] = {
+    "question": "Add two numbers.",
+    "test_method": "stdio",
+    "test_time_limit": 1,
+    "test_input": ["1 2\n", "3 4\n"],
+    "test_output": ["3\n", "7\n"],
+    "solution": "print(sum(map(int, input().split())))",
+}
+SENTENCE = {
+    "task_id": 11,
+    "text": "Add.",
+    "code": "def add(a, b):\n    return a + b",
+    "test_list": [f"assert add({n}, 0) == {n}" for n in range(3)],
+}
+PLUS = {
+    "task_id": "Mbpp/11",
+    "prompt": '"""\nAdd.\n"""',
+    "entry_point": "add",
+    "canonical_solution": "def add(a, b):\n    return a + b",
+    "base_input": [[1, 2]],
+    "plus_input": [[3, 4]],
+    "atol": 0,
+}
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def test_both_methods_are_read(tmp_path: Path):
+    task = task_of(CodeTests, tmp_path, FUNCTION, STDIO, split="train", name="prime")
+    function, program = task.examples()
+    assert (task.name, function.uid, function.task) == ("prime", "prime/train/00000", "prime")
+    assert function.reference["entry_point"] == "square"
+    assert function.reference["test_list"] == FUNCTION["test_list"]
+    assert function.text.startswith("Square a number.\n\nAnswer with")
+    assert "standard input" in program.text
+    assert program.reference["test_input"] == STDIO["test_input"]
+    code = "def square(x): return x"
+    assert task.extract(function, code) == f"import math\n\n\n{code}"
+    assert task.extract(program, fenced("print(3)")) == "print(3)\n"
+    bare, example = only(CodeTests, tmp_path, {**FUNCTION, "solution": None})
+    with pytest.raises(ValueError, match="has no field 'solution'"):
+        bare.reference_completion(example)
+
+
+@pytest.mark.parametrize(
+    ("tests", "name"),
+    [
+        (["assert f(2) == 4"], "f"),
+        (["assert sorted(f(g(2))) == [1]", "assert f(1) == 2"], "f"),
+        (["p = Pair(1, 2)\nassert longest([p]) == 1", "assert longest([]) == 0"], "longest"),
+        (["import math\nassert math.isclose(area(1), 3.1)"], "area"),
+        (["from copy import copy\nassert copy(select([1])) == [1]"], "select"),
+        (["assert Solution().twoSum([1, 2], 3) == [0, 1]"], "Solution"),
+        (["assert [f(n) for n in range(3)] == [0, 1, 4]"], "f"),
+    ],
+)
+def test_the_entry_point_is_what_most_tests_call(tmp_path: Path, tests: list[str], name: str):
+    _, example = only(CodeTests, tmp_path, {**FUNCTION, "test_list": tests})
+    assert example.reference["entry_point"] == name
+
+
+def test_a_prefix_may_be_the_header_of_the_function(tmp_path: Path):
+    task, example = only(CodeTests, tmp_path, {**FUNCTION, "prefix": "def square(x):\n"}, **RUNS)
+    codes = ("return x * x", "def square(x):\n    return x * x", "return x + x")
+    found = grades(task, [(example, fenced(code)) for code in codes])
+    assert [verdict.status for verdict in found] == ["right", "right", "wrong"]
+
+
+def test_solutions_pass_and_others_get_the_share_of_tests(tmp_path: Path):
+    """Doubling squares 2 but not 3; printing 7 answers the second input only."""
+    task = task_of(CodeTests, tmp_path, FUNCTION, STDIO, **RUNS)
+    right = grades(task, references(task))
+    assert [(one.status, one.score) for one in right] == [("right", 1.0)] * 2
+    others = ("def square(x):\n    return x + x", "print(7)")
+    wrong = grades(task, zip(task.examples(), others, strict=True))
+    assert [(one.status, one.score) for one in wrong] == [("wrong", 0.5)] * 2
+
+
+TESTS = """
+import pytest
+from solution import half as halve
+
+def test_halves():
+    assert halve(3) == pytest.approx(1.5)
+
+def test_zero():
+    assert halve(0) == 0
+
+def test_negative():
+    with pytest.raises(ValueError, match="neg"):
+        halve(-1)
+
+if __name__ == "__main__":
+    pytest.main()
+"""
+HALF = "def half(x):\n    if x < 0:\n        raise ValueError('negative')\n    return x / 2"
+KOD = {"question": "Halve it.", "solution": HALF, "test_code": TESTS, "test_info": None}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "score"),
+    [
+        (HALF, "right", None),
+        ("def half(x):\n    return x / 2", "wrong", 2 / 3),  # nothing is raised
+        ("def half(x):\n    raise ValueError('other')", "runtime_error", 0.0),
+        ("def third(x):\n    return x", "no_answer", None),
+        ("import sys\nsys.exit(0)\ndef half(x): pass", "runtime_error", None),
+    ],
+)
+def test_tests_of_pytest_grade_in_the_sandbox(tmp_path: Path, code: str, status: str, score):
+    """None of these rows is of KodCode."""
+    task, example = only(KodCode, tmp_path, KOD, **RUNS)
+    verdict = task.grade(example, fenced(code))
+    assert verdict.status == status
+    if score is not None:
+        assert verdict.score == pytest.approx(score)
+
+
+def test_the_module_may_be_imported_whole(tmp_path: Path):
+    tests = "import solution as s\n\ndef test_it():\n    assert s.half(4) == 2"
+    task = task_of(KodCode, tmp_path, KOD | {"test_code": tests}, **RUNS)
+    assert task.grade(*references(task)[0]).is_correct
+
+
+def test_a_row_of_kodcode_in_the_form_of_humaneval_has_a_stub(tmp_path: Path):
+    """The filtered set of the TraceLock release has ``prompt``, ``test`` and ``entry_point``."""
+    row = {
+        "prompt": "import math\n\ndef root(x):\n",
+        "test": "def check(candidate):\n    assert candidate(9) == 3",
+        "entry_point": "root",
+    }
+    task, example = only(KodCode, tmp_path, row, template="tracelock-code", **RUNS)
+    assert "Problem:\nimport math\n\ndef root(x):\n\nUnit tests:\ndef check" in example.text
+    assert task.grade(example, "    return math.sqrt(x)").is_correct
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ("def test_a(capsys):\n    half(1)", "test_a needs pytest"),
+        ("import numpy as np\ndef test_a():\n    half(1)", "the tests import 'numpy'"),
+        ("from pytest import raises\ndef test_a():\n    half(1)", "the tests import 'pytest'"),
+        ("def half(x):\n    return 1\ndef test_a():\n    half(1)", "define 'half' themselves"),
+        ("assert half(2) == 1", "no function named test_"),
+        ("def test_a(:", "do not parse"),
+    ],
+)
+def test_what_the_sandbox_cannot_run_is_ungraded(tmp_path: Path, tests: str, problem: str):
+    assert problem in checks(tests, "half")[1]
+    task = task_of(KodCode, tmp_path, KOD | {"test_code": tests, "entry_point": "half"}, **RUNS)
+    verdict = task.grade(*references(task)[0])
+    assert verdict.status == "ungraded"
+    assert problem in verdict.detail
+
+
+@needs_data
+def test_solutions_of_the_demo_are_right_and_empty_functions_are_not():
+    task = KodCode(str(DATA / "kodcode" / "kodcode_demo_232.jsonl.gz"), **RUNS)
+    empty = "def {}(*args, **kwargs):\n    return None"
+    pairs = references(task)
+    pairs += [(e, empty.format(e.reference["entry_point"])) for e in task.examples()]
+    found = [verdict.status for verdict in grades(task, pairs)]
+    assert Counter(found[:232]) == {"right": 218, "wrong": 8, "ungraded": 6}
+    assert "right" not in found[232:]
+
+
+def packed(tests: list[dict[str, str]]) -> str:
+    """As in code_generation_lite."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+def one(given: str, wanted: str, kind: str = "stdin") -> dict[str, str]:
+    return {"input": given, "output": wanted, "testtype": kind}
+
+
+PROGRAM = {
+    "question_content": "Print the sum of two numbers.",
+    "starter_code": "",
+    "public_test_cases": json.dumps([one("1 2\n", "3\n")]),
+    "private_test_cases": packed([one("5 7\n", "12\n"), one("0 0\n", "0\n")]),
+}
+CLASS = {
+    "question_content": "Add the numbers of a list to k.",
+    "starter_code": "class Solution:\n    def total(self, nums: List[int], k: int):\n        ",
+    "public_test_cases": json.dumps([one("[1, 2]\n4", "7", "functional")]),
+    "private_test_cases": json.dumps([one("[]\n1", "1", "functional")]),
+}
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+TOTAL = (
+    "class Solution:\n    def total(self, nums: List[int], k: int) -> int:\n"
+    "        return sum(nums, start=k)"
+)
+
+
+def test_programs_and_classes_of_contests_are_run_on_all_tests(tmp_path: Path):
+    made = task_of(LiveCodeBench, tmp_path, PROGRAM, CLASS, **RUNS)
+    program, method = made.examples()
+    assert program.reference["test_output"] == ["3\n", "12\n", "0\n"]
+    assert made.grade(program, fenced(ADDS)).is_correct
+    almost = made.grade(program, fenced(ADDS.replace("a + b", "a + b or 1")))
+    assert (almost.status, almost.score) == ("wrong", 2 / 3)
+    assert "Complete this code" in method.text
+    assert made.grade(method, fenced(TOTAL)).is_correct
+    wrong = made.grade(method, fenced(TOTAL.replace("start=k", "start=3")))
+    assert (wrong.is_correct, wrong.score) == (False, 0.0)
+
+
+HUMANEVAL = str(DATA / "humaneval" / "HumanEval.jsonl.gz")
+MINI = str(DATA / "humaneval" / "HumanEvalPlus-Mini.jsonl.gz")
+
+
+@needs_data
+class TestHumanEval:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def plain():
+        return HumanEval(HUMANEVAL, limits=PATIENT, **RUNS)
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def mini():
+        return HumanEvalPlus(MINI, **RUNS)
+
+    def test_prompt_shows_the_stub_and_no_test(self, plain):
+        example = plain.examples()[0]
+        assert example.uid == "humaneval/test/00000"
+        assert "def has_close_elements" in example.text
+        assert "check(" not in example.text
+        shown = HumanEval(HUMANEVAL, template="tracelock-code", limit=1).examples()[0]
+        assert "def check(candidate)" in shown.text
+
+    def test_all_canonical_solutions_are_right_and_all_stubs_wrong(self, plain):
+        examples = plain.examples()
+        for completions, count in (
+            ([one for _, one in references(plain)], 164),
+            ([e.reference["solution"] for e in examples], 164),
+            (["    pass\n"] * 164, 0),
+        ):
+            found = grades(plain, zip(examples, completions, strict=True))
+            assert sum(verdict.is_correct for verdict in found) == count
+
+    def test_a_helper_of_the_prompt_cannot_be_replaced(self, plain):
+        """HumanEval/32 checks ``poly(coeffs, solution)``: a forged ``poly`` must not count."""
+        forged = "def poly(xs, x):\n    return 0.0\n\ndef find_zero(xs):\n    return 0.0"
+        assert not plain.grade(plain.examples()[32], fenced(forged)).is_correct
+
+    def test_plus_agrees_with_evalplus_but_for_its_known_defect(self, mini):
+        """Canonical solutions pass; evalplus 0.3.1 itself can never pass HumanEval/32."""
+        examples = [mini.examples()[i] for i in (0, 2, 4, 32, 95)]
+        verdicts = grades(mini, [(e, mini.reference_completion(e)) for e in examples])
+        assert [(v.status, v.score) for v in verdicts] == [("right", 1.0)] * 5
+
+    def test_plus_finds_what_the_base_tests_miss(self, mini):
+        """``numbers`` sorted, but compared with ``<=``: only an added test tells."""
+        example = mini.examples()[0]
+        code = example.reference["solution"].replace("< threshold", "<= threshold")
+        assert "<= threshold" in code
+        verdict = mini.grade(example, code)
+        assert verdict.status == "wrong"
+        assert verdict.detail.startswith("plus input")
+
+    def test_any_root_counts_for_find_zero(self, mini):
+        rules = {e.reference["entry_point"]: mini.problem(e).rule for e in mini.examples()}
+        assert rules.pop("find_zero") == "root"
+        assert set(rules.values()) == {"close"}
+
+    def test_evalplus_gives_the_same_verdicts(self, mini, monkeypatch):
+        """The library's own check, in its own process, on right and slightly wrong solutions."""
+        monkeypatch.setenv("HUMANEVAL_OVERRIDE_PATH", MINI)
+        evaluation = pytest.importorskip("evalplus.eval", reason="the extra 'code' is missing")
+        trusted_exec = pytest.importorskip("evalplus.gen.util").trusted_exec
+        for index, change in ((0, ("<", "<=")), (2, ("number -", "number +")), (53, ("+", "-"))):
+            example = mini.examples()[index]
+            reference = example.reference
+            inputs = reference["base_input"] + reference["plus_input"]
+            stub, canonical = reference["stub"], reference["solution"]
+            body = canonical.removeprefix(stub)
+            assert change[0] in body
+            entry_point = reference["entry_point"]
+            expected, spent = trusted_exec(canonical, inputs, entry_point, record_time=True)
+            for code in (canonical, stub + body.replace(*change)):
+                status, _ = evaluation.untrusted_check(
+                    "humaneval", code, inputs, entry_point, expected, reference["atol"], spent
+                )
+                ours = mini.grade(example, fenced(code))
+                assert ours.is_correct == (status == "pass"), (reference["task_id"], status, ours)
+
+
+SENTENCES = str(DATA / "mbpp" / "mbpp.jsonl.gz")
+
+
+def by_number(task: Any) -> dict[int, Any]:
+    return {int(e.uid[-5:]): e for e in task.examples()}
+
+
+@needs_data
+class TestMBPP:
+    @pytest.mark.parametrize(
+        ("split", "count"), [("test", 500), ("train", 374), ("validation", 90), ("prompt", 10)]
+    )
+    def test_all_canonical_solutions_of_the_official_splits_are_right(self, split, count):
+        """11..510 = 500, 601..974 = 374, 511..600 = 90, 1..10 = 10.
+
+        Problem 123 takes 7 s on a machine that does nothing else; the limit of users is 20 s.
+        """
+        task = MBPP(SENTENCES, split=split, limits=PATIENT, **RUNS)
+        pairs = references(task)
+        assert len(pairs) == count
+        verdicts = zip(pairs, grades(task, pairs), strict=True)
+        assert [pair[0].uid for pair, verdict in verdicts if not verdict.is_correct] == []
+
+    def test_prompt_shows_the_tests_and_partial_credit_counts_them(self):
+        task = MBPP(SENTENCES, split="prompt", **RUNS)
+        example = by_number(task)[3]  # is_not_prime: tests want False, True, False, True
+        assert example.uid == "mbpp/prompt/00003"
+        assert "assert is_not_prime(2) == False" in example.text
+        verdict = task.grade(example, fenced("def is_not_prime(n):\n    return True"))
+        assert (verdict.status, round(verdict.score * 4) / 4) == ("wrong", 0.75)
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def plus():
+        pytest.importorskip("evalplus", reason="the extra 'code' is not installed")
+        return MBPPPlus(str(DATA / "mbpp" / "MbppPlus.jsonl.gz"), **RUNS)
+
+    def test_retyped_inputs_and_special_rules_pass_canonical_solutions(self, plus):
+        """2 compares sets, 6 ints, 16 presence of a match, 124 complex, 252 complex text, 793 no
+        added inputs, 115 sets."""
+        found = by_number(plus)
+        examples = [found[n] for n in (2, 6, 16, 115, 124, 252, 793) if n in found]
+        assert len(examples) >= 5
+        verdicts = grades(plus, [(e, plus.reference_completion(e)) for e in examples])
+        assert {verdict.status for verdict in verdicts} == {"right"}
+        problem = plus.problem(found[2])
+        assert problem.rule == "same_set"
+        assert isinstance(problem.base_inputs[0][0], tuple)
+
+    def test_wrong_code_is_wrong_and_the_prompt_is_plain_text(self, plus):
+        example = by_number(plus)[6]
+        code = f"def {example.reference['entry_point']}(a, b):\n    return True"
+        assert plus.grade(example, fenced(code)).status == "wrong"
+        text = by_number(plus)[2].text
+        assert text.startswith("Write a function")
+        assert '"""' not in text

@@ -1,0 +1,327 @@
+"""Tasks whose completions are compared as texts, numbers, formulas or letters."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lit_dlm.grading import answers
+from lit_dlm.grading.answers import extract_choice
+from lit_dlm.pictures import Picture, as_text, drawn_picture
+from lit_dlm.tasks import (
+    GPQA,
+    GSM8K,
+    MATH,
+    MMMU,
+    Alpaca,
+    DrawingPrompts,
+    MMLUPro,
+    MultipleChoice,
+    PromptExample,
+    PromptsFile,
+    SEEDBench,
+    Task,
+)
+from lit_dlm.tasks.base import tasks_by_name
+from tests.e2e.runs import write_jsonl
+from tests.tasks.rows import DATA, needs_data, only, references, task_of
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first comparison takes seconds on a busy machine."""
+    monkeypatch.setattr(answers, "MATH_SECONDS", 100.0)
+
+
+def test_prompts_of_alpaca_show_an_input_where_there_is_one(tmp_path: Path):
+    task = task_of(
+        Alpaca,
+        tmp_path,
+        {"instruction": "Translate. ", "input": " Hund\n", "output": "dog"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"instruction": "Say ho.", "output": "ho"},
+    )
+    texts = [example.text for example in task.examples()]
+    assert texts == ["Translate.\n\nInput:\nHund", "Say hi.", "Say ho."]
+    assert references(task)[0][1] == "dog"
+    assert not task.is_graded
+    with pytest.raises(ValueError, match=r"alpaca/train/00000: .*has no grader"):
+        task.grade(task.examples()[0], "hi")
+
+
+SUMS = [
+    {"question": "How many is 2 and 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    {"question": "And 1000 more?", "answer": "So 1,005.\n#### 1,005"},
+    {"question": "Three?", "answer": "#### 3"},
+]
+
+
+def test_gsm8k_asks_for_the_answer_line_and_takes_the_last_number(tmp_path: Path):
+    task = task_of(GSM8K, tmp_path, *SUMS)
+    first, second, _ = task.examples()
+    assert isinstance(task, Task)
+    assert first.uid == "gsm8k/test/00000"
+    assert first.text.startswith("How many is 2 and 3?\n\n")
+    assert "#### <answer>" in first.text
+    assert "5" not in first.text
+    assert task.reference_completion(first) == "2 + 3 = 5\n#### 5"
+    assert task.grade(second, "#### $1005.00").is_correct
+    assert task.extract(second, "is \\boxed{1{,}005}") == "1005"
+    assert task.grade(second, "#### 1004").status == "wrong"
+    assert task.grade(second, "many").status == "no_answer"
+
+
+def test_uids_do_not_depend_on_seed_or_limit(tmp_path: Path):
+    by_uid = {e.uid: e.text for e in task_of(GSM8K, tmp_path, *SUMS).examples()}
+    chosen = task_of(GSM8K, tmp_path, *SUMS, seed=1, limit=2).examples()
+    assert len(chosen) == 2
+    assert all(by_uid[e.uid] == e.text for e in chosen)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("kind", "path", "count"),
+    [(GSM8K, "gsm8k", 1319), (MATH, "math/math500_test.jsonl.gz", 500)],
+)
+def test_all_reference_solutions_grade_as_right(kind: Any, path: str, count: int):
+    task = kind(str(DATA / path))
+    assert len(task.examples()) == count
+    assert all(task.grade(*pair).is_correct for pair in references(task))
+
+
+def test_math_takes_the_answer_field_or_the_box_and_leaves_rows_without_either(tmp_path, caplog):
+    rows = [
+        {"problem": "Half?", "answer": "\\frac{1}{2}", "solution": "\\boxed{\\frac{1}{2}}"},
+        {"problem": "None?", "answer": "", "solution": "\\boxed{}"},
+        {"problem": "Two?", "solution": "So \\boxed{2}."},
+        {"problem": "Three?", "answer": 3},
+        {"question": "Third?", "ground_truth_answer": "\\frac{1}{3}"},  # dLLM-RL's names
+    ]
+    with caplog.at_level(logging.WARNING):
+        task = task_of(MATH, tmp_path, *rows)
+    assert "left out 1 of 5" in caplog.text
+    half, *_, last = task.examples()
+    assert [e.uid[-5:] for e in task.examples()] == ["00000", "00002", "00003", "00004"]
+    assert [e.reference["answer"] for e in task.examples()][1:] == ["2", "3", "\\frac{1}{3}"]
+    assert "\\boxed{}" in half.text
+    assert last.text.startswith("Third?")
+    assert all(task.grade(*pair).is_correct for pair in references(task))
+    assert task.grade(half, "First \\boxed{7}, no: \\boxed{0.5}").is_correct
+    assert task.grade(half, "\\boxed{2}").status == "wrong"
+    assert task.grade(half, "one half").status == "no_answer"
+    assert task.extract(half, "\\boxed{ x }") == "x"
+
+
+def test_aime_is_a_file_of_math_with_whole_numbers(tmp_path: Path):
+    rows = [{"problem": "1 + 32?", "answer": answer} for answer in (33, "033")]
+    task = task_of(MATH, tmp_path, *rows, name="aime24")
+    for example in task.examples():
+        assert task.grade(example, "So \\boxed{33}.").is_correct
+        assert not task.grade(example, "So \\boxed{34}.").is_correct
+
+
+def test_files_are_told_apart_by_name(tmp_path: Path):
+    row = {"problem": "Three?", "answer": "3"}
+    tasks = [task_of(MATH, tmp_path, row), task_of(MATH, tmp_path, row, name="more")]
+    assert [task.examples()[0].uid for task in tasks] == ["math/test/00000", "more/test/00000"]
+    assert tasks[1].examples()[0].task == "more"
+    assert tasks_by_name(tasks) == {"math": tasks[0], "more": tasks[1]}
+    message = r"val_tasks: .*'math' twice \(MATH of split 'test' and MATH of split 'dev'\)"
+    with pytest.raises(ValueError, match=message):
+        tasks_by_name([tasks[0], task_of(MATH, tmp_path, row, split="dev")], option="val_tasks")
+
+
+def test_prompts_pass_unchanged_and_need_no_answers(tmp_path: Path):
+    task, example = only(PromptsFile, tmp_path, {"id": "a", "prompt": "Say 2.\n"}, name="mine")
+    assert (example.uid, example.text, example.reference) == ("mine/test/a", "Say 2.\n", {})
+    assert not task.is_graded
+    assert task.extract(example, " yes ") == "yes"
+    with pytest.raises(ValueError, match="the task 'mine' has no grader"):
+        task.grade(example, "2")
+
+
+@pytest.mark.parametrize(
+    ("grading", "right", "wrong"),
+    [
+        ("exact", "2", "2."),
+        ("numeric", "so 2.0", "3"),
+        ("math", "\\boxed{4/2}", "\\boxed{3}"),
+        ("chartqa", "2.1", "2.11"),
+        ("vqa", "Two", "3"),
+    ],
+)
+def test_gradings_of_prompts(tmp_path: Path, grading: str, right: str, wrong: str):
+    people = [{"answer": "2"}, "2", "2", "3"]
+    row = {"id": "a", "prompt": "Say 2.\n", "answer": 2, "answers": people}
+    task, example = only(PromptsFile, tmp_path, row, grading=grading)
+    assert task.grade(example, right).is_correct
+    assert not task.grade(example, wrong).is_correct
+    assert task.grade(*references(task)[0]).is_correct
+
+
+USER, SAYS = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+3", "answer": 5},
+        {"question": "2+3", "response": "2+3 = 5", "answer": "5"},
+        {"instruction": "2+3", "input": "", "output": "5"},
+        {"messages": [USER, SAYS]},
+        {"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]},
+    ],
+)
+def test_a_file_of_answered_prompts_is_one_of_prompts_too(tmp_path: Path, row: dict[str, Any]):
+    """Without ids their numbers stand in the uids."""
+    _, example = only(PromptsFile, tmp_path, row, grading="exact")
+    assert (example.uid, example.text) == ("prompts/test/000000", "2+3")
+    assert example.reference == {"answer": "5"}
+
+
+def test_turns_before_the_last_are_its_history(tmp_path: Path):
+    """A chat that ends with the user is a prompt."""
+    _, example = only(PromptsFile, tmp_path, {"messages": [SYSTEM, USER]})
+    assert (example.text, example.history) == ("2+3", [SYSTEM])
+
+
+class Redness:
+    """The share of red in the first pixel."""
+
+    def score(self, picture: Picture, example: PromptExample) -> float:
+        assert example.text == "Draw red."
+        return picture.decoded().getpixel((0, 0))[0] / 255
+
+
+@pytest.mark.parametrize(("red", "score", "status"), [(204, 0.8, "right"), (51, 0.2, "wrong")])
+def test_a_scorer_judges_what_is_drawn(tmp_path: Path, red: int, score: float, status: str):
+    task, example = only(DrawingPrompts, tmp_path, {"prompt": "Draw red."}, scorer=Redness())
+    assert task.is_graded
+    verdict = task.grade(example, as_text(Image.new("RGB", (4, 4), (red, 0, 0))))
+    assert (verdict.status, verdict.score) == (status, pytest.approx(score))
+    assert task.grade(example, "a red square").status == "no_answer"
+
+
+def test_only_pictures_are_pictures():
+    image = Image.new("RGB", (5, 4), (1, 2, 3))
+    found = drawn_picture(as_text(image))
+    assert found is not None
+    assert found.decoded().tobytes() == image.tobytes()
+    assert drawn_picture("data:image/png;base64,@") is None
+    assert drawn_picture("red") is None
+    broken = drawn_picture(as_text(image)[:-48])
+    assert broken is not None
+    with pytest.raises(ValueError, match="the drawn picture: the picture is damaged"):
+        broken.decoded()
+
+
+PRO = {"question": "2 + 2?", "options": ["1", "4", "5"], "answer": "B", "answer_index": 1}
+OLD = {"question": "2 + 2?", "choices": ["4", "5"], "answer": 0}
+MAIN = {
+    "Question": "2 + 2?\n",
+    "Correct Answer": "4\n",
+    **{f"Incorrect Answer {n}": str(n) for n in (1, 2, 3)},
+}
+
+
+def test_rows_of_mmlu_say_which_option_is_right(tmp_path: Path):
+    task, example = only(MMLUPro, tmp_path, PRO)
+    assert example.uid == "mmlu_pro/test/00000"
+    assert example.text.startswith("2 + 2?\n\n(A) 1\n(B) 4\n(C) 5\n\nThink step by step.")
+    assert task.grade(example, "So the answer is (B).").is_correct
+    assert task.grade(example, "The answer is A").detail == "expected B"
+    assert task.grade(example, "The answer is D").status == "no_answer"
+    assert task.grade(*references(task)[0]).is_correct
+    _, example = only(MultipleChoice, tmp_path, OLD, name="mmlu")
+    assert example.reference == {"answer": "A", "num_options": 2}
+
+
+def test_the_options_of_gpqa_are_shuffled_by_the_uid_alone(tmp_path: Path):
+    def letters(count: int) -> list[str]:
+        examples = task_of(GPQA, tmp_path, *[MAIN] * count).examples()
+        return [example.reference["answer"] for example in examples]
+
+    found = letters(40)
+    assert set(found) == set("ABCD")
+    assert letters(12) == found[:12]
+    _, example = only(GPQA, tmp_path, MAIN)
+    assert f"({example.reference['answer']}) 4\n" in example.text
+    assert all(f") {n}\n" in example.text for n in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("The answer is (C).", "C"),
+        ("**Answer: B**", "B"),
+        ("Answer: A\nNo, the answer is (B).", "B"),
+        ("The answer is (A), so \\boxed{\\text{(D)}}", "D"),
+        ("I think\nC", "C"),
+        ("<think>It is no D.</think> C", "C"),
+        ("A nice thing", None),
+        ("The answer is Adam", None),
+        ("The answer is (E)", None),
+        ("", None),
+    ],
+)
+def test_letters_of_completions(completion: str, letter: str | None):
+    assert extract_choice(completion, 4) == letter
+
+
+def test_worked_examples_stand_in_front_and_are_recorded(tmp_path: Path):
+    """Those of the split train of a folder, each with its answer; settings tell them apart."""
+    write_jsonl(tmp_path / "test.jsonl", [PRO])
+    write_jsonl(tmp_path / "train.jsonl", [{**OLD, "question": "{{ 1 + 3 }}?"}, OLD])
+    plain = MMLUPro(str(tmp_path)).examples()[0]
+    task = MMLUPro(str(tmp_path), num_shots=1)
+    (example,) = task.examples()
+    shot = "{{ 1 + 3 }}?\n\n(A) 4\n(B) 5\n\nThink step by step. End with a line that reads: "
+    assert example.text.startswith(shot)
+    assert example.text.endswith(f"\n\nThe answer is (A).\n\n{plain.text}")
+    assert task.template not in (None, MMLUPro(str(tmp_path), num_shots=2).template)
+    for path, options in (
+        (tmp_path, {"num_shots": 3}),
+        (tmp_path / "test.jsonl", {"num_shots": 1}),
+    ):
+        with pytest.raises(ValueError, match=r"num_shots: expected|shots_path: expected other"):
+            MMLUPro(str(path), **options)
+
+
+def _picture(path: Path, side: int) -> str:
+    Image.new("RGB", (side, side), "red").save(path)
+    return path.name
+
+
+def test_questions_of_seed_bench(tmp_path: Path):
+    image = _picture(tmp_path / "a.png", 20)
+    choices = {f"choice_{letter}": f"{letter} towels" for letter in "abcd"}
+    row = {"question": "How many?", "answer": "C", "image": [image], **choices}
+    task, example = only(SEEDBench, tmp_path, row)
+    assert [one.size for one in example.images] == [(20, 20)]
+    assert "\n(C) c towels\n" in example.text
+    assert task.grade(example, "\\boxed{C}").is_correct
+    row = {"question": "Which? A.One B.Two", "ground_truth_answer": "B", "image": image}
+    task, example = only(SEEDBench, tmp_path, row, template="dllm-rl-math")
+    assert example.text.endswith("This is the problem:\nWhich? A.One B.Two")
+    assert task.grade(example, "so \\boxed{B}").is_correct
+
+
+def test_questions_of_mmmu_place_their_pictures(tmp_path: Path):
+    images = {f"image_{n}": _picture(tmp_path / f"{n}.png", 20 + n) for n in (1, 2)}
+    row = {
+        "question": "Is <image 2> like <image 1>?",
+        "options": "['yes', 'as <image 1>']",
+        "answer": "B",
+        "question_type": "multiple-choice",
+        "image_3": None,
+        **images,
+    }
+    (example,) = task_of(MMMU, tmp_path, row, {**row, "question_type": "open"}).examples()
+    assert example.text.startswith("Is <image> like <image>?\n(A) yes\n(B) as <image>\n")
+    assert [one.size[0] for one in example.images] == [22, 21, 21]
+    assert example.reference["answer"] == "B"
