@@ -62,7 +62,6 @@ class DecodeWriter(BasePredictionWriter):
         if run_dir is None and trajectories_dir is None:
             raise ValueError("DecodeWriter: expected run_dir, trajectories_dir or both, got none")
         within("(0, inf)", max_gigabytes=max_gigabytes)
-        self.run_dir = None if run_dir is None else Path(run_dir)
         self.results = None if run_dir is None else ResultFolder(Path(run_dir) / "results")
         self.trajectories_dir = None if trajectories_dir is None else Path(trajectories_dir)
         self.grade = grade or run_dir is not None
@@ -92,36 +91,36 @@ class DecodeWriter(BasePredictionWriter):
             raise ValueError("callbacks: expected one DecodeWriter, which can write both, got more")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._rank = trainer.global_rank
-        self._run = describe_run(trainer, pl_module)
+        run = self._run = describe_run(trainer, pl_module)
         if self.grade:
             tasks = {task.name: task for task in data.tasks}
             self._queue = GradingQueue(tasks, num_workers=self.num_workers)
-        if self.results is not None and trainer.is_global_zero:
-            self._claim(pl_module, data.tasks)
         folder = self.trajectories_dir
-        if folder is None and pl_module.level is not None:
-            assert self.run_dir is not None
-            folder = self.run_dir / "trajectories"
+        if self.results is not None:
+            if trainer.is_global_zero:
+                self._claim(self.results, run, pl_module, data.tasks)
+            if folder is None and pl_module.level is not None:
+                folder = self.results.folder.parent / "trajectories"
         if folder is not None:
-            self._shards = RecordShards(folder, trainer, self._run, **self._options)
+            self._shards = RecordShards(folder, trainer, run, **self._options)
         data.done = self._held(trainer)
         # Before any process writes what another would then not list.
         trainer.strategy.barrier("work_listed")
 
-    def _claim(self, module: DecodeModule, tasks: Sequence[Task]) -> None:
+    def _claim(
+        self, results: ResultFolder, run: RunRecord, module: DecodeModule, tasks: Sequence[Task]
+    ) -> None:
         """Notes everything that decides the results of each method on each task, or compares it."""
-        assert self.results is not None
-        assert self._run is not None
         assert self._queue is not None
         for task in tasks:
-            for method, decoder in self._run.decode["methods"].items():
+            for method, decoder in run.decode["methods"].items():
                 settings = {
-                    "backbone": self._run.model,
+                    "backbone": run.model,
                     "decoder": decoder,
-                    "response_length": self._run.decode["response_length"],
+                    "response_length": run.decode["response_length"],
                     "seed": module.seed,
                     "tokenizer": module.tokenizer_path,
-                    **self._run.data["tasks"][task.name],
+                    **run.data["tasks"][task.name],
                 }
                 if module.chat_template:
                     settings["chat_template"] = module.chat_template
@@ -129,8 +128,8 @@ class DecodeWriter(BasePredictionWriter):
                     settings["cut_at_eos"] = False
                 if task.runs_code:
                     settings["isolation"] = self._queue.isolation
-                self.results.claim(task.name, method, settings)
-        logger.info("Results go to %s", self.results.folder)
+                results.claim(task.name, method, settings)
+        logger.info("Results go to %s", results.folder)
 
     def _held(self, trainer: Trainer) -> Collection[str]:
         """Keys of the decodes that need not be made again; repairs the results first."""
@@ -161,22 +160,22 @@ class DecodeWriter(BasePredictionWriter):
                 self._write(decoded, verdicts)
 
     def _write(self, decoded: DecodedBatch, verdicts: Sequence[Verdict] | None) -> None:
-        if self.results is not None:
-            assert verdicts is not None
-            self._write_rows(decoded, verdicts)
+        if self.results is not None and verdicts is not None:
+            self._write_rows(self.results, decoded, verdicts)
         # After the rows: of the two a killed run can only lack records, and rows that lack theirs
         # are found and made again.
         if self._shards is not None:
             facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
             self._shards.put_batch(decoded, facts)
 
-    def _write_rows(self, decoded: DecodedBatch, verdicts: Sequence[Verdict]) -> None:
-        assert self.results is not None
-        assert self.run_dir is not None
+    def _write_rows(
+        self, results: ResultFolder, decoded: DecodedBatch, verdicts: Sequence[Verdict]
+    ) -> None:
         assert self._queue is not None
+        run_dir = results.folder.parent
         named: list[dict[str, str] | None] = [None] * len(verdicts)
         if self._shards is not None:
-            folder = os.path.relpath(self._shards.folder, self.run_dir)
+            folder = os.path.relpath(self._shards.folder, run_dir)
             named = [
                 {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
                 for record in decoded.trajectories
@@ -188,10 +187,10 @@ class DecodeWriter(BasePredictionWriter):
         ]
         for row in rows:
             if picture := drawn_picture(row.completion):
-                path = self.run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
+                path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_name(path.name + ".png").write_bytes(picture.read())
-        self.results.append(rows, rank=self._rank)
+        results.append(rows, rank=self._rank)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class DecodeWriter(BasePredictionWriter):
             assert shards is not None
             _require_all(trainer, completed_uids(shards.folder), shards.folder)
         else:
-            self._report(trainer, run, list(pl_module.decoders))
+            _report(trainer, self.results, run, list(pl_module.decoders))
             _require_all(trainer, self.results.decode_uids(), self.results.folder)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
@@ -239,20 +238,20 @@ class DecodeWriter(BasePredictionWriter):
             self._queue.close()
         self._queue, self._shards, self._run = None, None, None
 
-    def _report(self, trainer: Trainer, run: RunRecord, order: Sequence[str]) -> None:
-        """Summary, tables and plot, which every logger gets too."""
-        assert self.results is not None
-        assert self.run_dir is not None
-        summaries: Sequence[MethodSummary] = summarise_folder(self.results.folder, order)
-        self.results.write_facts(_facts(run))
-        write_report(summaries, self.run_dir, Console())
-        if trainer.loggers and summaries:
-            # Here: most runs have none, and it imports their packages.
-            from lit_dlm.reports.profile import log_profile
 
-            front = self.run_dir / "front.png"
-            for target in trainer.loggers:
-                log_profile(target, summaries, front if front.exists() else None)
+def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequence[str]) -> None:
+    """Summary, tables and plot, which every logger gets too."""
+    run_dir = results.folder.parent
+    summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
+    results.write_facts(_facts(run))
+    write_report(summaries, run_dir, Console())
+    if trainer.loggers and summaries:
+        # Here: most runs have none, and it imports their packages.
+        from lit_dlm.reports.profile import log_profile
+
+        front = run_dir / "front.png"
+        for target in trainer.loggers:
+            log_profile(target, summaries, front if front.exists() else None)
 
 
 def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,9 @@ class TracePictures(Callback):
         self.folder = Path(folder)
         self.kinds = list(SUFFIXES) if kinds is None else kinds
         self.prompts = list(prompts or [])
-        self.method = method
+        self.method = method or ""
         self.every_n_validations = every_n_validations
         self._num_validations = 0
-        self._num_seen: Counter[str] = Counter()
         self._samples: list[Sample] = []
         self._methods: dict[str, Mapping[str, Any]] = {}
 
@@ -93,7 +92,6 @@ class TracePictures(Callback):
                 raise ValueError(
                     "TracePictures: the module captures no trajectories; set model.level"
                 )
-            self._num_seen.clear()
             self._samples, self._methods = [], {}
         elif self.prompts:
             self.method = self.method or next(iter(module.decoders), "")
@@ -104,16 +102,13 @@ class TracePictures(Callback):
     ) -> None:
         if not trainer.is_global_zero or not isinstance(outputs, DecodedBatch):
             return
-        left = _NUM_SAMPLES - self._num_seen[outputs.method]
-        if left <= 0:
-            return
-        samples = _samples_of(outputs)[:left]
-        self._num_seen[outputs.method] += len(samples)
-        self._samples += samples
-        self._methods[outputs.method] = outputs.decoder
-        written = self._draw(samples, _pieces(pl_module), self.folder)
-        for target in trainer.loggers:
-            log_images(target, written, step=0)
+        method = outputs.method
+        left = _NUM_SAMPLES - sum(one.method == method for one in self._samples)
+        if left > 0:
+            samples = _samples(outputs.trajectories, outputs.examples, method)[:left]
+            self._samples += samples
+            self._methods[method] = outputs.decoder
+            self._draw(trainer, samples, _pieces(pl_module), self.folder, step=0)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage != "predict" or not self._samples:
@@ -126,12 +121,8 @@ class TracePictures(Callback):
             num_available=len(self._samples),
             methods=self._methods,
         )
-        pieces = _pieces(pl_module)
-        write_viewer(
-            self.folder / "traces.html",
-            [ViewedSet(samples=shown, pieces=pieces)],
-            title="First samples of each method",
-        )
+        sets = [ViewedSet(samples=shown, pieces=_pieces(pl_module))]
+        write_viewer(self.folder / "traces.html", sets, title="First samples of each method")
         logger.info("Pictures and viewer page of %d decodes: %s", len(self._samples), self.folder)
         self._samples = []
 
@@ -143,19 +134,15 @@ class TracePictures(Callback):
         self._num_validations += 1
         if (self._num_validations - 1) % self.every_n_validations:
             return
-        method = self.method or ""
         length = getattr(trainer.datamodule, "response_length", _CELLS)  # type: ignore[attr-defined]
         # All processes decode, since sharded weights need all of them; the first one draws.
-        samples = self._decode(pl_module, method, length)
-        if not trainer.is_global_zero:
-            return
-        self._methods[method] = pl_module.decoders[method].describe()
-        folder = self.folder / f"step-{trainer.global_step:07d}"
-        written = self._draw(samples, _pieces(pl_module), folder)
-        for target in trainer.loggers:
-            log_images(target, written, step=trainer.global_step)
+        samples = self._decode(pl_module, length)
+        if trainer.is_global_zero:
+            self._methods[self.method] = pl_module.decoders[self.method].describe()
+            folder = self.folder / f"step-{trainer.global_step:07d}"
+            self._draw(trainer, samples, _pieces(pl_module), folder, step=trainer.global_step)
 
-    def _decode(self, module: DecodeModule, method: str, length: int) -> list[Sample]:
+    def _decode(self, module: DecodeModule, length: int) -> list[Sample]:
         examples = [
             PromptExample(uid=f"prompt/{number:02d}", task="prompt", text=text)
             for number, text in enumerate(self.prompts)
@@ -163,34 +150,34 @@ class TracePictures(Callback):
         batch = PromptBatch(
             examples=examples,
             prompt_ids=[module.encode(example) for example in examples],
-            method=method,
+            method=self.method,
             response_length=length,
         )
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size, level="signals")
         module.decode(batch, [capture])  # in evaluation mode, without gradients: Lightning's hook
-        records = capture.trajectories([f"{example.uid}@{method}" for example in examples])
-        return [
-            Sample(record=record, example=example.uid, task="prompt", method=method, correct=None)
-            for record, example in zip(records, examples, strict=True)
-        ]
+        uids = [f"{example.uid}@{self.method}" for example in examples]
+        return _samples(capture.trajectories(uids), examples, self.method)
 
     def _draw(
-        self, samples: Sequence[Sample], pieces: TokenPieces, folder: Path
-    ) -> dict[str, Path]:
-        """Pictures by the tag under which loggers show them: animations have none."""
+        self,
+        trainer: Trainer,
+        samples: Sequence[Sample],
+        pieces: TokenPieces,
+        folder: Path,
+        *,
+        step: int,
+    ) -> None:
+        """Writes the pictures; loggers get all but the animations."""
         tagged: dict[str, Path] = {}
         for sample in samples:
             base = folder / file_name(sample.method) / file_name(sample.example)
-            paths = {
-                kind: base.with_name(base.name + suffix)
-                for kind, suffix in SUFFIXES.items()
-                if kind in self.kinds
-            }
+            paths = {kind: base.with_name(base.name + SUFFIXES[kind]) for kind in self.kinds}
             write_pictures([sample], pieces, paths, method=self._methods.get(sample.method))
             for kind, path in paths.items():
                 if kind != "gif":
                     tagged[f"decode/{sample.method}/{sample.example}/{kind}"] = path
-        return tagged
+        for target in trainer.loggers:
+            log_images(target, tagged, step=step)
 
 
 def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
@@ -209,16 +196,12 @@ def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
             target.experiment.add_image(tag, pixels, step, dataformats="HWC")
 
 
-def _samples_of(decoded: DecodedBatch) -> list[Sample]:
+def _samples(
+    records: Sequence[Trajectory], examples: Sequence[PromptExample], method: str
+) -> list[Sample]:
     return [
-        Sample(
-            record=record,
-            example=example.uid,
-            task=example.task,
-            method=decoded.method,
-            correct=None,
-        )
-        for record, example in zip(decoded.trajectories, decoded.examples, strict=True)
+        Sample(record=record, example=one.uid, task=one.task, method=method, correct=None)
+        for record, one in zip(records, examples, strict=True)
     ]
 
 

@@ -182,26 +182,16 @@ class SupervisedDataModule(ResumableDataModule):
                 told = "left out %d examples whose %s has more than %d tokens"
                 logger.warning(told, dropped[what], what, limit)
         if dropped["cut"]:
-            logger.warning(
-                "cut %d responses to response_length, %d tokens, %d of them before their end of "
-                "text; overlong: drop leaves them out",
-                dropped["cut"],
-                self.response_length,
-                dropped["end"],
-            )
+            told = "cut %d responses to response_length, %d tokens, %d of them before their end"
+            logger.warning(told, dropped["cut"], self.response_length, dropped["end"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled examples; starts where training stands."""
         trainer, count = self.trainer, len(self.train_numbers)
         batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
         if count < self.batch_size * batches:
-            logger.warning(
-                "batch_size: %d in %d batches of an update is more than the %d training examples, "
-                "so it repeats some of them",
-                self.batch_size,
-                batches,
-                count,
-            )
+            told = "batch_size: an update of %d x %d repeats some of the %d training examples"
+            logger.warning(told, batches, self.batch_size, count)
         lengths = None
         if self.group_by_length:
             lengths = np.array([self._num_tokens(n) for n in self.train_numbers.tolist()])
@@ -293,37 +283,28 @@ def check_decodes(
     in which its cuts leave nothing to learn. Responses have at most ``response_length`` tokens.
     """
     corruption = module.corruption
-    needs_steps = isinstance(corruption, TimeDelay)
-    ranks_ties = isinstance(module, TABOMModule) and module.ties == "rank"
-    for example in examples:
-        missing = None
-        if ranks_ties and example.decode_entropy is None:
-            missing = "ties 'rank' needs the entropies of decoding: trajectories of level 'signals'"
-        if needs_steps and example.steps is None:
-            missing = "TimeDelay needs the steps of a decode: trajectories"
-        if missing:
-            raise ValueError(f"{example.uid}: {missing} are expected, got none")
+    needed = {}
+    if isinstance(module, TABOMModule) and module.ties == "rank":
+        needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"
+    if isinstance(corruption, TimeDelay):
+        needed["steps"] = "TimeDelay needs trajectories"
+    for name, told in needed.items():
+        lacking = next((one.uid for one in examples if getattr(one, name) is None), None)
+        if lacking is not None:
+            raise ValueError(f"{lacking}: {told}; the {name} of a decode are expected, got none")
     if not isinstance(corruption, TimeDelay) or not examples:
         return
-    without = 0
+    without, spec = 0, module.backbone.spec
     for first in range(0, len(examples), _ROWS):
-        spec = module.backbone.spec
-        batch = collate_supervised(
-            examples[first : first + _ROWS], response_length=response_length, spec=spec
-        )
+        some = examples[first : first + _ROWS]
+        batch = collate_supervised(some, response_length=response_length, spec=spec)
         responses = responses_of(batch, spec, seed=0, num_padding=module.num_padding)
         without += int((corruption.last_cuts(responses) < 0).sum())
-    setting = f"cut_range: {corruption.cut_range!r} with a window of {corruption.window} leaves"
+    told = (
+        f"cut_range: {corruption.cut_range!r} with a window of {corruption.window} leaves "
+        f"{without} of {len(examples)} samples without a cut"
+    )
     if without == len(examples):
-        raise ValueError(
-            f"{setting} none of the {without} samples a cut, so nothing would be learnt; expected "
-            "longer decodes, a smaller window or cut_range 'full'"
-        )
+        raise ValueError(f"{told}; expected longer decodes, a smaller window or cut_range 'full'")
     if without:
-        logger.warning(
-            "%s %d of %d samples (%.1f %%) without a cut: nothing is learnt from them",
-            setting,
-            without,
-            len(examples),
-            100 * without / len(examples),
-        )
+        logger.warning("%s: nothing is learnt from them", told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -157,27 +157,73 @@ class ResponsesFile(SupervisedSource):
         model: ModelFacts,
     ) -> dict[str, Any]:
         parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
-        if self.templated and parts:
-            raise ValueError(
-                f"{row.origin}: templated expects a prompt that is one text, got {parts[0]!r}"
-            )
         raw = _raw_ids(model, turns[0]["content"].removeprefix(PLACE))
         if self.templated:
+            row.expect(not parts, "a prompt that is one text (templated)", parts)
             return {"prompt_ids": raw}
-        if np.isin(raw[:1], list(model.tokenizer.get_added_vocab().values())).any():
-            raise ValueError(
-                f"{row.origin}: the prompt begins with {model.tokenizer.decode(raw[:1])!r}, so it "
-                "went through a chat template already; set templated: true"
-            )
+        added = list(model.tokenizer.get_added_vocab().values())
+        is_bare = not np.isin(raw[:1], added).any()
+        first = model.tokenizer.decode(raw[:1])
+        row.expect(is_bare, "a prompt without a chat template around it, or templated: true", first)
         return model.prompt(uid, turns, pictures)
 
 
+class Decodes(SupervisedSource):
+    """Recorded decodes that pass filters, and how they become examples."""
+
+    only_correct: bool
+    methods: list[str] | None
+    tasks: list[str] | None = None
+
+    def taken(
+        self, records: Iterable[Trajectory], origin: Path, model: ModelFacts
+    ) -> Iterator[SupervisedExample]:
+        """Examples of the records that are taken; says which option left others out."""
+        count = 0
+        left_out: Counter[str] = Counter()
+        for record in records:
+            if reason := self._left_out_by(record, origin):
+                left_out[reason] += 1
+                continue
+            if record.mask_id != model.spec.mask_id:
+                raise ValueError(
+                    f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
+                    f"{model.spec.mask_id}, that of the model"
+                )
+            take_up(model.backbone, record.uid, record.meta)
+            count += 1
+            yield SupervisedExample(
+                uid=record.uid,
+                prompt_ids=record.prompt_ids,
+                response_ids=record.tokens,
+                pictures=prompt_pictures(record),
+                given=record.given,
+                steps=record.commit_step,
+                decode_entropy=_commit_entropy(record),
+                non_ltr=_listed_non_ltr(record),
+            )
+        reasons = ", ".join(f"{number} by {reason}" for reason, number in left_out.items())
+        if not count:
+            got = f"none of {left_out.total()}: {reasons}" if reasons else "an empty source"
+            raise ValueError(f"{origin}: expected at least one record, got {got}")
+        if reasons:
+            logger.info("%s: took %d records, left out %s", origin, count, reasons)
+
+    def _left_out_by(self, record: Trajectory, origin: Path) -> str | None:
+        for name, values in (("method", self.methods), ("task", self.tasks)):
+            if values is not None and record.meta.get(name) not in values:
+                return f"{name}s: {list(values)}"
+        if self.only_correct and not is_correct(record, str(origin)):
+            return "only_correct"
+        # Two rows of tokens and steps do not describe such states.
+        return "rewritten tokens" if record.superseded is not None else None
+
+
 @dataclass(eq=False)
-class RecordedDecodes(SupervisedSource):
+class RecordedDecodes(Decodes):
     """Responses that a model decoded, with the steps that wrote them, from trajectory shards.
 
-    Decodes that masked or edited a token again, and infillings, are left out: two rows of tokens
-    and steps do not describe their states.
+    Decodes that masked or edited a token again are left out.
 
     Args:
         shards: folder of trajectory shards, as ``predict`` with a ``DecodeWriter`` writes them.
@@ -195,29 +241,18 @@ class RecordedDecodes(SupervisedSource):
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
         shards = Path(self.shards)
         if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
-            logger.warning(
-                "%s: there is no %s, which a run writes at its end; taking the records of a run "
-                "that did not finish",
-                shards,
-                MANIFEST_FILE,
-            )
+            told = "%s: there is no %s: taking the records of a run that did not finish"
+            logger.warning(told, shards, MANIFEST_FILE)
         look_in(model.backbone, shards)
-        found = list(
-            _examples_of(
-                TrajectoryShardReader(shards, features=False),
-                str(shards),
-                model,
-                only_correct=self.only_correct,
-                wanted={"method": self.methods, "task": self.tasks},
-            )
-        )
+        records = TrajectoryShardReader(shards, features=False)
+        found = list(self.taken(records, shards, model))
         # However many processes wrote them, and whatever broke these off.
         for number in uid_order([example.uid for example in found]):
             yield found[number]
 
 
 @dataclass(eq=False)
-class TABOMFile(SupervisedSource):
+class TABOMFile(Decodes):
     """Self-distilled trajectories in the JSONL of TABOM's release.
 
     Args:
@@ -242,71 +277,7 @@ class TABOMFile(SupervisedSource):
             tokenizer=model.tokenizer,
             pad_id=model.spec.pad_id,
         )
-        yield from _examples_of(
-            read_tabom(path, settings),
-            str(path),
-            model,
-            only_correct=self.only_correct,
-            wanted={"method": self.methods},
-        )
-
-
-def _examples_of(
-    records: Iterator[Trajectory] | TrajectoryShardReader,
-    origin: str,
-    model: ModelFacts,
-    *,
-    only_correct: bool,
-    wanted: Mapping[str, Sequence[str] | None],
-) -> Iterator[SupervisedExample]:
-    taken = 0
-    left_out: Counter[str] = Counter()
-    for record in records:
-        if reason := _left_out_by(record, origin, only_correct=only_correct, wanted=wanted):
-            left_out[reason] += 1
-            continue
-        if record.mask_id != model.spec.mask_id:
-            raise ValueError(
-                f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
-                f"{model.spec.mask_id}, that of the model"
-            )
-        if record.superseded is not None:
-            left_out["rewritten tokens"] += 1
-            continue
-        take_up(model.backbone, record.uid, record.meta)
-        taken += 1
-        yield SupervisedExample(
-            uid=record.uid,
-            prompt_ids=record.prompt_ids,
-            response_ids=record.tokens,
-            pictures=prompt_pictures(record),
-            given=record.given,
-            steps=record.commit_step,
-            decode_entropy=_commit_entropy(record),
-            non_ltr=_listed_non_ltr(record),
-        )
-    reasons = ", ".join(f"{count} by {reason}" for reason, count in left_out.items() if count)
-    if not taken:
-        raise ValueError(
-            f"{origin}: expected at least one record, got "
-            + (f"none of {left_out.total()}: {reasons}" if reasons else "an empty source")
-        )
-    if reasons:
-        logger.info("%s: took %d records, left out %s", origin, taken, reasons)
-
-
-def _left_out_by(
-    record: Trajectory,
-    origin: str,
-    *,
-    only_correct: bool,
-    wanted: Mapping[str, Sequence[str] | None],
-) -> str | None:
-    """The option that leaves a record out, if one does."""
-    for name, values in wanted.items():
-        if values is not None and record.meta.get(name) not in values:
-            return f"{name}s: {list(values)}"
-    return "only_correct" if only_correct and not is_correct(record, origin) else None
+        yield from self.taken(read_tabom(path, settings), path, model)
 
 
 def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
@@ -342,15 +313,12 @@ def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArr
     given = row.fields.get("step_map")
     if given is None:
         return None
-    if not isinstance(given, list) or not all(isinstance(n, int) and n >= 0 for n in given):
-        raise ValueError(f"{row.origin}: 'step_map' must list whole numbers of 0 or more")
+    is_steps = isinstance(given, list) and all(isinstance(n, int) and n >= 0 for n in given)
+    row.expect(is_steps, "a list of whole numbers of 0 or more in 'step_map'", given)
     ends = len(ids) > 0 and ids[-1] in eos_ids
     if given and ends and len(given) == len(ids) - 1:
         given = [*given, max(given) + 1]
-    if len(given) < len(ids):
-        raise ValueError(
-            f"{row.origin}: 'step_map' has {len(given)} steps for a response of {len(ids)} tokens; "
-            "was it made with another tokenizer?"
-        )
+    wanted = f"{len(ids)} steps in 'step_map', as the response has tokens with this tokenizer"
+    row.expect(len(given) >= len(ids), wanted, len(given))
     steps = np.array(given[: len(ids)], dtype=np.int32)
     return steps - steps.min(initial=np.iinfo(np.int32).max)

@@ -226,39 +226,24 @@ def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "name"),
     [
-        ({"text": "x"}, r"a\.jsonl.*1.*expected 'messages', 'conversations', or one of prompt"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "at least two turns"),
-        (
-            {"messages": [{"role": "user", "content": "x"}] * 2},
-            "the last of 'messages' must be the assistant's, got role 'user'",
-        ),
-        ({"prompt": 3, "response": "x"}, "field 'prompt' must be a text"),
-        (
-            {"prompt": "<|user|>2+3<|assistant|>", "response": "x"},
-            r"begins with '<\|user\|>', .* set templated: true",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "x"}, {"from": "tool", "value": "x"}]},
-            r"'conversations' must list at least two turns with from \(human, gpt, system\)",
-        ),
-        (
-            {"prompt": "2+3", "response": "12", "step_map": [0]},
-            "'step_map' has 1 steps for a response of 3 tokens",
-        ),
-        (
-            {"prompt": "2+3", "response": "12", "step_map": [0, -1, 1]},
-            "'step_map' must list whole numbers of 0 or more",
-        ),
+        ({"text": "x"}, "'messages', 'conversations'"),
+        ({"prompt": "<|user|>2+3<|assistant|>", "response": "x"}, r"templated: true.*<\|user\|>"),
+        ({"prompt": "2+3", "response": "12", "step_map": [0]}, "3 steps in 'step_map'"),
+        ({"prompt": "2+3", "response": "12", "step_map": [0, -1, 1]}, "in 'step_map'"),
     ],
 )
 def test_bad_rows_are_named(
-    tmp_path: Path, model: ModelFacts, line: dict[str, Any], message: str
+    tmp_path: Path, model: ModelFacts, line: dict[str, Any], name: str
 ) -> None:
     path = rows(tmp_path / "a.jsonl", line)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl.*1.*{name}"):
         list(ResponsesFile(path).examples(model))
+    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    path = rows(tmp_path / "b.jsonl", {"messages": turns})
+    with pytest.raises(ValueError, match="templated"):
+        list(ResponsesFile(path, templated=True).examples(model))
 
 
 def test_only_graded_records_pass_the_filter(tmp_path: Path, model: ModelFacts) -> None:
@@ -352,7 +337,7 @@ def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) 
         data = Data(examples(3), batch_size=size)
         data.set_examples(data.given, small().spec)
         data.train_dataloader()
-        assert ("more than the 3 training examples" in caplog.text) == is_told
+        assert ("repeats some of the 3 training examples" in caplog.text) == is_told
 
 
 def test_equal_uids_are_refused(model: ModelFacts) -> None:
