@@ -89,7 +89,7 @@ class EpochPlan(Plan):
     def batch(self, number: int) -> list[ExampleRef]:
         """This rank's batch ``number``, counted from the beginning of training."""
         epoch, offset = divmod(number, len(self))
-        chosen = self.batches(epoch)[offset * self.world_size + self.rank]
+        chosen: NDArray[np.integer] = self.batches(epoch)[offset * self.world_size + self.rank]
         if self.numbers is not None:
             chosen = self.numbers[chosen]
         return [ExampleRef(number, epoch) for number in chosen.tolist()]

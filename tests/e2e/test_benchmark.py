@@ -222,7 +222,7 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--data.init_args.methods=[randm]", "got randm"),
+        ("--data.init_args.methods=[randm]", "got 'randm'"),
         (
             "--data.init_args.tasks=[{class_path: PythonFunctions}]",
             "set allow_code_execution: true",
