@@ -110,7 +110,8 @@ class ResumableDataModule(LightningDataModule):
             seed=self.seed,
             accumulate=accumulate,
             batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
-            **self._share,
+            rank=self._rank,
+            world_size=self._world_size,
             **options,
         )
         return _planned_loader(make, plan, num_workers=self.num_workers)
@@ -123,16 +124,17 @@ class ResumableDataModule(LightningDataModule):
         batch_size: int,
     ) -> ResumableLoader:
         """Examples in order, each once; ``batch_size`` of them per batch and process."""
-        plan = FixedPlan(numbers, batch_size=batch_size, **self._share)
+        size = {"rank": self._rank, "world_size": self._world_size}
+        plan = FixedPlan(numbers, batch_size=batch_size, **size)
         return _planned_loader(make, plan, num_workers=self.num_workers)
 
     @property
-    def _share(self) -> dict[str, int]:
-        """Rank and number of processes; one process without a trainer."""
-        trainer = self.trainer
-        if trainer is None:
-            return {"rank": 0, "world_size": 1}
-        return {"rank": trainer.global_rank, "world_size": trainer.world_size}
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
 
 def require_same_update(trainer: Trainer, then: Mapping[str, int], now: Mapping[str, int]) -> None:

@@ -248,7 +248,7 @@ class TrajectoryDataModule(ResumableDataModule):
         tasks: list[str] = []
         num_steps: list[int] = []
         blocks: list[int] = []
-        chosen: list[NDArray[np.int32]] = []
+        chosen: list[NDArray[np.integer]] = []
         num_left_out = 0
         for block, (shard, number) in enumerate(reader.blocks):
             stored, records = reader.outline(shard, number)
@@ -285,7 +285,7 @@ class TrajectoryDataModule(ResumableDataModule):
             np.concatenate(chosen, dtype=np.int32),
         )
 
-    def _chosen_steps(self, record: Trajectory) -> NDArray[np.int64]:
+    def _chosen_steps(self, record: Trajectory) -> NDArray[np.integer]:
         """Steps of a record that become examples, ascending: a share of them, by its uid."""
         rng = np.random.default_rng(_hash(f"steps:{self.seed}:{record.uid}"))
         count = round(self.step_ratio * record.num_steps)

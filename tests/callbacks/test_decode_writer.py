@@ -178,13 +178,6 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
     assert first < set(tmp_path.glob("*.tar"))
 
 
-def test_an_exception_keeps_the_finished_batches(tmp_path):
-    """Three problems a batch and four forwards each: the ninth forward is in the third batch."""
-    with pytest.raises(RuntimeError, match="the machine broke"):
-        predict(shards(tmp_path), module=trace_module(fail_at=2 * LENGTH), count=10)
-    assert completed_uids(tmp_path) == {f"letters/test/{n}@confidence" for n in range(6)}
-
-
 def test_the_size_limit_stops_the_run_and_keeps_what_is_written(tmp_path):
     """The first block is already larger than 100 bytes."""
     with pytest.raises(RuntimeError, match="max_gigabytes"):

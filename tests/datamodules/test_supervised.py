@@ -23,8 +23,6 @@ from lit_dlm.datamodules.supervised_sources import (
     TaskReferences,
 )
 from lit_dlm.datamodules.trajectories import TrajectoryDataModule
-from lit_dlm.losses.corruption import TraceMasking
-from lit_dlm.modules.supervised_batch import collate_supervised, responses_of
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.exchange import tabom_row
 from lit_dlm.trajectories.store import merge_manifest
@@ -103,16 +101,6 @@ def test_templated_prompts_are_taken_as_they_are_with_their_step_maps(
     steps = [None if e.steps is None else e.steps.tolist() for e in found]
     assert steps == [[2, 0, 3], [2, 0, 3], [0, 0, 1], None]
     assert len(expected.response_ids) == 3
-
-
-def test_trace_training_follows_the_step_map(tmp_path: Path, model: ModelFacts) -> None:
-    """Steps 2, 0, 2 of three tokens: one state predicts the second, the other the rest."""
-    line = {"prompt": "2+3", "response": "12", "step_map": [2, 0, 2]}
-    (example,) = ResponsesFile(rows(tmp_path / "a.jsonl", line)).examples(model)
-    batch = collate_supervised([example], response_length=4, spec=model.spec)
-    responses = responses_of(batch, model.spec, seed=0, num_padding=0)
-    states = TraceMasking().states(responses)
-    assert states.supervised.tolist() == [[False, True, False, False], [True, False, True, False]]
 
 
 def test_recorded_decodes_keep_tokens_and_steps_and_drop_wrong_ones(
@@ -211,18 +199,16 @@ def test_release_rows_keep_their_list_their_pads_and_their_filters(
     assert cut.non_ltr.tolist() == [False, False]
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
 def test_shards_of_a_run_that_did_not_finish_are_taken_with_a_warning(
-    tmp_path: Path, model: ModelFacts, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, model: ModelFacts, caplog: pytest.LogCaptureFixture, is_finished: bool
 ) -> None:
     shards = write_shards(tmp_path / "shards", recorded(small_backbone(), 2))
-    source = RecordedDecodes(shards, only_correct=False)
     (shards / "manifest.json").unlink(missing_ok=True)
-    assert len(list(source.examples(model))) == 2
-    assert "there is no manifest.json" in caplog.text
-    caplog.clear()
-    merge_manifest(shards)
-    assert len(list(source.examples(model))) == 2
-    assert "manifest" not in caplog.text
+    if is_finished:
+        merge_manifest(shards)
+    assert len(list(RecordedDecodes(shards, only_correct=False).examples(model))) == 2
+    assert ("there is no manifest.json" in caplog.text) != is_finished
 
 
 @pytest.mark.parametrize(
@@ -301,17 +287,11 @@ def test_long_prompts_are_left_out_and_long_responses_cut_or_left_out(
     assert "left out 2 examples whose prompt has more than 3 tokens" in caplog.text
     assert "cut 6 responses to response_length, 5 tokens, 6 of them before" in caplog.text
     assert read(model, *given, response_length=5, overlong="drop") == []
-    assert [e.uid for e in read(model, *given, limit=2)] == [e.uid for e in given[:2]]
-
-
-def test_a_cut_that_keeps_the_end_of_text_is_told_apart(
-    model: ModelFacts, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second of two responses ends at its third token; filters at the limit are told too."""
-    first, second, *_ = examples(2)
-    second = replace(second, response_ids=np.array([5, 6, EOS, *[PAD] * 5], dtype=np.int32))
-    read(model, first, second, *examples(4)[2:], response_length=5, limit=2)
+    # The second of two ends at its third token; filters at the limit are told too.
+    given[1] = replace(given[1], response_ids=np.array([5, 6, EOS, *[PAD] * 5], dtype=np.int32))
+    read(model, *given, response_length=5, limit=2)
     assert "cut 2 responses to response_length, 5 tokens, 1 of them before" in caplog.text
+    assert [e.uid for e in read(model, *given, limit=2)] == [e.uid for e in given[:2]]
 
 
 def test_grouping_by_length_pads_less_and_loses_nothing() -> None:
@@ -341,7 +321,7 @@ def test_a_batch_larger_than_the_data_is_told(caplog: pytest.LogCaptureFixture) 
 
 
 def test_equal_uids_are_refused(model: ModelFacts) -> None:
-    with pytest.raises(ValueError, match="two examples have the uid 'fake/train/00000'"):
+    with pytest.raises(ValueError, match="fake/train/00000"):
         read(model, *examples(1), *examples(1))
 
 

@@ -53,12 +53,6 @@ def test_split_is_the_hash_of_the_prompt_uid() -> None:
         assert not is_validation(uid, seed=7, fraction=fraction - 1e-6)
 
 
-def test_split_shares_are_near_the_fraction() -> None:
-    """Binomial(5000, 0.1): standard deviation 21, allowed 4 of them."""
-    chosen = sum(is_validation(f"x/{i}", seed=0, fraction=0.1) for i in range(5000))
-    assert abs(chosen - 500) < 85
-
-
 def test_stored_features_belong_to_their_state(shards: Path) -> None:
     """Every batch row equals the record's own kept step, found by its canvas."""
     module = ready(shards)
