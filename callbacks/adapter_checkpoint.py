@@ -148,13 +148,10 @@ class AdapterCheckpoint(Callback):
             return []
         names = ("epoch-*", "best", "last", "scores.json")
         held = sorted(path for name in names for path in self.folder.glob(name))
-        is_finished = not (self.folder / _UNFINISHED).exists()
-        if held and (is_finished or has_checkpoint(trainer)):
-            raise ValueError(
-                f"{self.folder}: expected a folder without weights, since this run begins anew, "
-                f"got {', '.join(path.name for path in held)} of a former one; resume that one "
-                "with --ckpt_path last, choose another run_dir, or delete the folder"
-            )
+        if held:
+            found = ", ".join(path.name for path in held)
+            is_finished = not (self.folder / _UNFINISHED).exists()
+            require_no_former_run(trainer, self.folder, "weights", found, is_finished=is_finished)
         return held
 
     def _is_best(self, trainer: Trainer, number: int) -> bool:
@@ -185,11 +182,18 @@ class AdapterCheckpoint(Callback):
         self._epochs_ended = state_dict["epochs_ended"]
 
 
-def has_checkpoint(trainer: Trainer) -> bool:
-    """Whether there is something to resume, in the run's folder or where its callbacks save."""
+def require_no_former_run(
+    trainer: Trainer, folder: Path, what: str, found: object, *, is_finished: bool
+) -> None:
+    """Refuses to begin anew over what a former run left, if that was finished or can be resumed."""
     savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     folders = [trainer.default_root_dir, *(one.dirpath for one in savers if one.dirpath)]
-    return any(any(Path(folder).rglob("*.ckpt")) for folder in folders)
+    if is_finished or any(any(Path(one).rglob("*.ckpt")) for one in folders):
+        raise ValueError(
+            f"{folder}: expected a folder without {what}, since this run begins anew, got {found} "
+            "of a former one; resume that one with --ckpt_path last, choose another run_dir, or "
+            "delete the folder"
+        )
 
 
 def _will_validate(trainer: Trainer) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lit_dlm.callbacks.adapter_checkpoint import has_checkpoint
+from lit_dlm.callbacks.adapter_checkpoint import require_no_former_run
 from lit_dlm.callbacks.record_shards import RecordShards, describe_run
 from lit_dlm.ops.options import of_kind
 from lit_dlm.rl.module import TraceRLModule
@@ -70,15 +70,11 @@ class RolloutWriter(Callback):
         """The RL step from which on rollouts in the folder are replaced."""
         if trainer.ckpt_path is not None:
             return pl_module.progress.step
-        held = completed_uids(self.folder)
-        is_finished = (self.folder / MANIFEST_FILE).exists()
-        cannot_resume = not trainer.checkpoint_callbacks
-        if held and (is_finished or cannot_resume or has_checkpoint(trainer)):
-            raise ValueError(
-                f"{self.folder}: expected a folder without rollouts, since this run begins anew, "
-                f"got {len(held)} of a former one; resume that one with --ckpt_path, choose "
-                "another run_dir, or delete the folder"
-            )
+        if held := completed_uids(self.folder):
+            # Without checkpoints nobody can go on with them.
+            is_finished = (self.folder / MANIFEST_FILE).exists() or not trainer.checkpoint_callbacks
+            count = len(held)
+            require_no_former_run(trainer, self.folder, "rollouts", count, is_finished=is_finished)
         return 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
