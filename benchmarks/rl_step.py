@@ -59,10 +59,10 @@ from lit_dlm.decoding import (
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.rewards import Graded, Rewarder, Rollout
 from lit_dlm.rl.advantages import GroupZScore
-from lit_dlm.rl.items import RolloutBatch, RolloutItem, RowBuilder, collate_items, training_rows
+from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts, score_facts
-from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores
+from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores
 from lit_dlm.toy import PythonFunctions
 from lit_dlm.trajectories.record import Trajectory
 
@@ -196,18 +196,10 @@ class _Step:
         Returns:
             The scored records.
         """
-        prompts = [
-            response
-            for place, example in enumerate(self.task.examples())
-            for response in rollout_prompts(
-                example,
-                self.module.encode(example),
-                method="rollout",
-                step=number,
-                place=place,
-                num_responses=self.options.responses,
-            )
-        ]
+        problems = [(example, self.module.encode(example)) for example in self.task.examples()]
+        prompts = rollout_prompts(
+            problems, method="rollout", step=number, num_responses=self.options.responses
+        )
         self.module.eval()
         with meter.phase("rollout"), torch.no_grad():
             rollouts = self.engine.generate(prompts)
@@ -268,16 +260,12 @@ class _Step:
             copies=self.options.block if form == "ours" else 1,
         )
         items = builder.items(records)
-        fill_advantages(module, items, records, advantage=GroupZScore(), batch_size=1)
+        fill_advantages(module, items, advantage=GroupZScore(), batch_size=1)
         batches = list(self._batches(items, one_row=form == "rowwise"))[:num_batches]
         with meter.phase(f"{form}_old_log_prob"):
             if form in ("ours", "unpacked"):
-                fill_old_scores(
-                    module,
-                    [[Slot(number, 1.0) for number in batch] for batch in batches],
-                    items,
-                    records,
-                )
+                shares = [MicroBatch(batch, 1.0) for batch in batches]
+                fill_old_scores(module, shares, items)
             else:
                 self._old_scores_of_logits(items, batches, records)
         module.train()
@@ -296,22 +284,19 @@ class _Step:
         self.optimizer.zero_grad()
         return gradient
 
-    def _batches(self, items: Sequence[RolloutItem], *, one_row: bool) -> Iterator[list[int]]:
+    def _batches(self, items: Items, *, one_row: bool) -> Iterator[Tensor]:
         """Numbers of the items of each forward: whole responses, or one row."""
         if one_row:
-            yield from ([number] for number in range(len(items)))
+            yield from torch.arange(len(items)).split(1)
             return
-        responses = sorted({item.record for item in items})
-        for first in range(0, len(responses), self.options.batch):
-            chosen = set(responses[first : first + self.options.batch])
-            yield [number for number, item in enumerate(items) if item.record in chosen]
+        for chosen in items.item_record.unique().split(self.options.batch):
+            yield torch.isin(items.item_record, chosen).nonzero()[:, 0]
 
     def _collated(
-        self, items: Sequence[RolloutItem], numbers: Sequence[int], records: Sequence[Trajectory]
+        self, items: Items, numbers: Tensor, records: Sequence[Trajectory]
     ) -> RolloutBatch:
         # One slot, so that the loss of every form is the same sum over states.
-        chosen = [(items[number], 1.0) for number in numbers]
-        return collate_items(chosen, records, self.module.row_spec, num_slots=1)
+        return items.batch(numbers, num_slots=1)
 
     # -- the naive form --------------------------------------------------------------------------
 
@@ -327,16 +312,13 @@ class _Step:
 
     @torch.no_grad()
     def _old_scores_of_logits(
-        self,
-        items: Sequence[RolloutItem],
-        batches: Sequence[Sequence[int]],
-        records: Sequence[Trajectory],
+        self, items: Items, batches: Sequence[Tensor], records: Sequence[Trajectory]
     ) -> None:
+        old = torch.zeros_like(items.weight)
         for batch in batches:
             found = self._log_prob(self._collated(items, batch, records).to(self.device)).cpu()
-            sizes = [items[number].num_units for number in batch]
-            for number, part in zip(batch, found.split(sizes), strict=True):
-                items[number].old_log_prob = part.clone()
+            old[items.units(batch)] = found
+        items.old_log_prob = old
 
     def _naive_loss(self, batch: RolloutBatch) -> Tensor:
         assert batch.old_log_prob is not None

@@ -23,9 +23,8 @@ What the ratios mean (each is baseline (a) over ours, per record):
   pairs in turns; it swings by several percent on a busy machine. Making records of the buffer
   (``records_us``) is not part of the decode.
 - ``read_records_per_second``: records that leave the training loader of ``TrajectoryDataModule`` in
-  one process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256);
-  ``read_strict_records_per_second`` with content digests checked. On a busy machine look at
-  ``read_records_per_cpu_second``.
+  one process, one state per record, shuffled, collated to tensors, blocks of 64 (G = T = 256). On a
+  busy machine look at ``read_records_per_cpu_second``.
 """
 
 from __future__ import annotations
@@ -344,7 +343,7 @@ def reading(folder: Path, repeats: int) -> Figures:
     """Records per second through the training loader of the data module."""
     from lit_dlm.datamodules import TrajectoryDataModule  # Lightning takes seconds to import.
 
-    def loader(strict: bool) -> TrajectoryDataModule:
+    def loader() -> TrajectoryDataModule:
         module = TrajectoryDataModule(
             folder,
             source="tokens",
@@ -352,7 +351,6 @@ def reading(folder: Path, repeats: int) -> Figures:
             batch_size=64,
             val_fraction=0.05,
             max_val_examples=1,
-            strict=strict,
         )
         module.setup("fit")
         return module
@@ -363,21 +361,17 @@ def reading(folder: Path, repeats: int) -> Figures:
         return count, time.perf_counter() - begin, time.thread_time() - begin_cpu
 
     begin = time.perf_counter()
-    loader(strict=False)
+    loader()
     setup = time.perf_counter() - begin
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    cpu_rates = []
+    rates, cpu_rates = [], []
     for number in range(repeats + 1):
-        for strict, values in rates.items():
-            # A fresh module has read no record: the pass decodes every block once.
-            count, seconds, cpu_seconds = seconds_of_a_pass(loader(strict))
-            if number:
-                values.append(count / seconds)
-            if number and not strict:
-                cpu_rates.append(count / cpu_seconds)
+        # A fresh module has read no record: the pass decodes every block once.
+        count, seconds, cpu_seconds = seconds_of_a_pass(loader())
+        if number:
+            rates.append(count / seconds)
+            cpu_rates.append(count / cpu_seconds)
     return {
-        "read_records_per_second": statistics.median(rates[False]),
-        "read_strict_records_per_second": statistics.median(rates[True]),
+        "read_records_per_second": statistics.median(rates),
         "read_records_per_cpu_second": statistics.median(cpu_rates),
         "setup_seconds": setup,
     }
@@ -428,7 +422,6 @@ def table(figures: Figures) -> str:
         f"  writer, zstd 3            {f['write_level_3_records_per_second']:>10.0f}",
         f"  data module               {f['read_records_per_second']:>10.0f}   "
         f"({f['read_records_per_cpu_second']:.0f} per CPU second)",
-        f"  data module, strict       {f['read_strict_records_per_second']:>10.0f}",
     ]
     return "\n".join(lines)
 

@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lit_dlm.callbacks.discrimination import SCORE, DiscriminationScore
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.finite import NonFiniteError
-from lit_dlm.ops.options import at_least
+from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.reports.results import write_json
 
 _UNFINISHED = ".unfinished"
@@ -32,9 +32,9 @@ class AdapterCheckpoint(Callback):
     A run that stops over a loss that is not finite leaves the weights from before it in ``last``.
     To resume training use Lightning's ``ModelCheckpoint``, which holds the optimiser as well.
 
-    An epoch in which the monitored value was not logged, such as one without validation, gets its
-    folder but no score. A run that begins anew wants a folder without weights, save those of a run
-    that was cut short before its first checkpoint, which it replaces.
+    An epoch in which the monitored value was not logged gets its folder but no score. A run that
+    begins anew wants a folder without weights, save those of a run that was cut short before its
+    first checkpoint, which it replaces.
 
     Args:
         folder: where the folders go.
@@ -42,9 +42,6 @@ class AdapterCheckpoint(Callback):
         keep_epochs: whether to keep a folder per epoch.
         monitor: logged value that picks ``best``, such as ``val/loss``.
         mode: whether a smaller or a larger value is better.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(
@@ -61,34 +58,24 @@ class AdapterCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.keep_epochs = keep_epochs
         self.monitor = monitor
+        self._needs_validation = (monitor or "").startswith("val/")
         self.mode = mode
         self.scores: dict[str, float] = {}
         self._epochs_ended: int | None = None
         self._former: Tensor | None = None  # the monitored value when the epoch began
         self._was_validated = False  # in this epoch
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the module."""
-        if stage == "fit" and not isinstance(pl_module, TrainableModule):
-            raise ValueError(
-                f"AdapterCheckpoint: expected a TrainableModule, got {type(pl_module).__name__}"
-            )
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            of_kind(pl_module, TrainableModule, option="model")
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses the weights of another run before time is spent on a new one."""
-        self._replaced(trainer)
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._replaced(trainer)  # refuses before time is spent
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the folder of an epoch whose last batch was the last thing before a restart.
-
-        Such an epoch counts as over when the run goes on: it is not validated, so it has no score.
-
-        Raises:
-            ValueError: the run is not resumed, but the folder holds weights; or no validation will
-                log the monitored value.
-        """
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         is_due = trainer.max_epochs is None or not 0 <= trainer.max_epochs < self.every_n_epochs
-        if is_due and self._wants_validation(trainer) and not _will_validate(trainer):
+        is_due = is_due and self._needs_validation and not self._is_measured_apart(trainer)
+        if is_due and not _will_validate(trainer):
             raise ValueError(
                 f"AdapterCheckpoint.monitor: expected a run with validation, which logs "
                 f"{self.monitor!r}, got one without; see data.val_fraction and "
@@ -101,29 +88,26 @@ class AdapterCheckpoint(Callback):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / _UNFINISHED).touch()
+        # An epoch whose last batch was the last thing in the checkpoint counts as over: it gets its
+        # folder here. It is not validated any more, so it has no score.
         number = trainer.current_epoch
         if self._epochs_ended is not None and self._epochs_ended < number:
             self._write(trainer, pl_module, number - 1, has_score=False)
         self._epochs_ended = number
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at the monitored value: Lightning keeps it until it is logged again."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        # Lightning keeps a value until it is logged again.
         self._former = trainer.callback_metrics.get(self.monitor or "")
         self._was_validated = False
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes that the epoch was validated."""
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._was_validated = not trainer.sanity_checking
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the folders; validation has run where there is one."""
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._epochs_ended = trainer.current_epoch + 1
         self._write(trainer, pl_module, trainer.current_epoch, has_score=self.monitor is not None)
 
-    def _write(
-        self, trainer: Trainer, pl_module: LightningModule, number: int, *, has_score: bool
-    ) -> None:
-        assert isinstance(pl_module, TrainableModule)
+    def _write(self, trainer: Trainer, pl_module: Any, number: int, *, has_score: bool) -> None:
         if (number + 1) % self.every_n_epochs:
             return
         pl_module.export(self.folder / "last")
@@ -138,10 +122,8 @@ class AdapterCheckpoint(Callback):
                 write_json(self.folder / "scores.json", scores)
         trainer.strategy.barrier("adapters")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the last weights where no folder was due, and tells where the folders are."""
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if (self._epochs_ended or 0) % self.every_n_epochs:
-            assert isinstance(pl_module, TrainableModule)
             pl_module.export(self.folder / "last")
         if trainer.is_global_zero:
             (self.folder / _UNFINISHED).unlink(missing_ok=True)
@@ -149,27 +131,16 @@ class AdapterCheckpoint(Callback):
                 logger.warning("monitor: %r was not logged, so there is no best", self.monitor)
             logger.info("weights of epochs, best and last: %s", self.folder)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Keeps the weights from before a loss that was not finite.
-
-        After other errors not every process may be here, and sharded weights need all of them.
-        """
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        # After other errors not every process may be here, and sharded weights need all of them.
         if isinstance(exception, NonFiniteError):
-            assert isinstance(pl_module, TrainableModule)
             pl_module.export(self.folder / "last")
             logger.warning("weights before the error: %s", self.folder / "last")
 
-    def _wants_validation(self, trainer: Trainer) -> bool:
-        return (self.monitor or "").startswith("val/") and not self._is_measured_apart(trainer)
-
     def _is_measured_apart(self, trainer: Trainer) -> bool:
         """Whether a callback logs the monitored value at times of its own."""
-        return self.monitor == SCORE and any(
-            isinstance(one, DiscriminationScore)
-            for one in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        return self.monitor == SCORE and any(isinstance(c, DiscriminationScore) for c in callbacks)
 
     def _replaced(self, trainer: Trainer) -> list[Path]:
         """What a new run deletes in the folder."""
@@ -177,19 +148,16 @@ class AdapterCheckpoint(Callback):
             return []
         names = ("epoch-*", "best", "last", "scores.json")
         held = sorted(path for name in names for path in self.folder.glob(name))
-        is_finished = not (self.folder / _UNFINISHED).exists()
-        if held and (is_finished or _has_checkpoint(trainer)):
-            raise ValueError(
-                f"{self.folder}: expected a folder without weights, since this run begins anew, "
-                f"got {', '.join(path.name for path in held)} of a former one; resume that one "
-                "with --ckpt_path last, choose another run_dir, or delete the folder"
-            )
+        if held:
+            found = ", ".join(path.name for path in held)
+            is_finished = not (self.folder / _UNFINISHED).exists()
+            require_no_former_run(trainer, self.folder, "weights", found, is_finished=is_finished)
         return held
 
     def _is_best(self, trainer: Trainer, number: int) -> bool:
         """Notes the monitored value, where it was logged in this epoch; whether it is the best."""
         found = trainer.callback_metrics.get(self.monitor or "")
-        is_due = self._was_validated or not (self.monitor or "").startswith("val/")
+        is_due = self._was_validated or not self._needs_validation
         if found is None and is_due and not self._is_measured_apart(trainer):
             raise ValueError(
                 f"monitor: nothing was logged as {self.monitor!r}, known: "
@@ -207,20 +175,25 @@ class AdapterCheckpoint(Callback):
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores so far and the number of epochs, for a resumed run."""
         return {"scores": dict(self.scores), "epochs_ended": self._epochs_ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them up again."""
         self.scores = dict(state_dict["scores"])
-        self._epochs_ended = state_dict.get("epochs_ended")  # not in checkpoints of old
+        self._epochs_ended = state_dict["epochs_ended"]
 
 
-def _has_checkpoint(trainer: Trainer) -> bool:
-    """Whether there is something to resume, in the run's folder or where its callbacks save."""
+def require_no_former_run(
+    trainer: Trainer, folder: Path, what: str, found: object, *, is_finished: bool
+) -> None:
+    """Refuses to begin anew over what a former run left, if that was finished or can be resumed."""
     savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     folders = [trainer.default_root_dir, *(one.dirpath for one in savers if one.dirpath)]
-    return any(any(Path(folder).rglob("*.ckpt")) for folder in folders)
+    if is_finished or any(any(Path(one).rglob("*.ckpt")) for one in folders):
+        raise ValueError(
+            f"{folder}: expected a folder without {what}, since this run begins anew, got {found} "
+            "of a former one; resume that one with --ckpt_path last, choose another run_dir, or "
+            "delete the folder"
+        )
 
 
 def _will_validate(trainer: Trainer) -> bool:

@@ -23,25 +23,15 @@ class AttentionAnnealing(Callback):
 
     Args:
         steps: optimiser steps until all is seen.
-        seed: of the draws.
-
-    Raises:
-        ValueError: ``steps`` is not positive.
     """
 
-    def __init__(self, steps: int, *, seed: int = 0) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
         at_least(1, steps=steps)
         self.steps = steps
-        self.seed = seed
         self._handle: RemovableHandle | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts itself before the decoder.
-
-        Raises:
-            ValueError: the backbone was not made from an autoregressive one.
-        """
         backbone = pl_module.backbone
         if not isinstance(backbone, HFBackbone) or backbone.new_mask_token is None:
             raise ValueError("AttentionAnnealing: expected a backbone with from_ar")
@@ -70,19 +60,10 @@ class AttentionAnnealing(Callback):
         self._handle = backbone.model.model.register_forward_pre_hook(limit, with_kwargs=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes itself away."""
         self._handle.remove()  # type: ignore[union-attr]
 
     def visible(self, length: int, step: int) -> Tensor:
-        """Who sees whom at an optimiser step.
-
-        Args:
-            length: columns ``L``.
-            step: number of the step, from 0.
-
-        Returns:
-            ``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key.
-        """
-        generator = torch.Generator().manual_seed(sample_seed(self.seed, f"annealing:{step}"))
+        """``(1, 1, L, L)`` bool, ``True`` where the query (third axis) sees the key."""
+        generator = torch.Generator().manual_seed(sample_seed(0, f"annealing:{step}"))
         drawn = torch.rand(length, length, generator=generator) < step / self.steps
         return (drawn | torch.ones(length, length, dtype=torch.bool).tril())[None, None]

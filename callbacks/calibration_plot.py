@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_dlm.modules.tracelock import TraceLockModule
+from lit_dlm.ops.options import of_kind
 from lit_dlm.reports.plots import plot_calibration, write_calibration
 
 
@@ -22,14 +23,7 @@ class CalibrationPlot(Callback):
         self.folder = Path(folder)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the files on rank 0.
-
-        Raises:
-            ValueError: the module has no acceptance policy.
-        """
-        if not isinstance(pl_module, TraceLockModule):
-            raise ValueError(f"model: expected a TraceLockModule, got {type(pl_module).__name__}")
-        curve = pl_module.calibration_curve
+        curve = of_kind(pl_module, TraceLockModule, option="model").calibration_curve
         if trainer.sanity_checking or not trainer.is_global_zero or curve is None:
             return
         values = {name: value.tolist() for name, value in curve.items()}

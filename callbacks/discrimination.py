@@ -10,12 +10,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_dlm.decoding import decode_prompts
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.modules.discrimination import DiscriminationObserver, score_curve
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import whole_weights
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.ops.options import at_least
+from lit_dlm.ops.options import at_least, of_kind
 from lit_dlm.pictures import placed
 from lit_dlm.reports.plots import plot_steps
 from lit_dlm.reports.results import write_json
@@ -23,87 +24,64 @@ from lit_dlm.reports.results import write_json
 SCORE = "val/tds"
 """Name under which the score is logged."""
 
+_BATCH_SIZE = 32
+"""Prompts decoded together."""
+
 logger = logging.getLogger(__name__)
 
 
 class DiscriminationScore(Callback):
     """Decodes some prompts before training, after epochs and in ``validate``; draws the curves.
 
-    The Trajectory Discrimination Score is the variance of the entropies of open positions, see
-    :mod:`lit_dlm.modules.discrimination`. It is logged as ``val/tds``; the curves over the steps go
-    to ``discrimination.json`` and ``discrimination.png``.
+    The module's first decoder decodes them. The Trajectory Discrimination Score is the variance of
+    the entropies of open positions, see :mod:`lit_dlm.modules.discrimination`. It is logged as
+    ``val/tds``; the curves over the steps go to ``discrimination.json`` and ``discrimination.png``.
 
     Args:
         folder: where the two files go.
-        method: decoder of the module; its first one by default.
         num_prompts: prompts to decode, of all processes together (64 in the paper).
-        batch_size: prompts decoded together.
         every_n_epochs: epochs between two measurements.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(
         self,
         folder: str,
         *,
-        method: str | None = None,
         num_prompts: int = 64,
-        batch_size: int = 32,
         every_n_epochs: int = 1,
     ) -> None:
-        at_least(1, num_prompts=num_prompts, batch_size=batch_size, every_n_epochs=every_n_epochs)
+        at_least(1, num_prompts=num_prompts, every_n_epochs=every_n_epochs)
         self.folder = Path(folder)
-        self.method = method
         self.num_prompts = num_prompts
-        self.batch_size = batch_size
         self.every_n_epochs = every_n_epochs
         self.curves: dict[str, list[float]] = {}
         self.scores: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks module and decoder before anything is trained.
-
-        Puts itself in front of the other callbacks, so that one which monitors the score is given
-        that of the epoch at hand wherever it stands in the list.
-        """
         if stage not in ("fit", "validate"):
             return
+        # In front of all others, so that one which monitors the score is given that of this epoch.
         # A new list: the trainer is walking along the old one.
         trainer.callbacks = sorted(trainer.callbacks, key=lambda one: one is not self)  # type: ignore[attr-defined]
-        if not isinstance(pl_module, TrainableModule):
-            raise ValueError(
-                f"DiscriminationScore: expected a TrainableModule, got {type(pl_module).__name__}"
-            )
-        method = self.method or next(iter(pl_module.decoders), None)
-        if method not in pl_module.decoders:
-            raise ValueError(
-                f"DiscriminationScore.method: expected one of the module's decoders "
-                f"({', '.join(pl_module.decoders) or 'none'}), got {method!r}"
-            )
-        self.method = method
+        module = of_kind(pl_module, TrainableModule, option="model")
+        at_least(1, of="DiscriminationScore: model.", decoders=len(module.decoders))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures the model as it is, unless a resumed run did so before."""
         if not self.scores:
             self._measure(trainer, pl_module, "start")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures after an epoch."""
         if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             score = self._measure(trainer, pl_module, f"epoch {trainer.current_epoch}")
             # Equal on all processes; Lightning warns about values of epochs that are not reduced.
             pl_module.log(SCORE, score, sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures at the end of the ``validate`` command; ``fit`` has its own times."""
         if trainer.state.fn == TrainerFn.VALIDATING:
             self._measure(trainer, pl_module, "validate")
 
     def _measure(self, trainer: Trainer, module: LightningModule, label: str) -> float:
         assert isinstance(module, TrainableModule)
-        assert self.method is not None
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         examples = datamodule.probe_prompts(self.num_prompts)[
             trainer.global_rank :: trainer.world_size
@@ -112,24 +90,29 @@ class DiscriminationScore(Callback):
         training = module.training
         module.eval()
         with whole_weights(module.backbone):
-            for first in range(0, len(examples), self.batch_size):
-                chosen = examples[first : first + self.batch_size]
-                numbers = range(first, first + len(chosen))
-                decode_prompts(
-                    module.backbone,
-                    module.decoders[self.method],
-                    [
+            for first in range(0, len(examples), _BATCH_SIZE):
+                prompts = [
+                    DecodePrompt(
+                        f"probe:{number}",
                         placed(
                             module.backbone,
                             one.prompt_ids.tolist(),
                             one.pictures.digests if one.pictures else (),
-                        )
-                        for one in chosen
-                    ],
+                        ),
+                        sample_seed(module.seed, f"probe:{number}"),
+                    )
+                    for number, one in enumerate(examples[first : first + _BATCH_SIZE], first)
+                ]
+                for _ in decode_stream(
+                    module.backbone,
+                    next(iter(module.decoders.values())),
+                    WorkQueue(len(prompts)),
+                    prompts.__getitem__,
                     response_length=datamodule.response_length,
-                    seeds=[sample_seed(module.seed, f"probe:{number}") for number in numbers],
+                    batch_size=len(prompts),
                     observers=[observer],
-                )
+                ):
+                    pass
         module.train(training)
         sums, counts = self._totals(trainer, module, observer, datamodule.response_length)
         score, curve = score_curve(sums, counts)
@@ -159,9 +142,7 @@ class DiscriminationScore(Callback):
         return both[0, :steps], both[1, :steps].long()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scores and curves so far, for a resumed run."""
         return {"scores": dict(self.scores), "curves": dict(self.curves)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them up again."""
         self.scores, self.curves = dict(state_dict["scores"]), dict(state_dict["curves"])

@@ -72,14 +72,13 @@ class Interruption(Callback):
     # -- signals ---------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ties processes that Lightning started to the first one, which may be killed."""
         self._trainer = trainer
-        if _is_launched(trainer):
+        if _is_launched(trainer):  # ends with the first process, which may be killed
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def _install(self, trainer: Trainer) -> None:
         """Takes the signals over, once Lightning has done so."""
-        if signal.getsignal(signal.SIGTERM) == self._note or (
+        if signal.getsignal(signal.SIGTERM) == self._on_signal or (
             threading.current_thread() is not threading.main_thread()
         ):
             return
@@ -87,9 +86,9 @@ class Interruption(Callback):
             self._number = signal.SIGTERM
         for number in SIGNALS:
             self._former.setdefault(number, signal.getsignal(number))
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         assert self._trainer is not None
         if self._number:
             if time.monotonic() - self._since > _PATIENCE:
@@ -103,20 +102,18 @@ class Interruption(Callback):
             logger.warning("%s: ending after the batch at hand", signal.Signals(number).name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives the signals back."""
         self._restore()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Gives the signals back; what is going on then ends by itself."""
         self._restore()
         if isinstance(exception, torch.OutOfMemoryError):
             exception.add_note(_advice(trainer, exception))
             if trainer.state.fn == "fit":
-                exception.add_note(self._way_on(trainer))
+                exception.add_note(self._where_to_resume(trainer))
 
-    def _way_on(self, trainer: Trainer) -> str:
+    def _where_to_resume(self, trainer: Trainer) -> str:
         """Saves the last step where it is exact, and says from where the run goes on."""
         path = _last(trainer)
         is_between = trainer.training and not self._is_stepping and not _is_rl(trainer)
@@ -133,53 +130,43 @@ class Interruption(Callback):
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            if signal.getsignal(number) == self._note:  # else Lightning has given it back already
+            if (
+                signal.getsignal(number) == self._on_signal
+            ):  # else Lightning has given it back already
                 signal.signal(number, handler)
         self._former = {}
 
     # -- where a run may end ---------------------------------------------------------------------
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over."""
         self._install(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over."""
-        self._install(trainer)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over."""
-        self._install(trainer)
+    on_validation_start = on_predict_start = on_sanity_check_start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the signals over; what was resumed is saved already."""
         self._install(trainer)
-        self._step = self._saved = trainer.global_step
+        self._step = self._saved = trainer.global_step  # what was resumed is saved already
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes where the epoch begins."""
         self._began = trainer.global_step
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Notes what is saved."""
         self._saved = trainer.global_step
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Notes that weights begin to change."""
         self._is_stepping = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends training behind an optimiser step, in all processes behind the same one."""
         self._is_stepping = False
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and (batch_idx + 1) % every == 0:
-            self._look()
+            self._require_folder()
         has_stepped, self._step = trainer.global_step != self._step, trainer.global_step
         # Gradients that are accumulated are in no checkpoint, nor is a validation that is due.
         if not has_stepped or _is_followed(trainer):
@@ -200,17 +187,16 @@ class Interruption(Callback):
         return False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for the folder."""
-        self._look()
+        self._require_folder()
 
-    def _look(self) -> None:
+    def _require_folder(self) -> None:
         if self._lock is not None and not self._lock.exists():
             raise FileNotFoundError(errno.ENOENT, "deleted during the run", str(self._lock.parent))
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Ends a validation outside of training."""
+        # Within training the next optimiser step comes after it.
         is_outside = trainer.sanity_checking or trainer.state.fn != "fit"
         if self._number and trainer.world_size == 1 and is_outside:
             raise self._interrupted(trainer)
@@ -218,7 +204,6 @@ class Interruption(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Ends decoding; what was decoded is graded and written, the rest is left."""
         if self._number:
             if trainer.is_global_zero:
                 logger.warning("ended; the same command decodes what is left")
@@ -264,10 +249,10 @@ def _advice(trainer: Trainer, error: BaseException) -> str:
     if any("/lit_dlm/decoding/" in file for file in files):
         return f"in decoding; lower data.{'rollout_batch_size' if is_rl else 'batch_size'}"
     if trainer.state.fn != "fit" or trainer.validating:
-        return "in a validation; lower data.val_batch_size"
-    size = "max_tokens_per_batch" if getattr(data, "max_tokens_per_batch", None) else "batch_size"
+        size = "val_batch_size" if hasattr(data, "val_batch_size") else "batch_size"
+        return f"in a validation; lower data.{size}"
     rest = "" if is_rl else " in a new run, or set gradient_checkpointing of the backbone and go on"
-    return f"in training; lower data.{size}{rest}"
+    return f"in training; lower data.batch_size{rest}"
 
 
 def _is_followed(trainer: Trainer) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_dlm.ops.options import at_least
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,21 +26,13 @@ class JointEarlyStopping(Callback):
 
     def __init__(self, monitors: Sequence[str], *, patience: int = 8) -> None:
         super().__init__()
-        if not monitors:
-            raise ValueError("monitors: expected at least one score, got none")
-        if patience < 1:
-            raise ValueError(f"patience: expected at least 1, got {patience}")
+        at_least(1, monitors=len(monitors), patience=patience)
         self.monitors = list(monitors)
         self.patience = patience
         self.best: dict[str, float] = {}
         self.waited = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compares the scores of this validation with the best ones.
-
-        Raises:
-            ValueError: a score was not logged.
-        """
         if trainer.sanity_checking or not trainer.training:
             return
         improved = False
@@ -58,9 +52,7 @@ class JointEarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Best scores and validations waited, for checkpoints."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting where a checkpoint stopped."""
         self.best, self.waited = dict(state_dict["best"]), int(state_dict["waited"])

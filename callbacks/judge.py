@@ -15,12 +15,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.reports.results import ResultFolder, ResultRow, drop_torn_line, write_json
 from lit_dlm.rewards.chat import ChatEndpoint
 from lit_dlm.tasks import PromptExample
 
 logger = logging.getLogger(__name__)
 
+_MAX_TOKENS = 64  # of a reply
 _INSTRUCTION = (
     "You compare a candidate's final answer with a reference solution. Judge the final "
     "result only, not the way there, and do not solve the problem yourself. Reply with one JSON "
@@ -34,14 +36,13 @@ class HttpJudge(Callback):
     Verdicts are appended to ``{run_dir}/judge/{task}/{method}.jsonl`` and not asked for again by a
     resumed run; ``{run_dir}/judge/summary.json`` holds the share that is judged correct. A reply
     that is no verdict counts as a failure and leaves the denominator, as in the TraceLock release.
-    Put the callback behind ``ResultWriter``.
+    Put the callback behind ``DecodeWriter``.
 
     Args:
         run_dir: folder of the run, which holds ``results``.
         url: the endpoint, such as ``http://localhost:8000/v1/chat/completions``.
         model: name of the model to ask.
         tasks: names of the tasks to judge; their references need a ``solution`` or ``answer``.
-        max_tokens: longest reply.
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which an endpoint that does not answer is asked again.
         api_key_env: environment variable whose value is sent as the bearer token.
@@ -54,34 +55,24 @@ class HttpJudge(Callback):
         url: str,
         model: str,
         tasks: list[str],
-        max_tokens: int = 64,
         timeout_s: float = 60.0,
         deadline_s: float = 600.0,
         api_key_env: str | None = None,
     ) -> None:
         super().__init__()
-        if not tasks:
-            raise ValueError("tasks: expected at least one task to judge, got none")
+        at_least(1, tasks=len(tasks))
         self.run_dir = Path(run_dir)
         self.endpoint = ChatEndpoint(
             url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
         )
         self.tasks = tasks
-        self.max_tokens = max_tokens
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the tasks before any work.
-
-        Raises:
-            ValueError: a task is not in the run.
-        """
         known = [task.name for task in trainer.datamodule.tasks]  # type: ignore[attr-defined]
         for name in self.tasks:
-            if name not in known:
-                raise ValueError(f"tasks: '{name}' is not in the run; it has {', '.join(known)}")
+            one_of(*known, tasks=name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Asks about every result that has no verdict yet (rank 0) and writes the summary."""
         if not trainer.is_global_zero:
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -126,11 +117,7 @@ class HttpJudge(Callback):
         return verdicts
 
     def verdict(self, example: PromptExample, completion: str) -> bool | None:
-        """Whether a completion is judged correct; ``None`` when the reply is no verdict.
-
-        Raises:
-            ValueError: the endpoint cannot be reached or refuses.
-        """
+        """Whether a completion is judged correct; ``None`` when the reply is no verdict."""
         reference = example.reference.get("solution", example.reference.get("answer", ""))
         question = (
             f"Question:\n{example.text}\n\nReference solution:\n{reference}\n\n"
@@ -142,7 +129,7 @@ class HttpJudge(Callback):
                 {"role": "user", "content": question},
             ],
             temperature=0.0,
-            max_tokens=self.max_tokens,
+            max_tokens=_MAX_TOKENS,
         )
         return parse_verdict(text)
 

@@ -1,4 +1,4 @@
-"""How far a run is and how it goes: one bar for all of it, and lines where there is no bar."""
+"""How far a run is and how it goes: one bar for all of it, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
+from rich import get_console
 
 from lit_dlm.modules.decode import PromptStream
 
@@ -23,19 +24,20 @@ _SHOWN = re.compile(r"(train|rollout|val)/(loss|nelbo|reward|correct|accuracy)")
 
 
 class TrainingLog(Callback):
-    """Says how training goes: its values for the bar, and lines where no bar is drawn.
+    """Says how a run goes: values of training for the bar, and lines where no bar is drawn.
 
-    The beginning tells how many parameters are trained, the end the last values. A run of fewer
-    steps than ``log_every_n_steps`` is logged at its last one, instead of not at all.
+    A line is written at most every half minute. The beginning of training tells how many parameters
+    are trained, its end the last values. A training of fewer steps than ``log_every_n_steps`` is
+    logged at its last one, instead of not at all.
     """
 
     def __init__(self) -> None:
-        self._began_at = self._batch_at = self._told_at = 0.0
+        self._batch_at = self._told_at = 0.0
+        self._began: tuple[float, float] = (0.0, 0.0)  # when, and the share done then
         self._seconds = 0.0
-        self._tokens = 0
+        self._tokens = self._num_done = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Counts parameters, and sees that something is logged."""
         count = trainer.estimated_stepping_batches
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and count != float("inf"):
@@ -45,38 +47,54 @@ class TrainingLog(Callback):
         if trainer.is_global_zero:
             whole = sum(size for size, _ in sizes)
             logger.info("training %s of %s parameters", f"{trained:,}", f"{whole:,}")
-        self._began_at = self._told_at = time.monotonic()
+        self._told_at = time.monotonic()
+        self._began = (self._told_at, _share_done(trainer, 0))
         self._seconds, self._tokens = 0.0, 0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Starts the clock of a batch; what lies between is loading, rolling out or validating."""
+        # What lies between the batches is loading, rolling out or validating.
         self._batch_at = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts tokens; where nothing is drawn, a line is logged every half minute."""
-        now = time.monotonic()
-        self._seconds += now - self._batch_at
+        self._seconds += time.monotonic() - self._batch_at
         ids = getattr(getattr(batch, "responses", batch), "ids", None)
         self._tokens += 0 if ids is None else ids.numel() * trainer.world_size
-        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
-        if bars or not trainer.is_global_zero or now - self._told_at < _SECONDS_BETWEEN_LINES:
-            return
-        self._told_at = now
-        logger.info("epoch %d, step %d: %s", trainer.current_epoch + 1, trainer.global_step,
-                    self.spoken(trainer))  # fmt: skip
+        if self._is_due(trainer):
+            text = describe_fit(trainer, batch_idx + 1, self._began)
+            logger.info("%s: %s", text, self._line(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tells the last values."""
         if trainer.is_global_zero:
-            spent = timedelta(seconds=round(time.monotonic() - self._began_at))
-            logger.info("%d steps in %s: %s", trainer.global_step, spent, self.spoken(trainer))
+            spent = timedelta(seconds=round(time.monotonic() - self._began[0]))
+            logger.info("%d steps in %s: %s", trainer.global_step, spent, self._line(trainer))
 
-    def spoken(self, trainer: Trainer) -> str:
-        """The values in a line."""
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._told_at = time.monotonic()
+        self._began, self._num_done = (self._told_at, 0.0), 0
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self._num_done += 1
+        if self._is_due(trainer):
+            total = sum(trainer.num_predict_batches)
+            left = _time_left(self._began, self._num_done / max(total, 1))
+            logger.info("%s, %d/%s%s", describe_stream(batch), self._num_done, total, left)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether a line is to be written now."""
+        now = time.monotonic()
+        if not trainer.is_global_zero or now - self._told_at < _SECONDS_BETWEEN_LINES:
+            return False
+        self._told_at = now
+        bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
+        return all(bar.is_disabled for bar in bars)
+
+    def _line(self, trainer: Trainer) -> str:
         values = self.values(trainer)
         return ", ".join(f"{name} {value}" for name, value in values.items()) or "nothing logged"
 
@@ -100,95 +118,42 @@ class TrainingLog(Callback):
 
 
 class ProgressBar(RichProgressBar):
-    """Rich progress bar that speaks of the whole run.
+    """Rich progress bar that speaks of the whole run; nothing is drawn where is no terminal.
 
     Lightning starts a new bar for each loader of ``predict``, whose remaining time is that of one
     method only; here one bar covers all of them and names the one that is running. In ``fit`` the
     bar is an epoch's, and its description tells how far the run is and how long it still takes.
-    Where output is no terminal (a file, a cluster's log), nothing is drawn, and a line is logged
-    every half minute.
     """
 
-    _rollout_line: Any = None
-    _values: dict[str, str] = {}  # noqa: RUF012  (replaced, never changed)
-    _values_at = 0.0
-    _told_at = 0.0
-    _fit_began_at = 0.0
-    _fit_began_with = 0.0
-
-    @property
-    def total_train_batches(self) -> int | float:
-        """Batches of the epoch, or as many as ``max_steps`` leaves of it."""
-        trainer = self.trainer
-        total = trainer.num_training_batches
-        if trainer.max_steps <= 0 or not total:
-            return total
-        # A run may go on in the middle of an epoch; at the start of one, this is still the last's.
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed % total
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        return min(total, done + left)
-
-    def on_rollout_progress(self, text: str, done: int, total: int) -> bool:
-        """Shows how far the rollouts between two epochs are, on a line of their own.
-
-        Returns:
-            Whether it is shown: there is no bar before training begins.
-        """
-        if self.is_disabled or self.progress is None:
-            return False
-        if done >= total:
-            self._drop_rollout_line()
-        elif self._rollout_line is None:
-            self._rollout_line = self._add_task(total, text)
-        else:
-            self.progress.update(self._rollout_line, description=text, completed=done, total=total)
-        self.refresh()
-        return True
-
-    def _drop_rollout_line(self) -> None:
-        if self.progress is not None and self._rollout_line is not None:
-            self.progress.remove_task(self._rollout_line)
-        self._rollout_line = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, str] = {}
+        self._values_at = 0.0
+        self._began = (0.0, 0.0)  # when training did, and the share done then
+        self._num_done = 0
+        console = get_console()
+        if not (console.is_terminal or console.is_jupyter):
+            self.disable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock, from which the time left is reckoned."""
         super().on_train_start(trainer, pl_module)
-        self._fit_began_at = time.monotonic()
-        self._fit_began_with = _share_done(trainer, 0)
+        self._began = (time.monotonic(), _share_done(trainer, 0))
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the batch and tells the time left of the run."""
         bar = self.train_progress_bar_id
         if not self.is_disabled and self.progress is not None and bar is not None:
-            text = self._get_train_description(trainer.current_epoch, batch_idx + 1)
+            text = describe_fit(trainer, batch_idx + 1, self._began)
             self.progress.update(bar, description=text)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def _get_train_description(self, current_epoch: int, num_batches: int = 0) -> str:
-        trainer = self.trainer
-        text = f"Epoch {current_epoch + 1}"
-        if (trainer.max_epochs or -1) > 0:
-            text += f" of {trainer.max_epochs}"
-        if trainer.max_steps > 0:
-            text += f", step {trainer.global_step} of {trainer.max_steps}"
-        share = _share_done(trainer, num_batches)
-        since = share - self._fit_began_with
-        if since > 0 and share < 1:
-            seconds = (time.monotonic() - self._fit_began_at) * (1 - share) / since
-            text += f", {timedelta(seconds=round(seconds))} left"
-        return text
+    def _get_train_description(self, current_epoch: int) -> str:
+        return describe_fit(self.trainer, 0, self._began)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The logged values, without the logger's version, which rich would show as a number."""
         items = super().get_metrics(trainer, pl_module)
-        items.pop("v_num", None)
+        items.pop("v_num", None)  # the logger's version, which rich would show as a number
         for one in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(one, TrainingLog) and trainer.training:
                 now = time.monotonic()
@@ -197,74 +162,59 @@ class ProgressBar(RichProgressBar):
                 items = {k: v for k, v in items.items() if "/" not in k} | self._values
         return items
 
-    def _stop_progress(self) -> None:
-        if self.progress is None or _draws(self.progress.console):
-            super()._stop_progress()
-        else:  # rich would write the last state into the file
-            self.progress.live.transient = True
-            self.progress.live.stop()
-            self._progress_stopped = True
-
-    def refresh(self, hard: bool = False) -> None:
-        """Draws the bars; without a terminal, logs a line now and then."""
-        super().refresh(hard)
-        if self.progress is None or _draws(self.progress.console):
-            return
-        now = time.monotonic()
-        tasks = [task for task in self.progress.tasks if task.visible and not task.finished]
-        if tasks and now - self._told_at >= _SECONDS_BETWEEN_LINES:
-            if self._told_at:
-                logs = [one for one in self.trainer.callbacks if isinstance(one, TrainingLog)]  # type: ignore[attr-defined]
-                told = [one.spoken(self.trainer) for one in logs if self.trainer.training]
-                logger.info(" · ".join([*map(_line, tasks), *told]))
-            self._told_at = now
-
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts to count."""
         super().on_predict_start(trainer, pl_module)
         self._num_done = 0
 
     def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any, **__: Any
     ) -> None:
-        """Shows the task and method of the batch."""
-        if self.is_disabled:
+        if self.is_disabled or self.progress is None:
             return
-        label = self.predict_description
-        if isinstance(batch, PromptStream):
-            label = f"{batch.examples[0].task} · {batch.method}"
         if self.predict_progress_bar_id is None:
             total = sum(trainer.num_predict_batches)
-            self.predict_progress_bar_id = self._add_task(total, label)
-        elif self.progress is not None:
-            self.progress.update(self.predict_progress_bar_id, description=label)
+            self.predict_progress_bar_id = self._add_task(total, describe_stream(batch))
+        self.progress.update(self.predict_progress_bar_id, description=describe_stream(batch))
         self.refresh()
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the bar, so that tables come below it."""
-        super().on_predict_end(trainer, pl_module)
-        self._stop_progress()
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Counts the batch."""
-        if self.is_disabled or self.predict_progress_bar_id is None:
-            return
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         self._num_done += 1
         self._update(self.predict_progress_bar_id, self._num_done)
-        self.refresh()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_predict_end(trainer, pl_module)
+        self._stop_progress()  # so that tables come below it
+
+
+def describe_stream(batch: Any) -> str:
+    """Task and method of a batch of ``predict``."""
+    is_ours = isinstance(batch, PromptStream)
+    return f"{batch.examples[0].task} · {batch.method}" if is_ours else "Predicting"
+
+
+def describe_fit(trainer: Trainer, num_batches: int, began: tuple[float, float]) -> str:
+    """Where ``fit`` is and how long it still takes.
+
+    Args:
+        trainer: the running trainer.
+        num_batches: batches done in this epoch.
+        began: when this run did, and the share done then.
+    """
+    text = f"Epoch {trainer.current_epoch + 1}"
+    if (trainer.max_epochs or -1) > 0:
+        text += f" of {trainer.max_epochs}"
+    text += f", step {trainer.global_step}"
+    if trainer.max_steps > 0:
+        text += f" of {trainer.max_steps}"
+    return text + _time_left(began, _share_done(trainer, num_batches))
+
+
+def _time_left(began: tuple[float, float], share: float) -> str:
+    since = share - began[1]
+    if since <= 0 or share >= 1:
+        return ""
+    seconds = (time.monotonic() - began[0]) * (1 - share) / since
+    return f", {timedelta(seconds=round(seconds))} left"
 
 
 def _share_done(trainer: Trainer, num_batches: int) -> float:
@@ -276,19 +226,3 @@ def _share_done(trainer: Trainer, num_batches: int) -> float:
     if trainer.max_steps > 0:
         shares.append(trainer.global_step / trainer.max_steps)
     return max(shares)
-
-
-def _draws(console: Any) -> bool:
-    return bool(console.is_terminal or console.is_jupyter)
-
-
-def _line(task: Any) -> str:
-    """Description, count and time left of one bar; only what the description lacks."""
-    total = "?" if task.total in (None, float("inf")) else int(task.total)
-    count = f"{int(task.completed)}/{total}"
-    parts = [task.description.strip()]
-    if count not in parts[0]:
-        parts.append(count)
-    if task.time_remaining is not None and not parts[0].endswith(" left"):
-        parts.append(f"{timedelta(seconds=int(task.time_remaining))} left")
-    return ", ".join(parts)

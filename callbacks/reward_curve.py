@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_dlm.ops.options import of_kind
 from lit_dlm.reports.reward_curve import plot_run, write_points
 from lit_dlm.rl.module import TraceRLModule
 
@@ -39,7 +40,6 @@ class RewardCurve(Callback):
         self.points: list[dict[str, Any]] = []
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the scores of the policy before training."""
         # A resumed run is checked, too, but its beginning is known.
         is_first = trainer.sanity_checking and not self.points
         # Some batches alone say nothing that later validations could be compared with.
@@ -50,17 +50,11 @@ class RewardCurve(Callback):
             self.points = [{"step": 0, "updates": 0, **values}]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Adds what the RL step logged, before checkpoints are written.
-
-        Raises:
-            ValueError: the module is not trained on rollouts.
-        """
-        if not isinstance(pl_module, TraceRLModule):
-            raise ValueError(f"model: expected a TraceRLModule, got {type(pl_module).__name__}")
+        module = of_kind(pl_module, TraceRLModule, option="model")
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if _is_new(name, trainer, pl_module)
+            if _is_new(name, trainer, module)
         }
         step = trainer.current_epoch + 1
         self.points = [point for point in self.points if point["step"] < step]
@@ -71,7 +65,6 @@ class RewardCurve(Callback):
                 self._draw()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draws the whole curve."""
         if trainer.is_global_zero and self.points:
             self._draw()
             logger.info("Reward curve: %s", self.folder / "reward_curve.png")
@@ -81,11 +74,9 @@ class RewardCurve(Callback):
         self._drawn = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """The curve so far."""
         return {"points": self.points}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the curve of a checkpoint."""
         self.points = list(state_dict["points"])
 
 
@@ -94,7 +85,7 @@ def _is_new(name: str, trainer: Trainer, module: TraceRLModule) -> bool:
     kind = name.partition("/")[0]
     if kind == "val":
         return (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
+    facts = {} if module.current is None else module.current.facts
     if kind == "train":  # of batches that are learnt from
-        is_idle = name == "train/grad_norm_value" and not module.trains_value
-        return not is_idle and module.facts.get("rollout/items", 1.0) > 0.0
-    return kind not in ("rollout", "time") or name in module.facts or name == "time/train"
+        return facts.get("rollout/items", 1.0) > 0.0
+    return kind not in ("rollout", "time") or name in facts or name == "time/train"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, Trainer
 
-from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder
-from lit_dlm.modules.decode import DecodeModule
+from lit_dlm.callbacks.adapter_checkpoint import require_no_former_run
+from lit_dlm.callbacks.record_shards import RecordShards, describe_run
+from lit_dlm.ops.options import of_kind
+from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import rl_step_of
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, completed_uids
 
@@ -31,104 +31,73 @@ class RolloutWriter(Callback):
 
     Args:
         folder: folder of the trajectory set.
-        max_gigabytes: stop the run with an error when the folder has grown beyond this.
     """
 
-    def __init__(self, folder: str, *, max_gigabytes: float | None = None) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
-        self.max_gigabytes = max_gigabytes
         self._is_replay = False
-        self._target: TrajectoryFolder | None = None
+        self._shards: RecordShards | None = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks what is trained.
-
-        Raises:
-            ValueError: the data module does not roll out.
-        """
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
+        of_kind(pl_module, TraceRLModule, option="model")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "records"):
-            raise ValueError(
-                f"RolloutWriter: expected RolloutDataModule, got {type(data).__name__}"
-            )
         self._is_replay = data.source == "shards"
         if self._is_replay:
             logger.info("RolloutWriter: writes nothing, the rollouts are those of %s", data.shards)
 
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses a folder with rollouts before time is spent on a new run."""
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Any) -> None:
         if not self._is_replay:
-            self._first_new_step(trainer, completed_uids(self.folder))
+            self._first_new_step(trainer, pl_module)  # refuses before time is spent
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Recovers the folder on rank 0 and opens this process's writer.
-
-        Raises:
-            ValueError: the run is not resumed, but the folder holds rollouts.
-        """
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_replay:
             return
-        assert isinstance(pl_module, DecodeModule)
-        first = self._first_new_step(trainer, completed_uids(self.folder))
+        first = self._first_new_step(trainer, pl_module)
         trainer.strategy.barrier("rollouts_looked_at")  # before the first process deletes some
-        self._target = TrajectoryFolder(
+        self._shards = RecordShards(
             self.folder,
             trainer,
-            pl_module,
+            describe_run(trainer, pl_module),
             name="rollouts",
             split="train",
-            max_gigabytes=self.max_gigabytes,
             is_stale=lambda uid: rl_step_of(uid) >= first,
         )
 
-    def _first_new_step(self, trainer: Trainer, held: Collection[str]) -> int:
+    def _first_new_step(self, trainer: Trainer, pl_module: TraceRLModule) -> int:
         """The RL step from which on rollouts in the folder are replaced."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if trainer.ckpt_path is not None:
-            return int(data.step)
-        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        has_checkpoint = any(any(Path(one.dirpath or "").glob("*.ckpt")) for one in savers)
-        is_finished = (self.folder / MANIFEST_FILE).exists()
-        if held and (has_checkpoint or is_finished or not savers):
-            raise ValueError(
-                f"{self.folder}: expected a folder without rollouts, since this run begins anew, "
-                f"got {len(held)} of a former one; resume that one with --ckpt_path, choose "
-                "another run_dir, or delete the folder"
-            )
+            return pl_module.progress.step
+        if held := completed_uids(self.folder):
+            # Without checkpoints nobody can go on with them.
+            is_finished = (self.folder / MANIFEST_FILE).exists() or not trainer.checkpoint_callbacks
+            count = len(held)
+            require_no_former_run(trainer, self.folder, "rollouts", count, is_finished=is_finished)
         return 0
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Queues the rollouts of this RL step that were made by this process."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_replay:
             return
-        assert self._target is not None
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._target.put_records(
-            [
-                record
-                for record in data.records
-                if record.meta["place"] % trainer.world_size == trainer.global_rank
-            ]
-        )
+        assert self._shards is not None
+        own = [
+            record
+            for record in pl_module.current.records
+            if record.meta["prompt"] % trainer.world_size == trainer.global_rank
+        ]
+        self._shards.put_records(own, getattr(pl_module.backbone, "vision", None))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finishes a shard: no checkpoint may be ahead of its rollouts."""
-        if self._target is not None:
-            self._target.flush()
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._shards is not None:
+            self._shards.flush()  # no checkpoint may be ahead of its rollouts
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finishes the shards; when all processes have, rank 0 merges the manifest."""
-        if self._target is not None:
-            target, self._target = self._target, None
-            target.close(trainer)
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._shards is not None:
+            shards, self._shards = self._shards, None
+            shards.close(trainer)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Finishes the shards of a run that broke off."""
-        if self._target is not None:
-            target, self._target = self._target, None
-            target.break_off(exception)
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if self._shards is not None:
+            shards, self._shards = self._shards, None
+            shards.close_after(exception)

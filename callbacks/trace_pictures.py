@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from PIL import Image
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule, PromptBatch
-from lit_dlm.ops.options import at_least
+from lit_dlm.ops.options import at_least, of_kind, one_of
 from lit_dlm.reports.pictures import write_pictures
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.capture import TrajectoryCapture
+from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,15 @@ SUFFIXES: dict[str, str] = {
 }
 
 
+_NUM_SAMPLES = 2
+_CELLS = 32
+"""Of the responses to prompts, where the data do not say how long responses are."""
+
+
 class TracePictures(Callback):
     """Animation, fill-order heat map, order plot and statistics of decodes.
 
-    In ``predict``, of the first samples of each method that the first process decodes, each in
+    In ``predict``, of the first two samples of each method that the first process decodes, each in
     ``{folder}/{method}/``, and a viewer page of them, ``{folder}/traces.html``. The module must
     capture its decodes (``model.level``); at level ``signals`` the pictures show confidences too.
 
@@ -52,100 +57,62 @@ class TracePictures(Callback):
 
     Args:
         folder: where the pictures go.
-        num_samples: samples of each method in ``predict``.
         kinds: which pictures: ``gif``, ``fill_order``, ``order``, ``statistics``.
         prompts: user turns to decode after validations; none by default.
-        response_length: cells to fill for them.
         method: decoder to use for them; the module's first by default.
         every_n_validations: leave out the others.
-        theme: ``light`` or ``dark``.
     """
 
     def __init__(
         self,
         folder: str,
         *,
-        num_samples: int = 2,
         kinds: list[Kind] | None = None,
         prompts: list[str] | None = None,
-        response_length: int = 32,
         method: str | None = None,
         every_n_validations: int = 1,
-        theme: Literal["light", "dark"] = "light",
     ) -> None:
         super().__init__()
-        chosen = list(SUFFIXES) if kinds is None else list(kinds)
-        unknown = sorted(set(chosen) - set(SUFFIXES))
-        if unknown or not chosen:
-            raise ValueError(f"kinds: expected some of {', '.join(SUFFIXES)}, got {chosen}")
-        at_least(
-            1,
-            num_samples=num_samples,
-            response_length=response_length,
-            every_n_validations=every_n_validations,
-        )
+        at_least(1, every_n_validations=every_n_validations)
         self.folder = Path(folder)
-        self.num_samples = num_samples
-        self.kinds = chosen
+        self.kinds = list(SUFFIXES) if kinds is None else kinds
         self.prompts = list(prompts or [])
-        self.response_length = response_length
-        self.method = method
+        self.method = method or ""
         self.every_n_validations = every_n_validations
-        self.theme = theme
         self._num_validations = 0
-        self._num_seen: Counter[str] = Counter()
         self._samples: list[Sample] = []
         self._methods: dict[str, Mapping[str, Any]] = {}
 
     # -- predict -------------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks that there will be something to draw.
-
-        Raises:
-            ValueError: the module cannot decode, does not capture, or lacks the method.
-        """
-        if not isinstance(pl_module, DecodeModule):
-            raise ValueError(f"model: expected a DecodeModule, got {type(pl_module).__name__}")
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        module = of_kind(pl_module, DecodeModule, option="model")
         if stage == "predict":
-            if pl_module.capture() is None:
+            if module.capture() is None:
                 raise ValueError(
                     "TracePictures: the module captures no trajectories; set model.level"
                 )
-            self._num_seen.clear()
             self._samples, self._methods = [], {}
         elif self.prompts:
-            self._decoder_name(pl_module)
+            self.method = self.method or next(iter(module.decoders), "")
+            one_of(*module.decoders, of="TracePictures: ", method=self.method)
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any, **__: Any
     ) -> None:
-        """Draws the samples of a batch that are among the first of their method."""
         if not trainer.is_global_zero or not isinstance(outputs, DecodedBatch):
             return
-        left = self.num_samples - self._num_seen[outputs.method]
-        if left <= 0:
-            return
-        assert isinstance(pl_module, DecodeModule)
-        samples = _samples_of(outputs)[:left]
-        self._num_seen[outputs.method] += len(samples)
-        self._samples += samples
-        self._methods[outputs.method] = outputs.decoder
-        written = self._draw(samples, _pieces(pl_module), self.folder)
-        for target in trainer.loggers:
-            log_images(target, written, step=0)
+        method = outputs.method
+        left = _NUM_SAMPLES - sum(one.method == method for one in self._samples)
+        if left > 0:
+            samples = _samples(outputs.trajectories, outputs.examples, method)[:left]
+            self._samples += samples
+            self._methods[method] = outputs.decoder
+            self._draw(trainer, samples, _pieces(pl_module), self.folder, step=0)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes the viewer page of the samples of a predict run."""
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if stage != "predict" or not self._samples:
             return
-        assert isinstance(pl_module, DecodeModule)
         shown = SampleSet(
             label=self.folder.name,
             source=self.folder,
@@ -154,48 +121,28 @@ class TracePictures(Callback):
             num_available=len(self._samples),
             methods=self._methods,
         )
-        pieces = _pieces(pl_module)
-        write_viewer(
-            self.folder / "traces.html",
-            [ViewedSet(samples=shown, pieces=pieces)],
-            title="First samples of each method",
-        )
+        sets = [ViewedSet(samples=shown, pieces=_pieces(pl_module))]
+        write_viewer(self.folder / "traces.html", sets, title="First samples of each method")
         logger.info("Pictures and viewer page of %d decodes: %s", len(self._samples), self.folder)
         self._samples = []
 
     # -- fit and validate ----------------------------------------------------------------------
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Decodes the prompts with the weights as they are, draws and logs them.
-
-        All processes decode, since sharded weights need all of them; the first one draws.
-        """
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not self.prompts:
             return
         self._num_validations += 1
         if (self._num_validations - 1) % self.every_n_validations:
             return
-        assert isinstance(pl_module, DecodeModule)
-        method = self._decoder_name(pl_module)
-        samples = self._decode(pl_module, method)
-        if not trainer.is_global_zero:
-            return
-        self._methods[method] = pl_module.decoders[method].describe()
-        folder = self.folder / f"step-{trainer.global_step:07d}"
-        written = self._draw(samples, _pieces(pl_module), folder)
-        for target in trainer.loggers:
-            log_images(target, written, step=trainer.global_step)
+        length = getattr(trainer.datamodule, "response_length", _CELLS)  # type: ignore[attr-defined]
+        # All processes decode, since sharded weights need all of them; the first one draws.
+        samples = self._decode(pl_module, length)
+        if trainer.is_global_zero:
+            self._methods[self.method] = pl_module.decoders[self.method].describe()
+            folder = self.folder / f"step-{trainer.global_step:07d}"
+            self._draw(trainer, samples, _pieces(pl_module), folder, step=trainer.global_step)
 
-    def _decoder_name(self, module: DecodeModule) -> str:
-        name = self.method or next(iter(module.decoders), None)
-        if name is None or name not in module.decoders:
-            raise ValueError(
-                f"TracePictures: method: expected one of the module's decoders "
-                f"({', '.join(module.decoders) or 'it has none'}), got {name!r}"
-            )
-        return name
-
-    def _decode(self, module: DecodeModule, method: str) -> list[Sample]:
+    def _decode(self, module: DecodeModule, length: int) -> list[Sample]:
         examples = [
             PromptExample(uid=f"prompt/{number:02d}", task="prompt", text=text)
             for number, text in enumerate(self.prompts)
@@ -203,48 +150,34 @@ class TracePictures(Callback):
         batch = PromptBatch(
             examples=examples,
             prompt_ids=[module.encode(example) for example in examples],
-            method=method,
-            response_length=self.response_length,
+            method=self.method,
+            response_length=length,
         )
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size, level="signals")
         module.decode(batch, [capture])  # in evaluation mode, without gradients: Lightning's hook
-        records = capture.trajectories([f"{example.uid}@{method}" for example in examples])
-        return [
-            Sample(record=record, example=example.uid, task="prompt", method=method, correct=None)
-            for record, example in zip(records, examples, strict=True)
-        ]
+        uids = [f"{example.uid}@{self.method}" for example in examples]
+        return _samples(capture.trajectories(uids), examples, self.method)
 
     def _draw(
-        self, samples: Sequence[Sample], pieces: TokenPieces, folder: Path
-    ) -> dict[str, Path]:
-        """Pictures by the tag under which loggers show them: animations have none."""
+        self,
+        trainer: Trainer,
+        samples: Sequence[Sample],
+        pieces: TokenPieces,
+        folder: Path,
+        *,
+        step: int,
+    ) -> None:
+        """Writes the pictures; loggers get all but the animations."""
         tagged: dict[str, Path] = {}
         for sample in samples:
             base = folder / file_name(sample.method) / file_name(sample.example)
-            paths = {
-                kind: base.with_name(base.name + suffix)
-                for kind, suffix in SUFFIXES.items()
-                if kind in self.kinds
-            }
-            write_pictures(
-                [sample],
-                pieces,
-                paths,
-                method=self._methods.get(sample.method),
-                theme=self.theme,
-            )
+            paths = {kind: base.with_name(base.name + SUFFIXES[kind]) for kind in self.kinds}
+            write_pictures([sample], pieces, paths, method=self._methods.get(sample.method))
             for kind, path in paths.items():
                 if kind != "gif":
                     tagged[f"decode/{sample.method}/{sample.example}/{kind}"] = path
-        return tagged
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many validations there were, so that a resumed run keeps its rhythm."""
-        return {"num_validations": self._num_validations}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the rhythm of an earlier run."""
-        self._num_validations = int(state_dict["num_validations"])
+        for target in trainer.loggers:
+            log_images(target, tagged, step=step)
 
 
 def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
@@ -263,16 +196,12 @@ def log_images(target: Any, images: Mapping[str, Path], *, step: int) -> None:
             target.experiment.add_image(tag, pixels, step, dataformats="HWC")
 
 
-def _samples_of(decoded: DecodedBatch) -> list[Sample]:
+def _samples(
+    records: Sequence[Trajectory], examples: Sequence[PromptExample], method: str
+) -> list[Sample]:
     return [
-        Sample(
-            record=record,
-            example=example.uid,
-            task=example.task,
-            method=decoded.method,
-            correct=None,
-        )
-        for record, example in zip(decoded.trajectories, decoded.examples, strict=True)
+        Sample(record=record, example=one.uid, task=one.task, method=method, correct=None)
+        for record, one in zip(records, examples, strict=True)
     ]
 
 

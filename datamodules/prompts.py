@@ -7,10 +7,9 @@ import logging
 import math
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain, islice, zip_longest
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,21 +17,20 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_dlm.modules.decode import DecodeModule, PromptBatch, PromptStream, decode_uid
-from lit_dlm.ops.options import at_least
-from lit_dlm.reports.results import ResultFolder
+from lit_dlm.ops.options import at_least, of_kind, one_of, within
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
-from lit_dlm.trajectories.store import completed_uids, recover
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class PromptDataModule(LightningDataModule):
     """One loader per task and decoding method, for ``predict``.
 
-    Every process lists the examples that the result or trajectory folder does not hold yet and
-    takes them from a queue that all share, so a restart with any number of processes does exactly
-    the missing work.
+    Every process lists the same work and takes its prompts from a queue that all share. What
+    :class:`~lit_dlm.callbacks.DecodeWriter` finds on disk is left out, so that a restart with any
+    number of processes does exactly the missing work.
 
     Args:
         tasks: where the prompts come from.
@@ -47,69 +45,65 @@ class PromptDataModule(LightningDataModule):
         methods: decoders to run; all of the module by default.
         assignment: ``each`` runs every method on every example, ``one`` gives each example one
             method, chosen by a hash of its uid.
-        results_dir: folder of benchmark results to resume from.
         mix: takes a number of prompts in all, shared by the tasks according to weights; every
             example of every task by default.
-        trajectories_dir: folder of trajectory shards to resume from. With both folders a sample
-            counts as done only when both hold it.
     """
 
-    def __init__(
-        self,
-        tasks: list[Task],
-        *,
-        response_length: int | list[int] = 256,
-        batch_size: int = 32,
-        max_prompt_length: int = 2048,
-        responses_per_prompt: int = 1,
-        methods: list[str] | None = None,
-        assignment: Literal["each", "one"] = "each",
-        results_dir: str | None = None,
-        trajectories_dir: str | None = None,
-        mix: PromptMix | None = None,
-    ) -> None:
+    tasks: list[Task]
+    _: KW_ONLY
+    response_length: int | list[int] = 256
+    batch_size: int = 32
+    max_prompt_length: int = 2048
+    responses_per_prompt: int = 1
+    methods: list[str] | None = None
+    assignment: Literal["each", "one"] = "each"
+    mix: PromptMix | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if not tasks:
-            raise ValueError("tasks: expected at least one task, got none")
-        at_least(1, batch_size=batch_size, responses_per_prompt=responses_per_prompt)
-        tasks_by_name(tasks)
-        self.tasks = tasks
-        lengths = [response_length] if isinstance(response_length, int) else response_length
-        if not lengths or min(lengths) < 1:
-            raise ValueError(f"response_length: expected at least 1, got {response_length}")
-        self.response_length = response_length
-        self.mix = mix
-        self.batch_size = batch_size
-        self.max_prompt_length = max_prompt_length
-        self.responses_per_prompt = responses_per_prompt
-        self.methods = methods
-        self.assignment = assignment
-        self.results_dir = results_dir
-        self.trajectories_dir = trajectories_dir
-        self._work: list[tuple[str, int, list[PromptExample]]] = []
-        self.wanted: list[str] = []
-        """Keys of all decodes of the run, done or not."""
+        at_least(1, tasks=len(self.tasks), batch_size=self.batch_size)
+        at_least(1, responses_per_prompt=self.responses_per_prompt)
+        tasks_by_name(self.tasks)
+        at_least(1, response_length=min(self._lengths, default=0))
+        self.done: Collection[str] = ()
+        """Keys ``{uid}@{method}`` of decodes that need not be made: a callback notes them."""
+        self._decodes: list[tuple[str, PromptExample]] = []
         self._module: DecodeModule | None = None
+
+    @property
+    def _lengths(self) -> list[int]:
+        lengths = self.response_length
+        return [lengths] if isinstance(lengths, int) else lengths
 
     def task(self, name: str) -> Task:
         """The task of a given name."""
         return next(task for task in self.tasks if task.name == name)
 
     def setup(self, stage: str) -> None:
-        """Lists the work that is left."""
+        """Lists the work of the run."""
         assert self.trainer is not None
-        module = self.trainer.lightning_module
-        if not isinstance(module, DecodeModule):
-            raise ValueError(f"model: expected a DecodeModule, got {type(module).__name__}")
+        module = of_kind(self.trainer.lightning_module, DecodeModule, option="model")
         self._module = module
+        methods = self._checked_methods(module)
+        # Of a method that draws nothing all responses would be equal.
+        counts = {
+            name: self.responses_per_prompt if module.decoders[name].draws else 1
+            for name in methods
+        }
+        self._decodes = [
+            (method, response)
+            for examples in self._examples().values()
+            for method in methods
+            for example in examples
+            if self._is_assigned(example, methods, method)
+            for response in example.responses(counts[method])
+        ]
+
+    def _checked_methods(self, module: DecodeModule) -> list[str]:
         methods = self.methods or list(module.decoders)
-        unknown = [name for name in methods if name not in module.decoders]
-        if unknown or not methods:
-            raise ValueError(
-                f"methods: expected some of {', '.join(module.decoders) or '(no decoders)'}, "
-                f"got {', '.join(methods) or 'none'}"
-            )
+        at_least(1, methods=len(methods))
         for name in methods:
+            one_of(*module.decoders, methods=name)
             decoder = module.decoders[name]
             decoder.check(module.backbone)
             known = getattr(decoder.policy, "trained_on", ())
@@ -119,50 +113,25 @@ class PromptDataModule(LightningDataModule):
                     "%s: its policy was trained on %s and never saw %s; compare with a threshold",
                     *(name, ", ".join(known), ", ".join(strange)),
                 )
-        recorded: set[str] = set()
-        if self.trajectories_dir:
-            folder = Path(self.trajectories_dir)
-            if self.trainer.is_global_zero:
-                # What a killed run left half-written counts as done too.
-                recover(folder)
-            self.trainer.strategy.barrier("recovered")
-            recorded = completed_uids(folder)
-        results = ResultFolder(Path(self.results_dir)) if self.results_dir else None
-        self._work, self.wanted = [], []
+        return methods
+
+    def _examples(self) -> Mapping[str, Sequence[PromptExample]]:
         examples = {task.name: list(task.examples()) for task in self.tasks}
         check_uids(examples)
-        for name, group in examples.items():
-            if not group:
-                raise ValueError(f"tasks: {name} has no examples; expected at least one")
-        if self.mix is not None:
-            examples = self.mix.chosen(examples)
-        for task in self.tasks:
-            for method in methods:
-                # Of a method that draws nothing all responses would be equal.
-                count = self.responses_per_prompt if module.decoders[method].draws else 1
-                assigned = [
-                    response
-                    for example in examples[task.name]
-                    if self._assigned(example, methods, method)
-                    for response in example.responses(count)
-                ]
-                self.wanted += [decode_uid(example, method) for example in assigned]
-                done = {e.uid for e in assigned if decode_uid(e, method) in recorded}
-                if results is not None:
-                    graded = results.completed(task.name, method)
-                    done = graded & done if self.trajectories_dir else graded
-                left = [example for example in assigned if example.uid not in done]
-                by_length: dict[int, list[PromptExample]] = {}
-                for example in left:
-                    by_length.setdefault(self.length_of(example), []).append(example)
-                self._work += [(method, length, group) for length, group in by_length.items()]
-        # Before any process writes what another would then not list.
-        self.trainer.strategy.barrier("work listed")
+        at_least(
+            1, of="tasks: examples of ", **{name: len(group) for name, group in examples.items()}
+        )
+        return examples if self.mix is None else self.mix.chosen(examples)
 
-    def _assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
+    def _is_assigned(self, example: PromptExample, methods: Sequence[str], method: str) -> bool:
         if self.assignment == "each":
             return True
         return methods[zlib.crc32(example.uid.encode()) % len(methods)] == method
+
+    @property
+    def wanted(self) -> list[str]:
+        """Keys of all decodes of the run, done or not."""
+        return [decode_uid(example, method) for method, example in self._decodes]
 
     def predict_dataloader(self) -> list[DataLoader[PromptStream]]:
         """One loader per task, method and length that has work left; none when all is done."""
@@ -170,6 +139,11 @@ class PromptDataModule(LightningDataModule):
 
     def streams(self) -> list[PromptStream]:
         """The work that is left, which the processes share."""
+        groups: dict[tuple[str, str, int], list[PromptExample]] = {}
+        for method, example in self._decodes:
+            if decode_uid(example, method) not in self.done:
+                key = (example.task, method, self.length_of(example))
+                groups.setdefault(key, []).append(example)
         return [
             PromptStream(
                 examples,
@@ -178,22 +152,16 @@ class PromptDataModule(LightningDataModule):
                 response_length=length,
                 batch_size=self.batch_size,
             )
-            for method, length, examples in self._work
+            for (_, method, length), examples in groups.items()
         ]
 
     def transfer_batch_to_device(
         self, batch: PromptStream, device: torch.device, dataloader_idx: int
     ) -> PromptStream:
-        """Leaves the prompts alone: the module builds the canvas on its device."""
-        return batch
+        return batch  # the module builds the canvas on its device
 
     def first_batches(self, count: int, method: str) -> Iterator[PromptBatch]:
-        """Batches of the first examples of every task in turn, whatever is already done.
-
-        Args:
-            count: examples in all.
-            method: decoder to name in the batches.
-        """
+        """Batches of the first ``count`` examples, of every task in turn, whatever is done."""
         by_turns = chain.from_iterable(zip_longest(*(task.examples() for task in self.tasks)))
         chosen = list(islice((example for example in by_turns if example is not None), count))
         by_length: dict[int, list[PromptExample]] = {}
@@ -211,17 +179,13 @@ class PromptDataModule(LightningDataModule):
 
     def length_of(self, example: PromptExample) -> int:
         """Cells of a prompt's response."""
-        if isinstance(self.response_length, int):
-            return self.response_length
+        if len(self._lengths) == 1:
+            return self._lengths[0]
         assert self._module is not None
-        return drawn_length(self.response_length, example.prompt_uid, seed=self._module.seed)
+        return drawn_length(self._lengths, example.prompt_uid, seed=self._module.seed)
 
     def encode(self, example: PromptExample) -> list[int]:
-        """Token ids of one prompt: a single user turn through the chat template.
-
-        Raises:
-            ValueError: the prompt is longer than ``max_prompt_length``.
-        """
+        """Token ids of one prompt through the chat template."""
         assert self._module is not None
         ids = self._module.encode(example)
         if len(ids) > self.max_prompt_length:
@@ -261,24 +225,14 @@ class PromptMix:
 
     def __post_init__(self) -> None:
         at_least(1, of="mix.", total=self.total)
-        for name, weight in self.weights.items():
-            if not (math.isfinite(weight) and weight > 0.0):
-                raise ValueError(f"mix.weights.{name}: expected a positive number, got {weight}")
+        within("(0, inf)", of="mix.weights.", **self.weights)
 
     def chosen(
         self, examples: Mapping[str, Sequence[PromptExample]]
     ) -> dict[str, list[PromptExample]]:
-        """The prompts of each task, chosen by ``seed`` plus the place of the task.
+        """The prompts of each task, shuffled by ``seed`` plus the number of the task.
 
-        Args:
-            examples: all examples by task, in the order of the run.
-
-        Returns:
-            As many as the task's share of ``total``, by largest remainder.
-
-        Raises:
-            ValueError: weights are not given for exactly these tasks, or a task has too few
-                examples.
+        As many as the task's share of ``total``, by largest remainder.
         """
         if set(examples) != set(self.weights):
             raise ValueError(
@@ -287,28 +241,16 @@ class PromptMix:
             )
         counts = largest_remainder(self.total, [self.weights[name] for name in examples])
         found = {}
-        for place, ((name, every), count) in enumerate(zip(examples.items(), counts, strict=True)):
-            if count > len(every):
-                raise ValueError(
-                    f"mix: task '{name}' has {len(every)} examples, its share is {count}"
-                )
-            order = list(range(len(every)))
-            random.Random(self.seed + place).shuffle(order)
-            found[name] = [every[at] for at in order[:count]]
+        for number, (name, count) in enumerate(zip(examples, counts, strict=True)):
+            every = list(examples[name])
+            at_least(count, of="mix.total: examples of ", **{name: len(every)})
+            random.Random(self.seed + number).shuffle(every)
+            found[name] = every[:count]
         return found
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole shares of ``total`` in proportion to weights.
-
-    Args:
-        total: what is shared out.
-        weights: positive.
-
-    Returns:
-        One count per weight; they sum to ``total``. Left-overs go to the largest remainders, the
-        earlier one of equals.
-    """
+    """Whole shares of ``total``, one per weight; left-overs go to the largest remainders."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])
@@ -318,12 +260,6 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def drawn_length(lengths: Sequence[int], uid: str, *, seed: int) -> int:
-    """One of several response lengths for a prompt, by a hash of its uid.
-
-    Args:
-        lengths: what there is to choose from.
-        uid: uid of the prompt; all its decodes have one length.
-        seed: seed of the draw.
-    """
+    """One of several response lengths, by a hash of the prompt's uid: all its decodes have one."""
     digest = hashlib.sha256(f"length:{seed}:{uid}".encode()).digest()
     return lengths[int.from_bytes(digest[:8], "big") % len(lengths)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from lit_dlm.datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan
+from lit_dlm.datamodules.epoch_plan import EpochPlan, ExampleRef, FixedPlan, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -25,47 +25,38 @@ class ResumableLoader(DataLoader[Any]):
         """Asks for the first batch late, as a trainer that resumes knows its step late."""
         yield from super().__iter__()
 
+    # Having these tells Lightning that resuming is exact.
     def state_dict(self) -> dict[str, int]:
-        """Nothing to keep; having the method tells Lightning that resuming is exact."""
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing to restore."""
-        del state
+        pass
+
+
+class _Listed(Dataset[Any]):
+    """What a plan lists, as it is."""
+
+    def __getitem__(self, refs: list[ExampleRef]) -> list[ExampleRef]:
+        return refs
 
 
 def _planned_loader(
-    dataset: Dataset[Any], plan: EpochPlan | FixedPlan, *, num_workers: int = 0
+    make: Callable[[list[ExampleRef]], Any], plan: Plan, *, num_workers: int = 0
 ) -> ResumableLoader:
-    """A loader over whole batches that a plan lists, in page-locked memory where there is a GPU."""
+    """A loader over the batches that a function makes of what a plan lists."""
     return ResumableLoader(
-        dataset,
+        _Listed(),
         sampler=plan,
         batch_size=None,
-        collate_fn=_as_is,
+        collate_fn=make,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
     )
 
 
-class _Computed(Dataset[Any]):
-    """Batches that are made when they are asked for."""
-
-    def __init__(self, make: Callable[[Sequence[ExampleRef]], Any]) -> None:
-        self.make = make
-
-    def __getitem__(self, refs: Sequence[ExampleRef]) -> Any:
-        return self.make(refs)
-
-
-def computed_loader(make: Callable[[Sequence[ExampleRef]], Any], count: int) -> ResumableLoader:
-    """A loader over batches that a function makes, in order.
-
-    Args:
-        make: gives a batch for a list of one example reference.
-        count: how many batches.
-    """
-    return _planned_loader(_Computed(make), FixedPlan(np.arange(count), batch_size=1))
+def computed_loader(make: Callable[[list[ExampleRef]], Any], count: int) -> ResumableLoader:
+    """A loader over so many batches, each of which is made of one example reference, in order."""
+    return _planned_loader(make, FixedPlan(range(count), batch_size=1))
 
 
 class ResumableDataModule(LightningDataModule):
@@ -76,16 +67,13 @@ class ResumableDataModule(LightningDataModule):
     """
 
     batch_size: int
-    max_tokens_per_batch: int | None = None
     seed: int
     num_workers: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update is made of, and who reads it."""
         return {} if self.trainer is None else self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to go on with updates that are those of another run."""
         if self.trainer is not None:
             require_same_update(self.trainer, state_dict, self._update)
 
@@ -95,67 +83,58 @@ class ResumableDataModule(LightningDataModule):
         return {
             "processes": self.trainer.world_size,
             "accumulate_grad_batches": self.trainer.accumulate_grad_batches,
-            "batch_size": self.max_tokens_per_batch or self.batch_size,
+            "batch_size": self.batch_size,
         }
 
     def planned_training(
         self,
-        dataset: Dataset[Any],
+        make: Callable[[list[ExampleRef]], Any],
         blocks: NDArray[np.integer],
         numbers: NDArray[np.integer],
-        *,
-        lengths: NDArray[np.integer] | None = None,
-        blocks_per_group: int = 64,
-        own_blocks: bool = False,
+        **options: Any,
     ) -> ResumableLoader:
-        """Shuffled examples, from where training stands.
+        """Shuffled batches, from where training stands.
 
         Args:
-            dataset: gives a collated batch for a list of example references.
-            blocks: block of each example.
-            numbers: number of each example in ``dataset``.
-            lengths: see :class:`~datamodules.epoch_plan.EpochPlan`.
-            blocks_per_group: blocks whose examples are mixed.
-            own_blocks: every loader worker of every process reads blocks of its own.
+            make: gives a collated batch.
+            blocks: ``(N,)`` block of each example.
+            numbers: ``(N,)`` its number.
+            options: of :class:`~datamodules.epoch_plan.EpochPlan`.
         """
         trainer = self.trainer
-        rank, world_size = self._place
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
         plan = EpochPlan(
             blocks,
+            numbers=numbers,
             batch_size=self.batch_size,
             seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-            readers=max(1, self.num_workers) if own_blocks else 0,
             accumulate=accumulate,
-            blocks_per_group=blocks_per_group,
-            numbers=numbers,
-            lengths=lengths,
-            max_tokens=self.max_tokens_per_batch,
             batches_done=lambda: 0 if trainer is None else trainer.global_step * accumulate,
+            rank=self._rank,
+            world_size=self._world_size,
+            **options,
         )
-        return _planned_loader(dataset, plan, num_workers=self.num_workers)
+        return _planned_loader(make, plan, num_workers=self.num_workers)
 
     def planned_validation(
-        self, dataset: Dataset[Any], numbers: NDArray[np.integer], *, batch_size: int
+        self,
+        make: Callable[[list[ExampleRef]], Any],
+        numbers: NDArray[np.integer],
+        *,
+        batch_size: int,
     ) -> ResumableLoader:
-        """Examples in order, each once.
-
-        Args:
-            dataset: gives a collated batch for a list of example references.
-            numbers: number of each example in ``dataset``.
-            batch_size: examples per batch and process.
-        """
-        rank, world_size = self._place
-        plan = FixedPlan(numbers, batch_size=batch_size, rank=rank, world_size=world_size)
-        return _planned_loader(dataset, plan, num_workers=self.num_workers)
+        """Examples in order, each once; ``batch_size`` of them per batch and process."""
+        size = {"rank": self._rank, "world_size": self._world_size}
+        plan = FixedPlan(numbers, batch_size=batch_size, **size)
+        return _planned_loader(make, plan, num_workers=self.num_workers)
 
     @property
-    def _place(self) -> tuple[int, int]:
-        """Rank and number of processes; one process without a trainer."""
-        trainer = self.trainer
-        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
 
 
 def require_same_update(trainer: Trainer, then: Mapping[str, int], now: Mapping[str, int]) -> None:
@@ -166,15 +145,7 @@ def require_same_update(trainer: Trainer, then: Mapping[str, int], now: Mapping[
 
 
 def refuse_overfit_batches(trainer: Trainer | None, *, instead: str) -> None:
-    """Refuses the trainer's option that would replace a plan by a sampler of Lightning's own.
-
-    Args:
-        trainer: the trainer; anything goes without one.
-        instead: the option that takes few examples.
-
-    Raises:
-        ValueError: ``overfit_batches`` is set.
-    """
+    """Refuses the trainer's option that would replace a plan by a sampler of Lightning's own."""
     share = 0 if trainer is None else trainer.overfit_batches  # type: ignore[attr-defined]
     if share:
         raise ValueError(
@@ -190,14 +161,9 @@ def set_accumulation(
 
     Args:
         trainer: knows the number of processes.
-        rows_per_update: rows of one optimiser step over all processes; ``None`` leaves the
-            trainer's own setting.
+        rows_per_update: of all processes; ``None`` leaves the trainer's own setting.
         batch_size: items of a batch of one process.
         packing: rows in each item.
-
-    Raises:
-        ValueError: the rows cannot be dealt in whole batches, or the trainer has a setting of its
-            own that says otherwise.
     """
     together = batch_size * packing * trainer.world_size
     if rows_per_update is not None:
@@ -222,8 +188,3 @@ def set_accumulation(
             batch_size,
             packing,
         )
-
-
-def _as_is(batch: Any) -> Any:
-    """The dataset collates; the loader must not."""
-    return batch

@@ -1,10 +1,9 @@
-"""Reinforcement learning's data: every epoch is one RL step on fresh rollouts."""
+"""Reinforcement learning's data: prompts, rewards, and an RL step in every epoch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -17,31 +16,24 @@ from lit_dlm.datamodules.resuming import (
     set_accumulation,
 )
 from lit_dlm.rewards import RewardModel
-from lit_dlm.rl.advantages import as_advantage
 from lit_dlm.rl.items import RolloutBatch
-from lit_dlm.rl.metrics import RolloutValidation
+from lit_dlm.rl.metrics import RolloutValidation, validation_of
 from lit_dlm.rl.module import TraceRLModule
-from lit_dlm.rl.progress import RolloutProgress
 from lit_dlm.rl.rollout import OnlineRollouts, RolloutSource, StoredRollouts
 from lit_dlm.rl.settings import RolloutSettings
-from lit_dlm.rl.step import RLProgress, RLStep, rl_step
-from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutDataModule(RolloutSettings, LightningDataModule):
-    """RL steps as epochs; a run stopped between two of them resumes as if it had not been."""
+    """Gives the module what it rolls out and scores; an epoch's batches are the module's RL step.
+
+    A run that is stopped between two RL steps resumes as if it had not been.
+    """
 
     _source: RolloutSource | None = None
-    _step: RLStep | None = None
-    _loader: DataLoader[Any] | None = None
-    _is_used = True  # whether the batches of ``_loader`` have been asked for
-    _now = _before = RLProgress()
-    _accumulate = 1
-    _limit: int | float = 1.0
-    validation: RolloutValidation | None = None
-    """Scores held-out prompts, if there are any."""
+    _validation: RolloutValidation | None = None
+    _limit: int | float = 1.0  # of validation batches, as the trainer was given it
 
     def setup(self, stage: str | None = None) -> None:
         """Tokenises prompts and prepares engine, rewards and validation."""
@@ -51,12 +43,16 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         if stage == "fit":
             size = {"batch_size": self.batch_size, "packing": module.rows.copies}
             set_accumulation(trainer, self.rows_per_update, **size)
-            self._accumulate = trainer.accumulate_grad_batches
         for reward in self.rewards:
             if isinstance(reward, RewardModel) and reward.device is None:
                 reward.device = str(trainer.strategy.root_device)
         if self.shards is not None:
-            self.warn_of_unread()
+            logger.warning(
+                "source 'shards' takes prompts, rewards and kept groups as they are stored in %s: "
+                "tasks, prompts_per_step, responses_per_prompt, filters, overlong_is_wrong and "
+                "overlong_margin are not read",
+                self.shards,
+            )
             backbone, mask_id = module.backbone, module.backbone.spec.mask_id
             self._source = StoredRollouts(self.shards, mask_id=mask_id, backbone=backbone)
         else:
@@ -65,10 +61,10 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
             self._limit = limit = trainer.limit_val_batches
             if isinstance(limit, int):
                 limit *= self.rollout_batch_size * trainer.world_size
-            methods = module.val_methods
-            self.validation = RolloutValidation.of(module, methods, self, limit=limit)
+            self._validation = validation_of(module, module.val_methods, self, limit=limit)
             # A batch of Lightning's is a decoder and all that it answers.
             trainer.limit_val_batches = float(limit > 0)
+        module.roll_out_from(self._source, self, self._validation)
 
     @property
     def _module(self) -> TraceRLModule:
@@ -78,80 +74,29 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         return module
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Runs an RL step up to its updates, and returns a loader for these."""
-        if self._loader is not None and not self._is_used:
-            return self._loader  # Lightning asks twice when it resumes
-        module, trainer, source = self._module, self._module.trainer, self._source
-        assert source is not None
-        self._step = self._loader = None  # no two RL steps in memory
-        with module.generating():
-            self._step = rl_step(
-                module,
-                source,
-                as_advantage(self.advantage),
-                self._now,
-                batch_size=self.batch_size,
-                accumulate=self._accumulate,
-                max_tokens=self.max_tokens_per_batch,
-                passes=self.passes,
-                smoothing=self.smoothing,
-                seed=self.seed,
-                version=trainer.global_step,
-                ranks=module.ranks,
-                report=RolloutProgress(trainer, self._now.step),
-            )
-        trainer.accumulate_grad_batches = self._step.accumulate
-        self._before, self._now, self._is_used = self._now, self._step.progress, False
-        self._loader = computed_loader(self._batch, len(self._step.batches))
-        return self._loader
+        """The batches of the module's next RL step, collated when they are asked for."""
+        module = self._module
+        count = len(module.next_rl_step().batches)
 
-    def _batch(self, refs: Sequence[ExampleRef]) -> RolloutBatch:
-        assert self._step is not None
-        self._is_used = True
-        return self._step.batch(refs[0].number)
+        def batch(refs: Sequence[ExampleRef]) -> RolloutBatch:
+            # Lightning keeps the loader while the next RL step is made, so it must not hold this.
+            assert module.current is not None
+            return module.current.batch(refs[0].number)
 
-    @property
-    def records(self) -> list[Trajectory]:
-        """Rollouts of the current RL step, those of all processes and of dropped groups too."""
-        return [] if self._step is None else self._step.records
-
-    @property
-    def facts(self) -> dict[str, float]:
-        """What is known of the current RL step, as it is logged."""
-        return {} if self._step is None else self._step.facts
-
-    @property
-    def step(self) -> int:
-        """Number of the RL step that is trained on, from 0."""
-        return self._before.step
+        return computed_loader(batch, count)
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
         """Decoders, each of which answers all held-out prompts, with the same noise every time."""
-        if self.validation is None:
+        if self._validation is None:
             return []
-        methods = list(self.validation.engines)
+        methods = list(self._validation.engines)
         return computed_loader(lambda refs: methods[refs[0].number], len(methods))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: the RL step to do next."""
-        is_between = True
-        if self.trainer is not None:  # else prepared but not begun, or begun but not ended
-            ended = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            is_between = self._is_used and bool(ended)
-        progress = asdict(self._now if is_between else self._before)
-        return {**progress, "is_between": is_between, "update": self._update}
+        return self._update
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the RL step that a checkpoint names."""
-        progress = dict(state_dict)
-        require_same_update(self._module.trainer, progress.pop("update"), self._update)
-        if not progress.pop("is_between"):
-            logger.warning(
-                "the checkpoint was taken within RL step %d: its rollouts are drawn anew by the "
-                "policy as it is now; checkpoints at the end of epochs resume exactly",
-                progress["step"],
-            )
-        self._now = self._before = RLProgress(**progress)
+        require_same_update(self._module.trainer, state_dict, self._update)
 
     @property
     def _update(self) -> dict[str, int]:
@@ -159,14 +104,15 @@ class RolloutDataModule(RolloutSettings, LightningDataModule):
         if self.trainer is None:
             return {}
         processes = self.trainer.world_size
-        rows = self.batch_size * self._module.rows.copies * self._accumulate * processes
+        batches = self.trainer.accumulate_grad_batches * processes
+        rows = self.batch_size * self._module.rows.copies * batches
         return {"processes": processes, "rows_per_update": rows}
 
     def teardown(self, stage: str) -> None:
         """Ends the grading threads."""
-        for part in (self._source, self.validation):
+        for part in (self._source, self._validation):
             if part is not None:
                 part.close()
-        if self.validation is not None and self.trainer is not None:
+        if self._validation is not None and self.trainer is not None:
             self.trainer.limit_val_batches = self._limit
         self._source = None

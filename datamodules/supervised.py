@@ -6,13 +6,13 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.datamodules.epoch_plan import ExampleRef
@@ -34,47 +34,13 @@ from lit_dlm.modules.supervised_batch import (
     row_tokens,
 )
 from lit_dlm.modules.tabom import TABOMModule
-from lit_dlm.ops.options import at_least, within
+from lit_dlm.ops.options import at_least, of_kind, within
 from lit_dlm.plugs import checked_plug
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class SupervisedDataset(Dataset[SupervisedBatch]):
-    """Whole batches by lists of example references."""
-
-    examples: Sequence[SupervisedExample]
-    response_length: int
-    """Cells of every response, at most."""
-    spec: BackboneSpec
-    num_padding: int | None
-    """Cells of fill behind an answer that are supervised; ``None`` for all."""
-
-    def __getitem__(self, batch: Sequence[ExampleRef]) -> SupervisedBatch:
-        """The collated examples of a batch."""
-        return collate_supervised(
-            [
-                replace(self.examples[ref.number], epoch=ref.epoch, is_real=ref.is_real)
-                for ref in batch
-            ],
-            response_length=self.response_length,
-            spec=self.spec,
-            num_padding=self.num_padding,
-        )
-
-    def row_tokens(self, number: int) -> tuple[int, int]:
-        """Tokens of one example's training row, those of its prompt and those behind it."""
-        example = self.examples[number]
-        cells = needed_cells(
-            example,
-            response_length=self.response_length,
-            spec=self.spec,
-            num_padding=self.num_padding,
-        )
-        return row_tokens(len(example.prompt_ids), cells, self.spec)
-
-
 class SupervisedDataModule(ResumableDataModule):
     """Training and validation batches from any sources, held in memory as token ids.
 
@@ -91,97 +57,56 @@ class SupervisedDataModule(ResumableDataModule):
             padding (transformers' option of that name): runs of 50 batches of the shuffled order
             are sorted by length, and their batches shuffled. Useful with ``batch_size`` above 1 on
             block models, whose rows end with their answers.
-        max_tokens_per_batch: batches hold as many examples of similar length as fit into so many
-            tokens, padding included (both copies of a block model's response count), instead of
-            ``batch_size``. Each batch weighs the same in an update, whatever it holds.
         rows_per_update: examples of one update over all processes, from which the trainer's
             ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         max_prompt_length: examples with longer prompts are left out.
         overlong: what becomes of responses longer than ``response_length``: ``cut`` (as in the
             releases) or ``drop``.
-        missing_order: what stands for the steps of a response that was not decoded, or whose row
-            in a trajectory file has too few: ``none``, or ``ltr`` for one cell a step from the
-            left.
         limit: most examples of all sources together; all by default.
         val_fraction: share of prompts kept for validation, by a hash of their uids; 0 for none.
         val_batch_size: examples per validation batch; ``batch_size`` by default.
         seed: seed of split and order.
         num_workers: loader processes.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
-    def __init__(
-        self,
-        sources: list[SupervisedSource],
-        *,
-        response_length: int = 256,
-        batch_size: int = 8,
-        group_by_length: bool = False,
-        max_tokens_per_batch: int | None = None,
-        rows_per_update: int | None = None,
-        max_prompt_length: int = 256,
-        overlong: Literal["cut", "drop"] = "cut",
-        missing_order: Literal["none", "ltr"] = "none",
-        limit: int | None = None,
-        val_fraction: float = 0.0,
-        val_batch_size: int | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
+    sources: list[SupervisedSource]
+    _: KW_ONLY
+    response_length: int = 256
+    batch_size: int = 8
+    group_by_length: bool = False
+    rows_per_update: int | None = None
+    max_prompt_length: int = 256
+    overlong: Literal["cut", "drop"] = "cut"
+    limit: int | None = None
+    val_fraction: float = 0.0
+    val_batch_size: int | None = None
+    seed: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if not sources:
-            raise ValueError("sources: expected at least one source, got none")
-        at_least(1, response_length=response_length, batch_size=batch_size, limit=limit)
-        at_least(1, max_prompt_length=max_prompt_length)
-        if max_tokens_per_batch is not None and rows_per_update is not None:
-            raise ValueError(
-                "rows_per_update: expected null with max_tokens_per_batch, whose batches have any "
-                f"number of rows, got {rows_per_update}; set trainer.accumulate_grad_batches"
-            )
-        within("[0, 1)", val_fraction=val_fraction)
-        self.sources = [checked_plug(one, SupervisedSource, option="sources") for one in sources]
-        self.response_length = response_length
-        self.batch_size = batch_size
-        self.group_by_length = group_by_length
-        self.max_tokens_per_batch = max_tokens_per_batch
-        self.rows_per_update = rows_per_update
-        self.max_prompt_length = max_prompt_length
-        self.overlong = overlong
-        self.missing_order = missing_order
-        self.limit = limit
-        self.val_fraction = val_fraction
-        self.val_batch_size = val_batch_size or batch_size
-        self.seed = seed
-        self.num_workers = num_workers
-        self._dataset: SupervisedDataset | None = None
+        at_least(1, sources=len(self.sources), response_length=self.response_length)
+        at_least(1, batch_size=self.batch_size, limit=self.limit)
+        at_least(1, max_prompt_length=self.max_prompt_length)
+        within("[0, 1)", val_fraction=self.val_fraction)
+        for source in self.sources:
+            checked_plug(source, SupervisedSource, option="sources")
+        self.examples: list[SupervisedExample] = []
+        """What is trained and validated on; read by ``setup``."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads and tokenises all examples.
-
-        Raises:
-            ValueError: the module cannot be fine-tuned, no example is left, two have one uid, one
-                holds an id that the model does not have or may not produce, or lacks a decode that
-                the module's states are made from; Lightning is to repeat batches; or the rows of an
-                update do not divide.
-        """
+        """Reads and tokenises all examples."""
         refuse_overfit_batches(self.trainer, instead="data.limit")
-        if stage == "fit" and self.trainer is not None and self.max_tokens_per_batch is None:
+        if stage == "fit" and self.trainer is not None:
             set_accumulation(self.trainer, self.rows_per_update, batch_size=self.batch_size)
-        if self._dataset is not None:
+        if self.examples:
             return
         module = self.trainer.lightning_module if self.trainer is not None else None
-        if not isinstance(module, FinetuneModule):
-            raise ValueError(
-                f"model: expected a FinetuneModule (SFTModule, TABOMModule), got "
-                f"{type(module).__name__}"
-            )
+        module = of_kind(module, FinetuneModule, option="model")
         facts = ModelFacts(
             tokenizer=module.tokenizer,
             spec=module.backbone.spec,
             vocab_size=module.backbone.vocab_size,
-            missing_order=self.missing_order,
             backbone=module.backbone,
         )
         examples = list(self._read(facts))
@@ -201,10 +126,7 @@ class SupervisedDataModule(ResumableDataModule):
     ) -> None:
         """Splits examples into a training and a validation side.
 
-        Args:
-            examples: all of them.
-            spec: of the model.
-            num_padding: cells of fill behind an answer that are supervised; ``None`` for all.
+        ``num_padding`` cells of fill behind an answer are supervised; ``None`` for all.
         """
         is_val = np.array(
             [is_validation(e.uid, seed=self.seed, fraction=self.val_fraction) for e in examples],
@@ -221,7 +143,19 @@ class SupervisedDataModule(ResumableDataModule):
                     f"sources: no {name} example is left of {len(examples)} that pass the filters; "
                     f"give more data, or other limits or val_fraction ({self.val_fraction})"
                 )
-        self._dataset = SupervisedDataset(examples, self.response_length, spec, num_padding)
+        self.examples = examples
+        self._shape: dict[str, Any] = {
+            "response_length": self.response_length,
+            "spec": spec,
+            "num_padding": num_padding,
+        }
+
+    def batch(self, refs: Sequence[ExampleRef]) -> SupervisedBatch:
+        """The collated examples of a batch."""
+        examples = [
+            replace(self.examples[ref.number], epoch=ref.epoch, is_real=ref.is_real) for ref in refs
+        ]
+        return collate_supervised(examples, **self._shape)
 
     def _read(self, facts: ModelFacts) -> Iterator[SupervisedExample]:
         dropped: Counter[str] = Counter()
@@ -239,58 +173,39 @@ class SupervisedDataModule(ResumableDataModule):
                 example = _cut(example, self.response_length)
                 dropped["cut"] += 1
                 dropped["end"] += not np.isin(example.response_ids, facts.spec.eos_ids).any()
-            if example.steps is None and self.missing_order == "ltr":
-                steps = np.arange(len(example.response_ids), dtype=np.int32)
-                example = replace(example, steps=steps)
             if example.uid in seen:
                 raise ValueError(f"sources: two examples have the uid {example.uid!r}")
             seen.add(example.uid)
             yield example
         for what, limit in (("prompt", self.max_prompt_length), ("response", self.response_length)):
             if dropped[what]:
-                logger.warning(
-                    "left out %d examples whose %s has more than %d tokens",
-                    dropped[what],
-                    what,
-                    limit,
-                )
+                told = "left out %d examples whose %s has more than %d tokens"
+                logger.warning(told, dropped[what], what, limit)
         if dropped["cut"]:
-            logger.warning(
-                "cut %d responses to response_length, %d tokens, %d of them before their end of "
-                "text; overlong: drop leaves them out",
-                dropped["cut"],
-                self.response_length,
-                dropped["end"],
-            )
+            told = "cut %d responses to response_length, %d tokens, %d of them before their end"
+            logger.warning(told, dropped["cut"], self.response_length, dropped["end"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled examples; starts where training stands."""
-        assert self._dataset is not None
-        by_tokens = self.max_tokens_per_batch is not None
         trainer, count = self.trainer, len(self.train_numbers)
         batches = 1 if trainer is None else trainer.world_size * trainer.accumulate_grad_batches
-        if not by_tokens and count < self.batch_size * batches:
-            logger.warning(
-                "batch_size: %d in %d batches of an update is more than the %d training examples, "
-                "so it repeats some of them",
-                self.batch_size,
-                batches,
-                count,
-            )
+        if count < self.batch_size * batches:
+            told = "batch_size: an update of %d x %d repeats some of the %d training examples"
+            logger.warning(told, batches, self.batch_size, count)
         lengths = None
-        if by_tokens or self.group_by_length:
-            rows = [self._dataset.row_tokens(number) for number in self.train_numbers.tolist()]
-            lengths = np.array(rows) if by_tokens else np.sum(rows, axis=1)
+        if self.group_by_length:
+            lengths = np.array([self._num_tokens(n) for n in self.train_numbers.tolist()])
         blocks = np.zeros(count, dtype=np.int64)  # all in memory: one
-        return self.planned_training(self._dataset, blocks, self.train_numbers, lengths=lengths)
+        return self.planned_training(self.batch, blocks, self.train_numbers, lengths=lengths)
+
+    def _num_tokens(self, number: int) -> int:
+        """Tokens of an example's training row."""
+        example, spec = self.examples[number], self._shape["spec"]
+        cells = needed_cells(example, **self._shape)
+        return sum(row_tokens(len(example.prompt_ids), cells, spec))
 
     def val_dataloader(self) -> DataLoader[Any] | list[DataLoader[Any]]:
-        """The validation side, in order; none without one.
-
-        Raises:
-            ValueError: ``validate`` has nothing to validate.
-        """
-        assert self._dataset is not None
+        """The validation side, in order; none without one."""
         if not len(self.val_numbers):
             if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
                 raise ValueError(
@@ -303,21 +218,16 @@ class SupervisedDataModule(ResumableDataModule):
             )
             return []
         return self.planned_validation(
-            self._dataset, self.val_numbers, batch_size=self.val_batch_size
+            self.batch, self.val_numbers, batch_size=self.val_batch_size or self.batch_size
         )
 
     def probe_prompts(self, count: int) -> list[SupervisedExample]:
         """Examples on whose prompts scores of decoding are taken, the same ones at every call.
 
-        Args:
-            count: how many, at most.
-
-        Returns:
-            Those of validation, or of training where there is no validation.
+        Those of validation, or of training where there is no validation.
         """
-        assert self._dataset is not None
         numbers = self.val_numbers if len(self.val_numbers) else self.train_numbers
-        return [self._dataset.examples[number] for number in numbers[:count].tolist()]
+        return [self.examples[number] for number in numbers[:count].tolist()]
 
 
 def _cut(example: SupervisedExample, length: int) -> SupervisedExample:
@@ -370,52 +280,31 @@ def check_decodes(
     """Refuses examples that lack the decode that the module's states or ties are made from.
 
     A process that found it in the middle of an epoch would leave the others waiting. Warns of those
-    in which its cuts leave nothing to learn.
-
-    Args:
-        examples: all examples, with responses of at most ``response_length`` tokens.
-        module: what is trained.
-        response_length: cells of every response.
-
-    Raises:
-        ValueError: naming the sample that has no steps or no entropies, or that no sample has a
-            cut.
+    in which its cuts leave nothing to learn. Responses have at most ``response_length`` tokens.
     """
-    if isinstance(module, TABOMModule) and module.ties == "rank":
-        for example in examples:
-            if example.decode_entropy is None:
-                raise ValueError(
-                    f"{example.uid}: ties 'rank' needs the entropies of decoding; record "
-                    "trajectories at level 'signals', or set other ties"
-                )
     corruption = module.corruption
+    needed = {}
+    if isinstance(module, TABOMModule) and module.ties == "rank":
+        needed["decode_entropy"] = "ties 'rank' needs trajectories of level 'signals'"
+    if isinstance(corruption, TimeDelay):
+        needed["steps"] = "TimeDelay needs trajectories"
+    for name, told in needed.items():
+        lacking = next((one.uid for one in examples if getattr(one, name) is None), None)
+        if lacking is not None:
+            raise ValueError(f"{lacking}: {told}; the {name} of a decode are expected, got none")
     if not isinstance(corruption, TimeDelay) or not examples:
         return
-    for example in examples:
-        if example.steps is None:
-            raise ValueError(
-                f"{example.uid}: TimeDelay expects responses with the steps of a decode; train on "
-                "trajectories, or set the data's missing_order: ltr"
-            )
-    without = 0
+    without, spec = 0, module.backbone.spec
     for first in range(0, len(examples), _ROWS):
-        spec = module.backbone.spec
-        batch = collate_supervised(
-            examples[first : first + _ROWS], response_length=response_length, spec=spec
-        )
+        some = examples[first : first + _ROWS]
+        batch = collate_supervised(some, response_length=response_length, spec=spec)
         responses = responses_of(batch, spec, seed=0, num_padding=module.num_padding)
         without += int((corruption.last_cuts(responses) < 0).sum())
-    setting = f"cut_range: {corruption.cut_range!r} with a window of {corruption.window} leaves"
+    told = (
+        f"cut_range: {corruption.cut_range!r} with a window of {corruption.window} leaves "
+        f"{without} of {len(examples)} samples without a cut"
+    )
     if without == len(examples):
-        raise ValueError(
-            f"{setting} none of the {without} samples a cut, so nothing would be learnt; expected "
-            "longer decodes, a smaller window or cut_range 'full'"
-        )
+        raise ValueError(f"{told}; expected longer decodes, a smaller window or cut_range 'full'")
     if without:
-        logger.warning(
-            "%s %d of %d samples (%.1f %%) without a cut: nothing is learnt from them",
-            setting,
-            without,
-            len(examples),
-            100 * without / len(examples),
-        )
+        logger.warning("%s: nothing is learnt from them", told)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.datamodules.trajectories import is_correct
 from lit_dlm.modules.decode import encoded_turns
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import SupervisedExample
+from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import PLACE, Picture, PromptPictures, know, look_in, take_up
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
@@ -40,8 +42,6 @@ class ModelFacts:
     tokenizer: PreTrainedTokenizerBase
     spec: BackboneSpec
     vocab_size: int
-    missing_order: Literal["none", "ltr"] = "none"
-    """The data's option, for files that hold steps: whether rows without them are taken."""
     backbone: HFBackbone | None = None
     """The model, which has to see where prompts have pictures."""
 
@@ -64,16 +64,7 @@ class ModelFacts:
     def prompt(
         self, uid: str, turns: list[dict[str, str]], pictures: Sequence[Picture] = ()
     ) -> dict[str, Any]:
-        """``prompt_ids`` and ``pictures`` of an example.
-
-        Args:
-            uid: of the example.
-            turns: the chat up to where the model answers.
-            pictures: in the order of their places in it.
-
-        Raises:
-            ValueError: a picture cannot be read, or the model sees none; names the example.
-        """
+        """``prompt_ids`` and ``pictures`` of an example: the chat up to where the model answers."""
         ids = encoded_turns(self.tokenizer, turns, pictures, backbone=self.backbone, uid=uid)
         know(self.backbone, uid, pictures)
         digests = tuple(picture.digest for picture in pictures)
@@ -86,14 +77,7 @@ class SupervisedSource(Plug):
 
     @abstractmethod
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """All examples, tokenised, in a stable order.
-
-        Args:
-            model: tokenizer and special ids.
-
-        Yields:
-            The examples; uids are unique within the source.
-        """
+        """All examples, tokenised, in a stable order; uids are unique within the source."""
 
 
 @dataclass(eq=False)
@@ -107,11 +91,9 @@ class TaskReferences(SupervisedSource):
     tasks: list[Task]
 
     def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ValueError("tasks: expected at least one task, got none")
+        at_least(1, tasks=len(self.tasks))
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """One example per problem."""
         for task in self.tasks:
             for example in task.examples():
                 if example.answer_start:
@@ -141,33 +123,20 @@ class ResponsesFile(SupervisedSource):
         path: a file, a folder with a file for each split, or a data set on the hub
             (:func:`~lit_dlm.tasks.sources.read_rows`).
         split: of a folder or a data set on the hub.
-        config: configuration on the hub.
-        streamed: reads a data set on the hub row by row up to the limit, instead of fetching it.
         templated: prompts are texts behind a chat template already, such as those of dLLM-RL's
             preprocessed files; by default they are user turns.
-        limit: most rows to take; all by default.
     """
 
     path: str
     _: KW_ONLY
     split: str = "train"
-    config: str | None = None
-    streamed: bool = False
     templated: bool = False
-    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """One example per row."""
-        rows = read_rows(
-            self.path,
-            split=self.split,
-            config=self.config,
-            required=(),
-            most=self.limit if self.streamed else None,
-        )
+        rows = read_rows(self.path, split=self.split, required=())
         folder = Path(self.path)
         folder = folder if folder.is_dir() else folder.parent
-        for number, row in enumerate(rows[: self.limit]):
+        for number, row in enumerate(rows):
             turns, response = conversation(row)
             assert response is not None
             response_ids = _response_ids(model, response)
@@ -187,36 +156,80 @@ class ResponsesFile(SupervisedSource):
         pictures: Sequence[Picture],
         model: ModelFacts,
     ) -> dict[str, Any]:
-        if self.templated and (chats := CHATS.keys() & row.fields.keys()):
-            raise ValueError(
-                f"{row.origin}: templated expects a prompt that is one text, got {chats.pop()!r}"
-            )
-        if self.templated and pictures:
-            raise ValueError(f"{row.origin}: templated expects a prompt without pictures")
+        parts = [*(CHATS.keys() & row.fields.keys()), *(["pictures"] if pictures else [])]
         raw = _raw_ids(model, turns[0]["content"].removeprefix(PLACE))
         if self.templated:
+            row.expect(not parts, "a prompt that is one text (templated)", parts)
             return {"prompt_ids": raw}
-        if np.isin(raw[:1], list(model.tokenizer.get_added_vocab().values())).any():
-            raise ValueError(
-                f"{row.origin}: the prompt begins with {model.tokenizer.decode(raw[:1])!r}, so it "
-                "went through a chat template already; set templated: true"
-            )
+        added = list(model.tokenizer.get_added_vocab().values())
+        is_bare = not np.isin(raw[:1], added).any()
+        first = model.tokenizer.decode(raw[:1])
+        row.expect(is_bare, "a prompt without a chat template around it, or templated: true", first)
         return model.prompt(uid, turns, pictures)
 
 
+class Decodes(SupervisedSource):
+    """Recorded decodes that pass filters, and how they become examples."""
+
+    only_correct: bool
+    methods: list[str] | None
+    tasks: list[str] | None = None
+
+    def taken(
+        self, records: Iterable[Trajectory], origin: Path, model: ModelFacts
+    ) -> Iterator[SupervisedExample]:
+        """Examples of the records that are taken; says which option left others out."""
+        count = 0
+        left_out: Counter[str] = Counter()
+        for record in records:
+            if reason := self._left_out_by(record, origin):
+                left_out[reason] += 1
+                continue
+            if record.mask_id != model.spec.mask_id:
+                raise ValueError(
+                    f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
+                    f"{model.spec.mask_id}, that of the model"
+                )
+            take_up(model.backbone, record.uid, record.meta)
+            count += 1
+            yield SupervisedExample(
+                uid=record.uid,
+                prompt_ids=record.prompt_ids,
+                response_ids=record.tokens,
+                pictures=prompt_pictures(record),
+                given=record.given,
+                steps=record.commit_step,
+                decode_entropy=_commit_entropy(record),
+                non_ltr=_listed_non_ltr(record),
+            )
+        reasons = ", ".join(f"{number} by {reason}" for reason, number in left_out.items())
+        if not count:
+            got = f"none of {left_out.total()}: {reasons}" if reasons else "an empty source"
+            raise ValueError(f"{origin}: expected at least one record, got {got}")
+        if reasons:
+            logger.info("%s: took %d records, left out %s", origin, count, reasons)
+
+    def _left_out_by(self, record: Trajectory, origin: Path) -> str | None:
+        for name, values in (("method", self.methods), ("task", self.tasks)):
+            if values is not None and record.meta.get(name) not in values:
+                return f"{name}s: {list(values)}"
+        if self.only_correct and not is_correct(record, str(origin)):
+            return "only_correct"
+        # Two rows of tokens and steps do not describe such states.
+        return "rewritten tokens" if record.superseded is not None else None
+
+
 @dataclass(eq=False)
-class RecordedDecodes(SupervisedSource):
+class RecordedDecodes(Decodes):
     """Responses that a model decoded, with the steps that wrote them, from trajectory shards.
 
-    Decodes that masked or edited a token again, and infillings, are left out: two rows of tokens
-    and steps do not describe their states.
+    Decodes that masked or edited a token again are left out.
 
     Args:
-        shards: folder of trajectory shards, as ``predict`` with a ``ShardWriter`` writes them.
+        shards: folder of trajectory shards, as ``predict`` with a ``DecodeWriter`` writes them.
         only_correct: leave out records whose ``meta["correct"]`` is false (the verifier's filter).
         methods: decoding methods to take; all by default.
         tasks: tasks to take; all by default.
-        limit: most records to take; all by default.
     """
 
     shards: str | Path
@@ -224,35 +237,22 @@ class RecordedDecodes(SupervisedSource):
     only_correct: bool = True
     methods: list[str] | None = None
     tasks: list[str] | None = None
-    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """One example per record that passes the filters."""
         shards = Path(self.shards)
         if shards.is_dir() and not (shards / MANIFEST_FILE).is_file():
-            logger.warning(
-                "%s: there is no %s, which a run writes at its end; taking the records of a run "
-                "that did not finish",
-                shards,
-                MANIFEST_FILE,
-            )
+            told = "%s: there is no %s: taking the records of a run that did not finish"
+            logger.warning(told, shards, MANIFEST_FILE)
         look_in(model.backbone, shards)
-        found = list(
-            _examples_of(
-                TrajectoryShardReader(shards, features=False),
-                str(shards),
-                model,
-                only_correct=self.only_correct,
-                wanted={"method": self.methods, "task": self.tasks},
-            )
-        )
+        records = TrajectoryShardReader(shards, features=False)
+        found = list(self.taken(records, shards, model))
         # However many processes wrote them, and whatever broke these off.
-        for number in uid_order([example.uid for example in found])[: self.limit]:
+        for number in uid_order([example.uid for example in found]):
             yield found[number]
 
 
 @dataclass(eq=False)
-class TABOMFile(SupervisedSource):
+class TABOMFile(Decodes):
     """Self-distilled trajectories in the JSONL of TABOM's release.
 
     Args:
@@ -260,17 +260,14 @@ class TABOMFile(SupervisedSource):
             ``decoding_order``.
         methods: values of ``method`` to take; all by default.
         only_correct: leave out rows that say they are wrong; needs rows that were graded.
-        limit: most rows to take; all by default.
     """
 
     path: str | Path
     _: KW_ONLY
     methods: list[str] | None = None
     only_correct: bool = False
-    limit: int | None = None
 
     def examples(self, model: ModelFacts) -> Iterator[SupervisedExample]:
-        """One example per row that passes the filters."""
         path = Path(self.path)
         if not path.is_file():
             raise ValueError(f"TABOMFile.path: there is no file {str(self.path)!r}")
@@ -279,82 +276,8 @@ class TABOMFile(SupervisedSource):
             vocab_size=model.vocab_size,
             tokenizer=model.tokenizer,
             pad_id=model.spec.pad_id,
-            missing_order=model.missing_order,
         )
-        yield from _examples_of(
-            read_tabom(path, settings),
-            str(path),
-            model,
-            only_correct=self.only_correct,
-            wanted={"method": self.methods},
-            limit=self.limit,
-        )
-
-
-_REWRITTEN = "rewritten tokens"
-
-
-def _examples_of(
-    records: Iterator[Trajectory] | TrajectoryShardReader,
-    origin: str,
-    model: ModelFacts,
-    *,
-    only_correct: bool,
-    wanted: Mapping[str, Sequence[str] | None],
-    limit: int | None = None,
-) -> Iterator[SupervisedExample]:
-    taken = 0
-    left_out: Counter[str] = Counter()
-    for record in records:
-        if taken == limit:
-            break
-        misses = [
-            f"{name}s: {list(values)}"
-            for name, values in wanted.items()
-            if values is not None and record.meta.get(name) not in values
-        ]
-        if misses:
-            left_out[misses[0]] += 1
-            continue
-        if only_correct:
-            if "correct" not in record.meta:
-                raise ValueError(
-                    f"only_correct: record {record.uid!r} in {origin} was not graded when it was "
-                    "made (its meta has no 'correct')"
-                )
-            if not record.meta["correct"]:
-                left_out["only_correct"] += 1
-                continue
-        if record.mask_id != model.spec.mask_id:
-            raise ValueError(
-                f"{origin}: record {record.uid!r} has mask id {record.mask_id}, expected "
-                f"{model.spec.mask_id}, that of the model"
-            )
-        if record.superseded is not None:
-            left_out[_REWRITTEN] += 1
-            continue
-        take_up(model.backbone, record.uid, record.meta)
-        taken += 1
-        yield SupervisedExample(
-            uid=record.uid,
-            prompt_ids=record.prompt_ids,
-            response_ids=record.tokens,
-            pictures=prompt_pictures(record),
-            given=record.given,
-            steps=record.commit_step,
-            decode_entropy=_commit_entropy(record),
-            non_ltr=_listed_non_ltr(record),
-        )
-    if rewritten := left_out[_REWRITTEN]:
-        logger.warning("%s: left out %d records with %s", origin, rewritten, _REWRITTEN)
-    reasons = ", ".join(f"{count} by {reason}" for reason, count in left_out.items() if count)
-    if not taken:
-        raise ValueError(
-            f"{origin}: expected at least one record, got "
-            + (f"none of {left_out.total()}: {reasons}" if reasons else "an empty source")
-        )
-    if reasons:
-        logger.info("%s: took %d records, left out %s", origin, taken, reasons)
+        yield from self.taken(read_tabom(path, settings), path, model)
 
 
 def _listed_non_ltr(record: Trajectory) -> NDArray[np.bool_] | None:
@@ -390,15 +313,12 @@ def _step_map(row: Row, ids: NDArray[np.int32], eos_ids: Sequence[int]) -> NDArr
     given = row.fields.get("step_map")
     if given is None:
         return None
-    if not isinstance(given, list) or not all(isinstance(n, int) and n >= 0 for n in given):
-        raise ValueError(f"{row.origin}: 'step_map' must list whole numbers of 0 or more")
+    is_steps = isinstance(given, list) and all(isinstance(n, int) and n >= 0 for n in given)
+    row.expect(is_steps, "a list of whole numbers of 0 or more in 'step_map'", given)
     ends = len(ids) > 0 and ids[-1] in eos_ids
     if given and ends and len(given) == len(ids) - 1:
         given = [*given, max(given) + 1]
-    if len(given) < len(ids):
-        raise ValueError(
-            f"{row.origin}: 'step_map' has {len(given)} steps for a response of {len(ids)} tokens; "
-            "was it made with another tokenizer?"
-        )
+    wanted = f"{len(ids)} steps in 'step_map', as the response has tokens with this tokenizer"
+    row.expect(len(given) >= len(ids), wanted, len(given))
     steps = np.array(given[: len(ids)], dtype=np.int32)
     return steps - steps.min(initial=np.iinfo(np.int32).max)

@@ -74,22 +74,24 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line, by default with the arguments of the process."""
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     if name in ("--help", "-h"):
-        names: dict[str, list[str]] = {}  # a line for all commands of one purpose
-        for command, (_, purpose) in COMMANDS.items():
-            names.setdefault(purpose, []).append(command)
-        lines = [f"  {', '.join(commands):19}  {purpose}" for purpose, commands in names.items()]
-        sys.stdout.write(HELP.format(commands="\n".join(lines)))
-        raise SystemExit(0)
-    if name not in COMMANDS:
+        sys.stdout.write(HELP.format(commands=_listed()))
+    elif name not in COMMANDS:
         known = ", ".join(COMMANDS)
         sys.stderr.write(f"lit-dlm: error: unknown command '{name}'; known: {known}\n")
         raise SystemExit(2)
-    module, purpose = COMMANDS[name]
+    elif COMMANDS[name][0] == TRAINER and rest in (["--help"], ["-h"]):
+        # The parser itself takes seconds to import.
+        purpose = COMMANDS[name][1]
+        purpose = purpose[0].upper() + purpose[1:]
+        sys.stdout.write(TRAINER_HELP.format(command=name, purpose=purpose))
+    elif status := _run(name, rest):
+        raise SystemExit(status)
+
+
+def _run(name: str, rest: list[str]) -> int:
+    """The exit status of a command; what it refused is one line."""
+    module = COMMANDS[name][0]
     if module == TRAINER:
-        if rest in (["--help"], ["-h"]):  # the parser itself takes seconds to import
-            purpose = purpose[0].upper() + purpose[1:]
-            sys.stdout.write(TRAINER_HELP.format(command=name, purpose=purpose))
-            raise SystemExit(0)
         rest = [name, *("--help" if option == "--help_all" else option for option in rest)]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # Classes of the user's own, in files of the working folder, may be named in configurations.
@@ -101,15 +103,22 @@ def main(args: list[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        return 1
     except KeyboardInterrupt:  # before a run has taken the signal over, and in short commands
-        status = 128 + signal.SIGINT
+        return 128 + signal.SIGINT
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIT_DLM_TRACEBACK"):
             raise
         hint = "; extras bring more: pip install 'lit-dlm[code,eval,log]'"
         hint = hint if isinstance(error, ModuleNotFoundError) else ""
         sys.stderr.write(f"lit-dlm: error: {' '.join(str(error).split())}{hint}\n")
-        status = 1
-    if status:
-        raise SystemExit(status)
+        return 1
+    return int(status or 0)
+
+
+def _listed() -> str:
+    """A line for all commands of one purpose."""
+    names: dict[str, list[str]] = {}
+    for command, (_, purpose) in COMMANDS.items():
+        names.setdefault(purpose, []).append(command)
+    return "\n".join(f"  {', '.join(one):19}  {purpose}" for purpose, one in names.items())

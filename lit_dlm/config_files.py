@@ -55,9 +55,8 @@ def find(name: str, beside: Path | None = None) -> Path:
     """
     if found := _found(name, beside):
         return found
-    near = difflib.get_close_matches(name.removesuffix(".yaml"), packaged(), n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
     searched = f"{(beside or Path()).resolve()} and {FOLDER}"
+    hint = nearest(name.removesuffix(".yaml"), packaged())
     raise ValueError(f"configuration '{name}': expected a file, got none in {searched}{hint}")
 
 
@@ -104,13 +103,9 @@ def _included(value: Any, folder: Path, within: tuple[Path, ...] = ()) -> Any:
     own = {key: _included(item, folder, within) for key, item in value.items() if key != "defaults"}
     if "defaults" not in value:
         return own
-    bases = value["defaults"]
-    bases = bases if isinstance(bases, list) else [bases]
-    if not all(isinstance(name, str) for name in bases):
-        raise ValueError(f"{within[-1]}: defaults: expected names of files, got {bases}")
-    merged: Any = {}
-    for name in bases:
-        merged = merge(merged, _read(find(name, folder), within))
+    bases, merged = value["defaults"], dict[str, Any]()
+    for name in bases if isinstance(bases, list) else [bases]:
+        merged = merge(merged, _read(find(str(name), folder), within))
     return merge(merged, own)
 
 
@@ -159,6 +154,7 @@ def _class(name: str) -> type | None:
             return None  # the parser says so
         return found if isinstance(found, type) else None
     for _ in range(2):
+        # A copy: looking at lazy modules imports others.
         for module, content in list(sys.modules.items()):
             found = getattr(content, name, None) if module.startswith(_SHORT_NAMES) else None
             if isinstance(found, type):
@@ -195,6 +191,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
             value = _with_contents(value)
             rest += [f"{option}={value}"] if equals else [option, value] if value else [option]
     if place is not None:
+        # One document, as jsonargparse would merge lists and classes of two by rules of its own.
         rest.insert(place, f"--config={json.dumps(merged)}")
     return rest
 
@@ -218,18 +215,22 @@ def _set(document: dict[str, Any], keys: list[str], text: str) -> bool:
         return False
     name = keys[-1]
     value, old = _included(parsed["value"], Path()), place.get(name)
-    if isinstance(value, str) and isinstance(old, dict) and (kind := _class(value)):
-        initialisers = (vars(one).get("__init__") for one in kind.__mro__)
-        known = {n for one in initialisers if one for n in inspect.signature(one).parameters}
-        settings = {k: v for k, v in (old.get("init_args") or {}).items() if k in known}
-        place[name] = {"class_path": value, "init_args": settings}
+    kind = _class(value) if isinstance(value, str) and isinstance(old, dict) else None
+    if kind is not None:
+        place[name] = {"class_path": value, "init_args": _shared_settings(kind, old)}
     elif not (isinstance(value, dict | list) or {"decoders", "sweep"} & set(keys)):
         return False
-    elif isinstance(value, dict) and "class_path" in value:
-        place[name] = merge(old, value)
     else:
-        place[name] = value
+        is_class = isinstance(value, dict) and "class_path" in value
+        place[name] = merge(old, value) if is_class else value
     return True
+
+
+def _shared_settings(kind: type, old: Any) -> dict[str, Any]:
+    """Of the settings of another class those that this one has as well."""
+    initialisers = (vars(one).get("__init__") for one in kind.__mro__)
+    known = {name for one in initialisers if one for name in inspect.signature(one).parameters}
+    return {key: value for key, value in (old.get("init_args") or {}).items() if key in known}
 
 
 def _place(document: dict[str, Any], keys: list[str]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
@@ -19,24 +19,11 @@ from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lit_dlm.config_files import nearest, own_modules, with_files
 from lit_dlm.plugs import Plug, difference
 
-_UNKNOWN_OPTION = re.compile(
-    r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?"
-)
-_UNKNOWN_KEY = re.compile(
-    r"(?:Group '([^']+)' does not accept option|Subcommand '\w+' does not accept option|Key)"
-    r" '([^']+)'"
-)
-_UNKNOWN_FLAG = re.compile(r"[Uu]nrecognized arguments: (--\S+)")
-_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\w+)")
 _PLUG = re.compile(
     r"(?:Import path (?P<path>\S+ )?does not correspond to a subclass of (?P<plug>\w+)"
     r"|Expected an instantiatable class, but (?P<abstract>\S+ )?is abstract)"
     r"(?:.*?Given value: (?P<given>[\w.]+))?",
     re.DOTALL,
-)
-_MOVED = re.compile(
-    r"Problem with given class_path '([\w.]+\.(\w+))':\s*"
-    r"(?:module '[\w.]+' has no attribute|No module named)"
 )
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 _UNION_START = "Does not validate against any of the Union subtypes"
@@ -50,8 +37,6 @@ _NO_FILE = re.compile(r"\n\s*- Expected a path but [^\n]* either not accessible 
 """Of options that may name a file; whoever gave a file that is not there is told so elsewhere."""
 _WRONG_TYPE = re.compile(r"Expected an? (?:<class '([\w.]+)'>|typing\.Literal\[(.*?)\])")
 _CALLABLE = re.compile(r"Type typing\.Callable\S* \S* expects a function or a callable class: ")
-_NO_CLASS = re.compile(r"Not a valid subclass of (\w+)")
-_MISSING = re.compile(r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b")
 
 
 def explain(message: str, parser: ArgumentParser | None = None) -> str:
@@ -59,41 +44,16 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
 
     The parser knows the keys; there is none when a class was being built.
     """
-    if found := _PLUG.search(message):
-        path = found["path"] or found["abstract"] or found["given"]
-        if told := _lacks(path.strip(), found["plug"]):
-            at = "".join(f"{key}." for key in _KEY.findall(message[: found.start()])).rstrip(".")
-            return f"{at}: {told}"
-    for path, name in _MOVED.findall(message):
-        if any(one.__name__ == name for one in _own_classes()):
-            at = "".join(f"{key}: " for key in _KEY.findall(message)[:1])
-            return f"{at}'{path}' is no longer there; write class_path: {name}"
+    # Before unions are taken apart: which base was meant stands around them.
+    if told := _plug_fault(message):
+        return told
     message = _innermost(_NO_FILE.sub("\n  ", message))
     place = ".".join(_KEY.findall(message))
     at = f"{place}: " if place else ""
     classes = _CLASS.findall(message)
-    if found := _UNKNOWN_OPTION.search(message):
-        return at + _without_option(found[1], [*classes, *filter(None, [found[2]])])
-    if found := _UNKNOWN_CLASS.search(message):
-        names = [one.__name__ for one in _own_classes()]
-        if found[1] in names:
-            return f"{at}expected a class of another kind, got {found[1]}"
-        return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
-    if found := _UNKNOWN_KEY.search(message):
-        key = f"{found[1]}.{found[2]}" if found[1] else found[2]
-        return f"unknown key '{key}'{nearest(key, _keys(parser))}"
-    if found := _UNKNOWN_FLAG.search(message):
-        flag = found[1].split("=")[0]
-        if classes:
-            return at + _without_option(flag.removeprefix("--"), classes)
-        return f"unknown option '{flag}'{nearest(flag, (f'--{k}' for k in _keys(parser)))}"
-    if found := _NO_CLASS.search(message):
-        return f"{at}expected a {found[1]}: a class's name, or class_path and init_args alone"
-    if found := _MISSING.search(message):
-        return (
-            f"{found[1]}: expected a class, got none; give --config FILE ('lit-dlm recipes' lists "
-            "the shipped ones)"
-        )
+    for pattern, tell in _FAULTS.items():
+        if found := re.search(pattern, message):
+            return tell(found, at, classes, _keys(parser))
     message = _KEY.sub("", _CLASS.sub("", message) if place else message)
     message = _WRONG_TYPE.sub(lambda m: f"expected {m[1] or f'one of {m[2]}'}", message)
     message = _CALLABLE.sub("", message).replace(". Got value: ", ", got ")
@@ -101,13 +61,69 @@ def explain(message: str, parser: ArgumentParser | None = None) -> str:
     return f"{at}{told.removeprefix(': ')}"
 
 
+def _plug_fault(message: str) -> str | None:
+    """What a class lacks that was given for one of our bases."""
+    found = _PLUG.search(message)
+    path = found and (found["path"] or found["abstract"] or found["given"])
+    told = _lacks(path.strip(), found["plug"]) if found and path else None
+    at = ".".join(_KEY.findall(message[: found.start()])) if found else ""
+    return told and f"{at}: {told}"
+
+
+def _unknown_option(found: re.Match[str], at: str, classes: list[str], _: list[str]) -> str:
+    return at + _without_option(found[1], [*classes, *filter(None, [found[2]])])
+
+
+def _unknown_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
+    names = [one.__name__ for one in _own_classes()]
+    if found[1] in names:
+        return f"{at}expected a class of another kind, got {found[1]}"
+    return f"{at}unknown class '{found[1]}'{nearest(found[1], names)}"
+
+
+def _unknown_key(found: re.Match[str], _: str, __: list[str], keys: list[str]) -> str:
+    key = f"{found[1]}.{found[2]}" if found[1] else found[2]
+    return f"unknown key '{key}'{nearest(key, keys)}"
+
+
+def _unknown_flag(found: re.Match[str], at: str, classes: list[str], keys: list[str]) -> str:
+    if classes:
+        return at + _without_option(found[1].removeprefix("--"), classes)
+    return f"unknown option '{found[1]}'{nearest(found[1], (f'--{key}' for key in keys))}"
+
+
+def _no_class(found: re.Match[str], at: str, _: list[str], __: list[str]) -> str:
+    return f"{at}expected a {found[1]}: a class's name, or class_path and init_args alone"
+
+
+def _missing(found: re.Match[str], _: str, __: list[str], ___: list[str]) -> str:
+    give = "give --config FILE ('lit-dlm recipes' lists the shipped ones)"
+    return f"{found[1]}: expected a class, got none; {give}"
+
+
+_FAULTS = {
+    r"Option '([^']+)' is not accepted(?:\. Got value: Namespace\(class_path='([^']+)')?": (
+        _unknown_option
+    ),
+    r"Expected a dot import path string: (\w+)": _unknown_class,
+    r"(?:Group '([^']+)' does not accept option|Subcommand '\w+' does not accept option|Key)"
+    r" '([^']+)'": _unknown_key,
+    r"[Uu]nrecognized arguments: (--[^\s=]+)": _unknown_flag,
+    r"Not a valid subclass of (\w+)": _no_class,
+    r"(?:the following arguments are required: |Key \")(?:\w+\.)?(data|model)\b": _missing,
+}
+"""What jsonargparse says, and who tells it in one line; the first that fits."""
+
+
 def _innermost(message: str) -> str:
     """Replaces every "no member of the union fits" by the first fault that is not about None."""
+    # From the last to the first: unions lie in each other, and an inner one is simple by then.
     while (start := message.rfind(_UNION_START)) >= 0:
         found = _UNION.match(message, start)
         if found is None:
             break
         items = re.split(r"\n\s*- ", "\n" + found["items"].strip("\n"))[1:]
+        # "None was expected" is true of every optional class and helps nobody.
         faults = [item for item in items if "NoneType" not in item.split("\n")[0]] or items
         fault = faults[0]
         wanted = [m[1] or f"one of {m[2]}" for m in map(_WRONG_TYPE.fullmatch, faults) if m]
@@ -121,9 +137,10 @@ def _innermost(message: str) -> str:
 def _without_option(name: str, classes: list[str]) -> str:
     """Says that the last of nested classes has no such option, and which one was meant."""
     target = locate(classes[-1]) if classes else None
-    known = set(_parameters([target] if callable(target) else _own_classes())) - {name}
+    owners = [target] if callable(target) else _own_classes()
+    known = {parameter for owner in owners for parameter in inspect.signature(owner).parameters}
     owner = f"{classes[-1].rsplit('.', 1)[-1]} has no option" if classes else "unknown option"
-    return f"{owner} '{name}'{nearest(name, known)}"
+    return f"{owner} '{name}'{nearest(name, known - {'self', 'args', 'kwargs', name})}"
 
 
 def _lacks(path: str, plug: str | None) -> str | None:
@@ -147,14 +164,6 @@ def _own_classes() -> list[type]:
         own = {k: v for k, v in own.items() if not issubclass(v, BaseException | dict)}
         found.update((k, v) for k, v in own.items() if v.__module__ == module.__name__)
     return list(found.values())
-
-
-def _parameters(owners: Iterable[object]) -> list[str]:
-    names: set[str] = set()
-    for owner in owners:
-        if callable(owner):
-            names.update(inspect.signature(owner).parameters)
-    return sorted(names - {"self", "args", "kwargs"})
 
 
 def _keys(parser: ArgumentParser | None) -> list[str]:

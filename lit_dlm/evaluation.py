@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,7 @@ class DiffusionLM(TemplateLM):
         self.num_draws = num_draws
         self.antithetic = antithetic
         self.check_greedy = check_greedy
-        self.num_steps: list[int] = []
-        """Forwards of every text that was generated, in the order of the requests."""
+        self.num_steps: list[int] = []  # forwards of every text, in the order of the requests
         self._device = backbone.device
         self._path = answers
         self._answers = _read_answers(answers)
@@ -164,7 +164,7 @@ class DiffusionLM(TemplateLM):
             rows = [row for row, one in enumerate(asked) if one["length"] == length]
             sizes = [len(asked[row]["prompt"]) for row in rows]
             batches += [
-                [rows[i] for i in part]
+                [rows[number] for number in part]
                 for part in length_buckets(sizes, batch_size=self.batch_size)
             ]
         found = self._answered(keys, batches, decode, "decoding", is_quiet=disable_tqdm)
@@ -242,20 +242,19 @@ class DiffusionLM(TemplateLM):
         is_quiet: bool,
     ) -> list[dict[str, Any]]:
         """Answers in the order of the keys: those in the file, and new ones batch by batch."""
-        settings = json.dumps(self.settings(), sort_keys=True) if self._path else ""
+        settings = ""
+        if self._path is not None:
+            settings = json.dumps(self.settings(), sort_keys=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         names = [f"{sample_seed(0, settings + verb + key):016x}" for key in keys]
         left = [[row for row in rows if names[row] not in self._answers] for rows in batches]
         for rows in track([rows for rows in left if rows], verb, disable=is_quiet):
             for row, found in zip(rows, answer(rows), strict=True):
                 self._answers[names[row]] = found
-                self._keep(names[row], found)
+                if self._path is not None:
+                    with self._path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps([names[row], found], ensure_ascii=False) + "\n")
         return [self._answers[name] for name in names]
-
-    def _keep(self, name: str, answer: dict[str, Any]) -> None:
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, answer], ensure_ascii=False) + "\n")
 
 
 def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
@@ -275,11 +274,11 @@ def _read_answers(path: Path | None) -> dict[str, dict[str, Any]]:
 
 def _numbered(keys: Sequence[str]) -> list[str]:
     """Keys that differ: the second of equal ones gets a number, and so on."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     named = []
     for key in keys:
-        number = seen[key] = seen.get(key, -1) + 1
-        named.append(f"{key}#{number}" if number else key)
+        named.append(f"{key}#{seen[key]}" if seen[key] else key)
+        seen[key] += 1
     return named
 
 

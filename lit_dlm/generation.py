@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from lit_dlm.backbones import Backbone, load_backbone, load_tokenizer
-from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer, decode_prompts
+from lit_dlm.decoding import ConfidencePolicy, Decoder, Observer
 from lit_dlm.decoding.buckets import length_buckets
-from lit_dlm.decoding.endings import text_cells
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, Detokenizer, decode_stream
 from lit_dlm.ops.noise import sample_seed
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -28,14 +29,10 @@ class Generations:
     ids: list[list[int]]
     """Response tokens, cut before the first end of text (with a template, that of every part of
     it); masks that were left are dropped."""
-    num_steps: list[int]
-    """Forwards of the backbone that the row took part in."""
-    status: list[str]
-    """``complete``, ``eos`` or ``step_limit``."""
-    texts: list[str] = field(default_factory=list)
-    """Decoded ``ids``; empty without a tokenizer."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """Filled on demand."""
+    num_steps: list[int]  # Forwards of the backbone that the row took part in
+    status: list[str]  # complete, eos or step_limit
+    texts: list[str] = field(default_factory=list)  # Decoded ids; empty without a tokenizer
+    trajectories: list[Trajectory] = field(default_factory=list)  # Filled on demand
     decoder: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,36 +74,41 @@ def generate(
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
-    prompt_ids = [_token_ids(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     count = len(prompts)
     names = [str(row) for row in range(count)] if uids is None else uids
+    encoded = [
+        DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
+        for number, (uid, prompt) in enumerate(zip(names, prompts, strict=True))
+    ]
     done = Generations(
-        ids=[[]] * count, num_steps=[0] * count, status=[""] * count, decoder=decoder.describe()
+        ids=[[]] * count,
+        num_steps=[0] * count,
+        status=[""] * count,
+        texts=[] if tokenizer is None else [""] * count,
+        decoder=decoder.describe(),
     )
     records: dict[int, Trajectory] = {}
-    for rows in length_buckets([len(ids) for ids in prompt_ids], batch_size=batch_size):
+    for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
         captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
-        result = decode_prompts(
+        (batch,) = decode_stream(
             backbone,
             decoder,
-            [prompt_ids[row] for row in rows],
+            WorkQueue(len(rows)),
+            [encoded[row] for row in rows].__getitem__,
             response_length=response_length,
-            seeds=[sample_seed(seed, names[row]) for row in rows],
+            batch_size=len(rows),
+            detokenizer=Detokenizer(backbone, tokenizer),
             observers=[*captures, *observers],
         )
-        response = result.ids[:, result.start :]
-        given = None if result.given is None else result.given[:, result.start :]
-        kept = text_cells(response, backbone.spec.eos_ids, given)
-        kept &= response != backbone.spec.mask_id
         for place, row in enumerate(rows):
-            done.ids[row] = response[place][kept[place]].tolist()
-            done.num_steps[row] = int(result.num_steps[place])
-            done.status[row] = result.status[place]
+            done.ids[row] = batch.responses.ids[place]
+            done.num_steps[row] = int(batch.result.num_steps[place])
+            done.status[row] = batch.result.status[place]
+            if tokenizer is not None:
+                done.texts[row] = batch.responses.texts[place]
         for capture in captures:
             named = capture.trajectories([names[row] for row in rows])
             records.update(zip(rows, named, strict=True))
-    if tokenizer is not None:
-        done.texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in done.ids]
     done.trajectories = [records[row] for row in sorted(records)]
     return done
 

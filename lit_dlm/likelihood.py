@@ -42,26 +42,13 @@ def log_likelihood_bound(
     blocks are clean while it writes one: its bound is the sum of those of the blocks, each behind
     all that stands before it (arXiv 2503.09573), with ``num_draws`` draws each.
 
-    Args:
-        backbone: the model.
-        prompt_ids: at least one token.
-        target_ids: at least one token.
-        num_draws: masked copies.
-        antithetic: whether to draw them in pairs.
-        seed: equal seeds give equal draws for targets of one length.
-        batch_size: copies in one forward.
-
-    Returns:
-        The estimate in nats, at most 0.
+    Equal seeds give equal draws for targets of one length. In nats, at most 0.
     """
-    if not prompt_ids or not target_ids:
+    if not prompt_ids or not target_ids or num_draws < 1 or (antithetic and num_draws % 2):
         raise ValueError(
-            "log_likelihood: expected a prompt and a target of at least one token each, got "
-            f"{len(prompt_ids)} and {len(target_ids)}"
-        )
-    if num_draws < 1 or (antithetic and num_draws % 2):
-        raise ValueError(
-            f"num_draws: expected a positive {'even ' if antithetic else ''}number, got {num_draws}"
+            "log_likelihood: expected at least one token of prompt and target each and a positive "
+            f"number of draws, even where antithetic; got {len(prompt_ids)} and "
+            f"{len(target_ids)} tokens, num_draws {num_draws}"
         )
     ids = torch.tensor([*prompt_ids, *target_ids], device=backbone.device)
     total = 0.0

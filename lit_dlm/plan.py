@@ -108,23 +108,7 @@ class _Model:
     def __init__(
         self, options: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
     ) -> None:
-        num_seeing = 0
-        if options.get("architecture"):
-            self.architecture = _built(Architecture, options["architecture"])
-        else:
-            path, from_ar = str(options["path"]), options.get("from_ar")
-            known = is_local(path) or in_hub_cache(path, weights=False) or not offline
-            if not known and path not in RELEASES:
-                raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
-            found = resolve(
-                path if known else RELEASES[path].config,
-                spec_overrides=options.get("spec_overrides"),
-                from_ar=None if from_ar is None else _built(FromAR, from_ar),
-                source=f"{path}: ",
-            )
-            self.architecture = found.architecture
-            if options.get("vision") and "mm_vision_tower" in found.config:
-                num_seeing = sum(map(math.prod, tower_shapes(found.config).values()))
+        self.architecture, num_seeing = _described(options, offline=offline)
         self.shapes = self.architecture.parameter_shapes()
         self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
         self.recompute = options.get("gradient_checkpointing", False)
@@ -146,6 +130,15 @@ class _Model:
         if self.computed < self.stream and self.trains_all:  # autocast keeps them
             self.copies["bfloat16 weights"] = self.computed * self.num_base
 
+    @property
+    def num_trained(self) -> int:
+        return self.num_base if self.trains_all else self.num_adapter * self.trains_adapters
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients; those of adapters are float32."""
+        return self.num_trained * (self.weight if self.trains_all else 4)
+
     def adapted(self, lora: LoRASettings) -> list[tuple[int, ...]]:
         """Shapes of the matrices that an adapter adapts."""
         return [
@@ -165,8 +158,7 @@ class _Model:
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
         packed = int(run.get("packing") or 1)
         length = sum(row_tokens(run["prompt"], run["response"], a.spec(), copies=packed))
-        limit = run.get("max_tokens_per_batch")
-        rows = run.get("batch_size", 1) if limit is None else max(1, limit // length)
+        rows = run.get("batch_size", 1)
         if "responses_per_prompt" not in run:  # so many states of every example
             rows *= _options(run.get("corruption")).get("copies", 1)
         scored = rows * packed * run["response"]
@@ -240,55 +232,45 @@ class _Model:
         return found | self.copies
 
 
+def _described(options: Mapping[str, Any], *, offline: bool) -> tuple[Architecture, int]:
+    """The decoder that the options of a backbone mean, and parameters of its vision tower."""
+    if options.get("architecture"):
+        return _built(Architecture, options["architecture"]), 0
+    path, from_ar = str(options["path"]), options.get("from_ar")
+    known = is_local(path) or in_hub_cache(path, weights=False) or not offline
+    if not known and path not in RELEASES:
+        raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
+    found = resolve(
+        path if known else RELEASES[path].config,
+        spec_overrides=options.get("spec_overrides"),
+        from_ar=None if from_ar is None else _built(FromAR, from_ar),
+        source=f"{path}: ",
+    )
+    is_seeing = options.get("vision") and "mm_vision_tower" in found.config
+    shapes = tower_shapes(found.config).values() if is_seeing else ()
+    return found.architecture, sum(map(math.prod, shapes))
+
+
 def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
-    """Reads a plan from a resolved configuration.
+    """Reads a plan from a resolved configuration, as the parser gives it.
 
-    Args:
-        config: with ``model``, ``data`` and ``trainer``, as the parser gives it.
-        offline: a release that is not on this machine is described by the packaged table of
-            :mod:`lit_dlm.twins` instead of the hub.
-
-    Returns:
-        The plan; ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`.
+    ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`. With ``offline`` a
+    release that is not on this machine is described by the packaged table of :mod:`lit_dlm.twins`
+    instead of the hub.
     """
     settings, data, trainer = _options(config["model"]), _options(config["data"]), config["trainer"]
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
-    given = [settings["backbone"], settings.get("value_backbone")]
-    models = [_Model(_options(one), trainer, offline=offline) for one in given if one]
-    policy, value = models[0], _options(settings.get("value"))
-    reader = value.get("backbone", "lora") if settings.get("value") else "head"
-    if reader == "lora":
-        policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
-    lengths = data.get("response_length") or 0
-    run = {
-        **settings,
-        **data,
-        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
-        "prompt": data.get("max_prompt_length") or 0,
-        "response": lengths if isinstance(lengths, int) else max(lengths),
-    }
+    policy, values = _models(settings, trainer, offline=offline)
+    models = [policy, *([values] if values and values is not policy else [])]
+    run = {**settings, **data, **_sizes(data, trainer)}
     only_decodes = _class(config["data"]).endswith("PromptDataModule")
     is_rl = "responses_per_prompt" in data and not only_decodes
-    num_trained = gradients = 0
-    for model in [] if only_decodes else models:
-        number = model.num_base if model.trains_all else model.num_adapter * model.trains_adapters
-        num_trained += number
-        gradients += number * (model.weight if model.trains_all else 4)
-    training: dict[str, int] = {}
-    if gradients and run["response"]:
-        training = policy.training(run)
-        if reader != "head":  # kept as long as the policy's
-            of_values = models[-1].training(run).items()
-            training |= {f"{name} of values": n for name, n in of_values if name != "head"}
-        if str(trainer.get("strategy")).startswith("ddp"):
-            training["buckets of gradients"] = gradients
-    decoding: dict[str, int] = {}
-    if only_decodes or is_rl:
-        run["response"] = max(run["response"], data.get("val_response_length") or 0)
-        decoders = [_options(one) for one in (settings.get("decoders") or {}).values()] or [{}]
-        found = [policy.decoding(run, one) for one in decoders]
-        decoding = max(found, key=lambda parts: sum(parts.values()))  # one method at a time
+    trained = [] if only_decodes else models
+    gradients = sum(model.gradients for model in trained)
+    training = _training(policy, values, run) if gradients and run["response"] else {}
+    if training and str(trainer.get("strategy")).startswith("ddp"):
+        training["buckets of gradients"] = gradients
     states = gradients * _STATES.get(_class(settings.get("optimizer")).rpartition(".")[2], 2)
     elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
     if is_rl and policy.adapters and not policy.is_sharded:
@@ -298,22 +280,63 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),
         num_parameters=sum(model.num_base + model.num_adapter for model in models),
-        num_trained=num_trained,
+        num_trained=sum(model.num_trained for model in trained),
         split={"weights": weights, "gradients": gradients, "optimiser states": states},
         training=training,
         update=gradients if run["device"] == "cuda" else 0,  # AdamW: roots of second moments
-        decoding=decoding,
+        decoding=_decoding(policy, run) if only_decodes or is_rl else {},
         elsewhere=elsewhere,
         is_sharded=policy.is_sharded,
     )
 
 
+def _sizes(data: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Longest prompts and responses, and the kind of device."""
+    lengths = data.get("response_length") or 0
+    return {
+        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        "prompt": data.get("max_prompt_length") or 0,
+        "response": lengths if isinstance(lengths, int) else max(lengths),
+    }
+
+
+def _models(
+    settings: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
+) -> tuple[_Model, _Model | None]:
+    """The policy, and what runs a forward for values: the policy with an adapter, or another."""
+    policy = _Model(_options(settings["backbone"]), trainer, offline=offline)
+    values = None
+    if given := settings.get("value_backbone"):
+        values = _Model(_options(given), trainer, offline=offline)
+    if not settings.get("value"):
+        return policy, values
+    value = _options(settings["value"])
+    reader = value.get("backbone", "lora")
+    if reader == "lora":
+        policy.adapters.append(_built(LoRASettings, value.get("lora") or {}))
+    return policy, values or (None if reader == "head" else policy)
+
+
+def _training(policy: _Model, values: _Model | None, run: Mapping[str, Any]) -> dict[str, int]:
+    """Forward and backward; those of a model of values are kept as long as the policy's."""
+    parts = policy.training(run)
+    of_values = values.training(run) if values else {}
+    return parts | {f"{name} of values": n for name, n in of_values.items() if name != "head"}
+
+
+def _decoding(policy: _Model, run: Mapping[str, Any]) -> dict[str, int]:
+    """The decoder that takes most, as they decode one after the other."""
+    longest = max(run["response"], run.get("val_response_length") or 0)
+    decoders = [_options(one) for one in (run.get("decoders") or {}).values()] or [{}]
+    found = [policy.decoding({**run, "response": longest}, one) for one in decoders]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
 def check_run(config: Mapping[str, Any]) -> str | None:
     """Plans a run of a large model before anything is loaded, and refuses what cannot fit.
 
-    Returns:
-        The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where
-        the backbone cannot be described: building it says so, with its place.
+    The plan in one line; ``None`` for models of less than :data:`LARGE` parameters, and where the
+    backbone cannot be described: building it says so, with its place.
     """
     try:
         plan = plan_of(config)

@@ -27,8 +27,11 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.rewards import GroupFilter, Reward, RewardScore, Rollout
+from lit_dlm.rl.advantages import Advantage, GroupZScore
+from lit_dlm.rl.items import Items
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import SAMPLED, SampledLogProb
+from lit_dlm.rl.step import MicroBatch, fill_advantages, fill_old_scores, shard_items
 from lit_dlm.toy.word_problems import WordProblems
 from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
@@ -130,7 +133,7 @@ def decoded(
     metas = [
         {
             "rl_step": step,
-            "place": row // 2,
+            "prompt": row // 2,
             "response": row % 2,
             "reward": float(row % 2),
             "correct": row % 2 > 0,
@@ -171,13 +174,33 @@ def answer_cells(record: Trajectory) -> list[int]:
     return list(range(ends[0] + 1 if len(ends) else record.num_generated))
 
 
-def unit_table(items: Sequence[Any], name: str, count: int) -> Tensor:
+def every(items: Items) -> Tensor:
+    """Numbers of all items."""
+    return torch.arange(len(items))
+
+
+def unit_table(items: Items, name: str, count: int) -> Tensor:
     """``(count, G)`` of a value of all units, NaN where there is none; each token at most once."""
+    assert torch.stack([items.record, items.cell]).unique(dim=1).shape[1] == len(items.cell)
     table = torch.full((count, G), torch.nan, dtype=torch.float64)
-    for item in items:
-        assert table[item.record, item.cells].isnan().all()
-        table[item.record, item.cells] = getattr(item, name).double()
+    table[items.record, items.cell] = getattr(items, name).double()
     return table
+
+
+def prepared(
+    rl: TraceRLModule,
+    records: Sequence[Trajectory],
+    *,
+    advantage: Advantage | None = None,
+    batch_size: int = 8,
+) -> tuple[Items, list[MicroBatch]]:
+    """Items and batches with everything that training needs."""
+    rl.eval()
+    items = rl.rows.items(records)
+    fill_advantages(rl, items, advantage=advantage or GroupZScore(), batch_size=8)
+    batches = shard_items(items.size.numpy(), batch_size=batch_size)
+    fill_old_scores(rl, batches, items)
+    return items, batches
 
 
 class DigitReward(Reward):

@@ -133,14 +133,6 @@ def test_values_of_flags_may_name_packaged_files(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.slow
-def test_no_method_name_has_a_dot():
-    for name in packaged("exp"):
-        model = load(name)["model"].get("init_args", {})
-        named = [*model.get("decoders", {}), *model.get("sweep", {})]
-        assert not [method for method in named if "." in method], name
-
-
 def test_recipes_list_every_experiment_and_show_one(capsys: pytest.CaptureFixture[str]):
     assert recipes.main([]) == 0
     lines = capsys.readouterr().out.splitlines()

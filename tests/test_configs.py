@@ -74,6 +74,6 @@ def test_what_departs_from_a_release_takes_its_values(overlay: str, name: str, c
 def test_run_dir_reaches_everything_that_refers_to_it(capsys):
     base = str(ROOT / "configs" / "exp" / "benchmark_tiny.yaml")
     text = _print_config(capsys, "predict", "--config", base, "--run_dir", "elsewhere")
-    assert "results_dir: elsewhere/results" in text
+    assert "run_dir: elsewhere" in text
     assert "path: elsewhere/policy" in text
     assert "runs/" not in text

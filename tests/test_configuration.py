@@ -9,7 +9,6 @@ from lightning.pytorch.cli import OptimizerCallable
 
 import lit_dlm.modules
 import lit_dlm.rl  # noqa: F401
-from lit_dlm.config_files import nearest
 from lit_dlm.configuration import Parser, explain
 from lit_dlm.datamodules.supervised_sources import SupervisedSource
 from lit_dlm.decoding import CommitPolicy
@@ -22,12 +21,6 @@ def _error(configure, arguments: list[str]) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011  (argparse's own error type)
         parser.parse_args(arguments)
     return explain(str(caught.value), parser)
-
-
-def test_nearest_names_the_closest_or_lists_all():
-    assert nearest("treshold", ["threshold", "seed"]) == "; did you mean 'threshold'?"
-    assert nearest("zzz", ["b", "a"]) == "; known: a, b"
-    assert nearest("zzz", []) == ""
 
 
 class Picks:
@@ -65,21 +58,9 @@ def test_what_a_class_lacks_is_named(name: str, told: str, kind: Any, form: str)
     assert text == f"policy: {told}"
 
 
-def test_a_class_that_has_moved_is_named_by_its_short_name():
-    """Saved configurations hold import paths."""
-    text = _error(
-        lambda p: p.add_subclass_arguments(LightningModule, "model"),
-        ["--model=lit_dlm.modules.tracerl.TraceRLModule"],
-    )
-    assert text == (
-        "model: 'lit_dlm.modules.tracerl.TraceRLModule' is no longer there; write class_path: "
-        "TraceRLModule"
-    )
-
-
 RECORDED = (
     "[{class_path: RecordedDecodes, "
-    "init_args: {shards: a, only_correct: true, tasks: [sums], limit: 3}}]"
+    "init_args: {shards: a, only_correct: true, tasks: [sums], methods: [x]}}]"
 )
 
 
@@ -92,7 +73,7 @@ def parsed(parser: Parser, folder: Path, document: str, *flags: str) -> Namespac
 
 @pytest.mark.parametrize("again", ["TABOMFile", "RecordedDecodes"])
 def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: str) -> None:
-    """Filter and limit were of the former; TABOMFile takes wrong rows by default."""
+    """Filter and methods were of the former; TABOMFile takes wrong rows by default."""
     parser = Parser(parser_mode="omegaconf+")
     parser.add_argument("--sources", type=list[SupervisedSource])
     key = {"TABOMFile": "path", "RecordedDecodes": "shards"}[again]
@@ -101,7 +82,7 @@ def test_a_list_given_again_replaces_the_one_of_the_file(tmp_path: Path, again: 
     settings = source.init_args.as_dict()
     assert settings[key] == "b"
     assert settings["only_correct"] is (again == "RecordedDecodes")
-    assert settings.get("limit") is None
+    assert settings["methods"] is None
 
 
 def test_a_class_with_settings_starts_anew_and_a_bare_name_keeps_what_both_have(
@@ -129,12 +110,6 @@ def model_of(folder: Path, *flags: str) -> Namespace:
     return parsed(parser, folder, f"model: {first}", *flags).model
 
 
-def test_a_bare_name_keeps_nested_settings(tmp_path: Path) -> None:
-    found = model_of(tmp_path, "--model=SFTModule")
-    assert found.class_path.endswith("SFTModule")
-    assert found.init_args.backbone.init_args.lora.rank == 3
-
-
 def test_a_flag_inside_a_class_may_be_null_or_hold_it(tmp_path: Path) -> None:
     """jsonargparse hands values of nested classes on as the text of Python objects."""
     backbone = model_of(
@@ -156,4 +131,4 @@ def test_a_flag_of_a_list_inside_a_class_keeps_its_value(tasks: list[str] | None
     flag = f"--data.sources.init_args.tasks={json.dumps(tasks)}"
     (source,) = parser.parse_args([data, flag]).data.init_args.sources
     assert source.init_args.tasks == tasks
-    assert source.init_args.limit == 3
+    assert source.init_args.methods == ["x"]

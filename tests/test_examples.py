@@ -69,7 +69,7 @@ def test_the_task_is_decoded_and_graded(tmp_path: Path):
     content = {
         "trainer": {
             "logger": False,
-            "callbacks": [{"class_path": "ResultWriter", "init_args": {"run_dir": str(run_dir)}}],
+            "callbacks": [{"class_path": "DecodeWriter", "init_args": {"run_dir": str(run_dir)}}],
         },
         "model": {
             "class_path": "DecodeModule",
@@ -81,7 +81,6 @@ def test_the_task_is_decoded_and_graded(tmp_path: Path):
         },
         **yaml.safe_load(shown("task")),
     }
-    content["data"]["init_args"]["results_dir"] = str(run_dir / "results")
     cli.main(["predict", "--config", config(tmp_path, content), f"--run_dir={run_dir}", *QUIET])
     (summary,) = json.loads((run_dir / "summary.json").read_text())
     assert (summary["task"], summary["n"]) == ("totals", 4)

@@ -29,7 +29,6 @@ class Chooses:
 FILES = {
     "open.yaml": "trainer: [1\n",
     "loop.yaml": "defaults: loop\n",
-    "part.yaml": "defaults: ../method/tracerll\n",
     "top.yaml": "modle: {seed: 1}\n",
     "trainer.yaml": "trainer: {max_stepz: 3}\n",
     "five.yaml": "trainer: 5\n",
@@ -37,8 +36,6 @@ FILES = {
     "sft.yaml": SFT_YAML,
     "own.py": OWN,
     "answers.jsonl": '{"prompt": "2+3", "answer": "5"}\n',
-    "empty.jsonl": "",
-    "broken.jsonl": '{"prompt": "2+3"}\n{oops\n',
     "key.jsonl": '{"prmpt": "2+3"}\n',
     "shards/train.jsonl": '{"prompt": "2+3"}\n',
     "torn.ckpt": "PK",
@@ -61,7 +58,6 @@ MISTAKES = [
     ),
     (f"{PREDICT} --config open", "{here}/open.yaml: while parsing a flow sequence in"),
     ("fit --config loop", "{here}/loop.yaml: names itself, by way of {here}/loop.yaml"),
-    ("fit --config part", "configuration '../method/tracerll': expected a file, got none in"),
     (f"{PREDICT} --run_dir '${{oops'", "run_dir: expected references like ${run_dir}, got no viab"),
     # keys
     (f"{PREDICT} --config top", "unknown key 'modle.seed'; did you mean 'model"),
@@ -71,10 +67,6 @@ MISTAKES = [
     (
         f"{PREDICT} --trainer.max_stepz 3",
         "unknown option '--trainer.max_stepz'; did you mean '--trainer.max_steps'?",
-    ),
-    (
-        f"{PREDICT} --data.init_args.batch_sise 8",
-        "data: PromptDataModule has no option 'batch_sise'; did you mean 'batch_size'?",
     ),
     (
         f"{MINE}.settings.max_stepz 4",
@@ -94,33 +86,23 @@ MISTAKES = [
         f"{PREDICT} --model.backbone HFBakbone",
         "model.backbone: unknown class 'HFBakbone'; did you mean 'HFBackbone'?",
     ),
-    (
-        f"{MINE}.policy EntropiPolicy",
-        "model.decoders.policy: unknown class 'EntropiPolicy'; did you mean 'EntropyPolicy'?",
-    ),
     (f"{MINE}.policy EvenQuota", "model.decoders.policy: expected a class of another kind, got Ev"),
     (
         f"{MINE}.policy own.Chooses",
         "model.decoders.policy: Chooses has no method 'select', which CommitPolicy asks for",
     ),
     (f"{MINE}.policy own.Leftmst", "model.decoders.policy: module 'own' has no attribute 'Leftms"),
-    (f"{MINE}.policy owm.Leftmost", "model.decoders.policy: No module named 'owm'"),
     (f"{MINE} decode/nope.yaml", "model.decoders: Unexpected import path format: decode/nope.yaml"),
-    (f"{LOCK} --model.optimizer torch.optim.AdamX", "model.optimizer: module 'torch.optim' has no"),
     (
-        f"{PREDICT} --trainer.callbacks+=ResultWriterr",
-        "trainer.callbacks: unknown class 'ResultWriterr'; did you mean 'ResultWriter'?",
+        f"{PREDICT} --trainer.callbacks+=DecodeWriterr",
+        "trainer.callbacks: unknown class 'DecodeWriterr'; did you mean 'DecodeWriter'?",
     ),
-    (f"{PREDICT} --data.tasks=[GSM9K]", "data.tasks: unknown class 'GSM9K'; did you mean 'GSM8K'"),
     (f"{PREDICT} --data.tasks gsm8k", "data.tasks: expected list, got gsm8k"),
     # values
     (f"{LOCK} --model.optimizer.lr fast", "model.optimizer.lr: expected float, got fast"),
     (f"{PREDICT} --data.batch_size 0", "batch_size: expected at least 1, got 0"),
-    (f"{PREDICT} --data.batch_size many", "data.batch_size: expected int, got many"),
     (f"{PREDICT} --model.level tokns", "model.level: expected one of 'tokens', 'signals', 'feat"),
-    (f"{SFT} --model.backbone.lora.rank 0", "lora.rank: expected at least 1, got 0"),
     (f"{PREDICT} --seed_everything x", "seed_everything: expected bool or int, got x"),
-    (f"{PREDICT} --trainer.devices 0", "`Trainer(devices='0')` value is not a valid input using"),
     (f"{PREDICT} --trainer.precision 17", "trainer.precision: expected one of 64, 32, 16 or one"),
     (f"{PREDICT} --trainer.strategy dpp", "You selected an invalid strategy name: `strategy='dpp'"),
     # a command with the configuration of another
@@ -139,8 +121,6 @@ MISTAKES = [
     ("fit --config exp/tabom_tiny", "runs/tabom_tiny/traces: there is no such folder of shards"),
     (f"{LOCK} --model.projector runs/no/p", "projector folder runs/no/p: projector.json is missi"),
     (_tasks("PromptsFile", "no.jsonl"), "path: expected a file ending in "),
-    (_tasks("PromptsFile", "empty.jsonl"), "path: expected at least one row, empty.jsonl is empty"),
-    (_tasks("PromptsFile", "broken.jsonl"), "broken.jsonl, line 2: not valid JSON"),
     (
         _tasks("GSM8K", "answers.jsonl"),
         "answers.jsonl, line 1: expected a field 'question', got ['prompt', 'answer']",
@@ -150,7 +130,6 @@ MISTAKES = [
         "key.jsonl, line 1: expected 'messages', 'conversations', or one of ",
     ),
     # generate
-    ("generate x --policy own.Leftmst", "policy: module 'own' has no attribute 'Leftmst'"),
     (
         "generate x --config decode/threshold_09 --policy.init_args.treshold 0.5",
         "policy: ThresholdPolicy has no option 'treshold'; did you mean 'threshold'?",

@@ -128,14 +128,12 @@ def test_every_third_layer_is_recomputed() -> None:
     assert whole - third == 4 * 50 * 4 * ((8 * D + 4 * INNER) - 2 * D)
 
 
-def test_more_tokens_take_more_and_a_limit_bounds_them() -> None:
+def test_more_rows_take_more() -> None:
     four, eight = (
         planned(trainable=True, data={"batch_size": size}).training["activations"]
         for size in (4, 8)
     )
     assert eight == 2 * four
-    limited = planned(trainable=True, data={"max_tokens_per_batch": 210, "batch_size": 99})
-    assert limited.training["activations"] == four  # 210 tokens hold four rows of 50
 
 
 def test_decoding_counts_caches_and_logits() -> None:

@@ -32,9 +32,6 @@ fit --config=exp/sft_gt_tiny --run_dir=runs/sft --trainer.max_steps=2
     "--data.init_args.sources={OWN_DATA}"
 merge tiny merged --adapter=runs/sft/adapter --dtype=float32
 """
-EVAL = """
-eval --tasks=[words] --include_path=tasks --config=mine --response_length=16 --run_dir=runs/eval
-"""
 LOADED = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,22 +58,8 @@ class Leftmost:
         return Selection(candidates & (rank <= self.count), -rank.float())
 """,
     "mine.yaml": "policy: {class_path: own_policy.Leftmost, init_args: {count: 4}}\nquota: NoQuota",
-    "tasks/words.jsonl": 3 * '{"text": "Tom has 3 pens, finds 4. How many pens?", "answer": "7"}\n',
-    "tasks/words.yaml": """
-task: words
-dataset_path: json
-dataset_kwargs: {data_files: {test: tasks/words.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{text}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: []}
-metric_list: [{metric: exact_match}]
-""",
 }
-"""Files of a user: data, a policy without annotations or base class, a task of lm-eval."""
-EVAL_PACKAGES = next(ROOT.glob(".venv-eval/lib/python3*/site-packages"), None)
-"""Where ``make test-eval`` has put lm-eval."""
+"""Files of a user: data, a policy without annotations or base class."""
 
 
 @pytest.fixture(scope="module")
@@ -134,18 +117,13 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
-    """What the commands print that run in one process, the last of them with lm-eval in reach."""
+    """What the commands print that run in one process."""
     for name, text in OWN.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    calls, evaluation = (
-        [shlex.split(line) for line in text.strip().replace("\n    ", " ").splitlines()]
-        for text in (IN_ONE_PROCESS, EVAL if EVAL_PACKAGES else "")
-    )
+    lines = IN_ONE_PROCESS.strip().replace("\n    ", " ").splitlines()
     code = (
-        f"import sys, lit_dlm\nfrom lit_dlm import cli\nprint(lit_dlm.__file__)\n"
-        f"for words in {calls}: cli.main(words)\n{LOADED}\n"
-        f"sys.path.append('{EVAL_PACKAGES}')\nfor words in {evaluation}: cli.main(words)"
+        f"import lit_dlm\nfrom lit_dlm import cli\nprint(lit_dlm.__file__)\n"
+        f"for words in {[shlex.split(line) for line in lines]}: cli.main(words)\n{LOADED}"
     )
     return _run(folder.parent / "venv" / "bin" / "python", "-c", code, cwd=folder)
 
@@ -169,11 +147,3 @@ def test_the_installed_command_does_a_users_first_hour(folder: Path, printed: st
     assert {row["nfe"] for row in rows if row["method"] == "own"} == {8.0}  # 32 cells, 4 a step
     assert (folder / "runs/tiny/report.html").exists()
     assert (folder / "runs/tiny/traces.html").exists()
-
-
-@pytest.mark.skipif(EVAL_PACKAGES is None, reason="lm-eval is not installed (make test-eval)")
-def test_lm_eval_runs_an_own_task_with_an_own_policy(folder: Path, printed: str):
-    found = json.loads((folder / "runs/eval/results.json").read_text())
-    assert found["num_steps"] == {"texts": 3, "mean": 4.0}
-    assert found["settings"]["decoder"]["policy"]["name"] == "own_policy.Leftmost"
-    assert 0.0 <= found["results"]["words"]["exact_match,none"] <= 1.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from inspect import signature
+from typing import Any
 
 from jsonargparse.typing import PositiveInt
 from rich.console import Console
@@ -26,26 +28,17 @@ HELP = """\
 /help, /quit"""
 
 
+@dataclass
 class Chat:
     """A conversation and how its answers are decoded; every turn draws anew."""
 
-    def __init__(
-        self,
-        backbone: HFBackbone,
-        tokenizer: PreTrainedTokenizerBase,
-        decoder: Decoder,
-        *,
-        response_length: int,
-        seed: int,
-        console: Console,
-    ) -> None:
-        self.backbone = backbone
-        self.tokenizer = tokenizer
-        self.decoder = decoder
-        self.response_length = response_length
-        self.seed = seed
-        self.console = console
-        self.messages: list[dict[str, str]] = []
+    backbone: HFBackbone
+    tokenizer: PreTrainedTokenizerBase
+    decoder: Decoder
+    response_length: int
+    seed: int
+    console: Console
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def turn(self, line: str) -> bool:
         """Obeys a command or answers a message; returns whether it goes on."""
@@ -62,11 +55,12 @@ class Chat:
         return True
 
     def _obey(self, command: str, value: str) -> bool:
-        plugs = {name: getattr(self.decoder, name) for name in signature(Decoder).parameters}
+        plugs = _plugs(self.decoder)
         if command == "policy" and value:
-            found = _decoder("--config", _file(value, "decode"))
-            cache = plugs["cache"] if isinstance(found.cache, NoCache) else found.cache
-            plugs |= {name: getattr(found, name) for name in plugs} | {"cache": cache}
+            found = _plugs(_decoder("--config", _file(value, "decode")))
+            if isinstance(found["cache"], NoCache):
+                found.pop("cache")  # that of before stays
+            plugs |= found
         elif command == "cache" and value == "none":
             plugs["cache"] = None
         elif command == "cache" and value:
@@ -105,7 +99,7 @@ class Chat:
                     observers=observers,
                 )
         except (ValueError, KeyboardInterrupt) as error:
-            self.messages.pop()
+            self.messages.pop()  # so that the same can be asked again
             self._say(" ".join(str(error).split()) or "interrupted", "red")
             return
         seconds = time.perf_counter() - begun
@@ -131,16 +125,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--response_length", type=PositiveInt, default=128, help="Cells to fill.")
     add_decoding_arguments(parser)
     config = parser.parse_args(list(arguments))
-    backbone, tokenizer, decoder = built(parser, config)
     console = Console()
-    chat = Chat(
-        backbone,
-        tokenizer,
-        decoder,
-        response_length=config.response_length,
-        seed=config.seed,
-        console=console,
-    )
+    chat = Chat(*built(parser, config), config.response_length, config.seed, console)
     for line in _lines(console):
         if line and not chat.turn(line):
             break
@@ -160,8 +146,12 @@ def _lines(console: Console) -> Iterator[str]:
             return
 
 
+def _plugs(decoder: Decoder) -> dict[str, Any]:
+    return {name: getattr(decoder, name) for name in signature(Decoder).parameters}
+
+
 def _file(name: str, folder: str) -> str:
-    return name if "/" in name or name.endswith(".yaml") else f"{folder}/{name}"
+    return name if "/" in name or name.endswith(".yaml") else f"{folder}/{name}.yaml"
 
 
 def _decoder(*options: str) -> Decoder:

@@ -9,7 +9,7 @@ import argparse
 import os
 import platform
 import shutil
-import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import chain
@@ -27,22 +27,19 @@ _EXTRAS = {
     "log": "metrics go to CSV files alone, not to TensorBoard or Weights & Biases",
 }
 
-
 Finding = tuple[Literal["ok", "note", "bad"], str, str, str]
 """A line of the report: mark, subject, state, and what follows from it."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the findings; returns 1 if something that every run needs is missing or too old."""
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         prog="lit-dlm doctor", description="Says what this machine gives, and what follows from it."
-    )
-    parser.parse_args(arguments)
+    ).parse_args(arguments)
     status = 0
     for mark, subject, state, consequence in chain(_versions(), _gpus(), _sandbox(), _space()):
         follows = f": {consequence}" if consequence else ""
-        sys.stdout.write(f"{mark:5}{subject:10}{state}{follows}\n")
-        sys.stdout.flush()
+        print(f"{mark:5}{subject:10}{state}{follows}", flush=True)  # noqa: T201
         status |= mark == "bad"
     return status
 
@@ -54,20 +51,17 @@ def _versions() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield "note", "versions", f"{python}; lit-dlm is not installed", "not compared"
         return
-    missing: dict[str, list[str]] = {}
-    for requirement in requirements:
+    missing: defaultdict[str, list[str]] = defaultdict(list)
+    for one in requirements:
         for extra in ("", *_EXTRAS):
-            marker = requirement.marker
-            belongs = marker.evaluate({"extra": extra}) if marker else not extra
-            if belongs and not _is_met(requirement):
-                missing.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}")
+            belongs = one.marker.evaluate({"extra": extra}) if one.marker else not extra
+            if belongs and not _is_met(one):
+                missing[extra].append(f"{one.name}{one.specifier}")
     torch = metadata.version("torch")
     state = f"lit-dlm {metadata.version('lit-dlm')}, {python}, torch {torch}"
-    if "" in missing:
-        wanted = "pip install --upgrade " + " ".join(f"'{name}'" for name in missing.pop(""))
-        yield "bad", "versions", state, wanted
-    else:
-        yield "ok", "versions", state, ""
+    wanted = " ".join(f"'{name}'" for name in missing[""])
+    told = f"pip install --upgrade {wanted}" if wanted else ""
+    yield "bad" if wanted else "ok", "versions", state, told
     for extra, consequence in _EXTRAS.items():
         if extra in missing:
             how = f"{consequence}; pip install 'lit-dlm[{extra}]'"
@@ -92,31 +86,30 @@ def _gpus() -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        state = f"{device.name}, {device.total_memory / _GB:.0f} GB"
+        told = ""
         if device.major < 8:
-            yield "note", "GPU", state, "computes no bfloat16: set trainer.precision to 32-true"
+            told = "computes no bfloat16: set trainer.precision to 32-true"
         elif device.total_memory < 20 * _GB:
-            yield "note", "GPU", state, "too small for the 16 GB of an 8B model and its logits"
-        else:
-            yield "ok", "GPU", state, ""
+            told = "too small for the 16 GB of an 8B model and its logits"
+        state = f"{device.name}, {device.total_memory / _GB:.0f} GB"
+        yield "note" if told else "ok", "GPU", state, told
 
 
 def _sandbox() -> Iterator[Finding]:
     methods: tuple[IsolationMethod, ...] = get_args(IsolationMethod)
-    works = {}
+    works = set()
     for method in methods:
         try:
             probe(method)
         except SandboxError as error:
-            works[method] = False
             yield "note", "sandbox", f"{method} does not work ({error})", ""
         else:
-            works[method] = True
+            works.add(method)
             yield "ok", "sandbox", f"{method} works", ""
-    if not any(works.values()):
+    if not works:
         refused = "tasks that run model-written code are refused, all others work"
         yield "note", "sandbox", "none", refused
-    elif not (works["bubblewrap"] or works["namespaces"]):
+    elif works.isdisjoint(("bubblewrap", "namespaces")):
         needed = "RL on code needs require_isolation: landlock, see SECURITY.md"
         yield "note", "sandbox", "no namespaces", needed
 
@@ -126,12 +119,10 @@ def _space() -> Iterator[Finding]:
 
     for name, folder in (("here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        free = shutil.disk_usage(there).free
-        state = f"{free / _GB:.0f} GB free, {name} ({folder})"
+        free, told = shutil.disk_usage(there).free, ""
         if not os.access(there, os.W_OK):
-            yield "note", "disk", state, "not writable: set run_dir, or HF_HOME for the cache"
+            told = "not writable: set run_dir, or HF_HOME for the cache"
         elif free < 40 * _GB:
-            needed = "an 8B model takes 16 GB, and as much again for each export"
-            yield "note", "disk", state, needed
-        else:
-            yield "ok", "disk", state, ""
+            told = "an 8B model takes 16 GB, and as much again for each export"
+        state = f"{free / _GB:.0f} GB free, {name} ({folder})"
+        yield "note" if told else "ok", "disk", state, told

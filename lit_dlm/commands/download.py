@@ -16,10 +16,15 @@ from typing import Any
 import yaml
 from huggingface_hub import constants
 from rich.console import Console
-from rich.table import Table
 
 from lit_dlm.backbones.location import hub_files, in_hub_cache, is_local, locate
 from lit_dlm.tasks.sources import on_hub
+
+_WANTED = {
+    "model": "a folder with config.json, the tokenizer's files and *.safetensors",
+    "tokenizer": "a folder with config.json and the tokenizer's files",
+    "data": "a .jsonl, .json, .csv or .parquet file",
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -35,12 +40,15 @@ class Source:
     split: str | None = None
 
     @property
+    def is_on_hub(self) -> bool:
+        return on_hub(self.name) if self.kind == "data" else not is_local(self.name)
+
     def is_here(self) -> bool:
         """Whether it lies on this machine; reading a data set asks the hub unless it is offline."""
+        if not self.is_on_hub:
+            return self.kind != "data" or Path(self.name).expanduser().exists()
         if self.kind != "data":
-            return is_local(self.name) or in_hub_cache(self.name, weights=self.kind == "model")
-        if not on_hub(self.name):
-            return Path(self.name).expanduser().exists()
+            return in_hub_cache(self.name, weights=self.kind == "model")
         try:
             self.fetch()
         except ValueError:
@@ -65,10 +73,10 @@ def sources(config: Any) -> list[Source]:
     for source in _walk(config, ""):
         found.setdefault((source.kind, source.name, source.split), source)
     models = {source.name for source in found.values() if source.kind == "model"}
-    order = {"model": 0, "tokenizer": 1, "data": 2}
+    kinds = ["model", "tokenizer", "data"]
     return sorted(
         (s for s in found.values() if not (s.kind == "tokenizer" and s.name in models)),
-        key=lambda source: order[source.kind],
+        key=lambda source: kinds.index(source.kind),
     )
 
 
@@ -89,10 +97,9 @@ def _of_class(class_path: str, options: dict[str, Any], at: str) -> Iterator[Sou
         yield Source("tokenizer", options["tokenizer"], f"{at}.init_args.tokenizer")
     found: Any = locate_class(class_path)
     module = getattr(found, "__module__", "")
-    path = options.get("path")
-    option = f"{at}.init_args.path"
     if module.startswith(("lit_dlm.tasks.", "lit_dlm.toy.")):
-        if source := path or getattr(found, "hub_id", None):
+        if source := options.get("path") or getattr(found, "hub_id", None):
+            option = f"{at}.init_args.path"
             yield Source("data", str(source), option, class_path, options.get("split"))
     elif module.startswith(("lit_dlm.backbones.", "lit_dlm.rewards.")):
         for key in ("path", "adapter"):
@@ -105,99 +112,6 @@ def main(arguments: Sequence[str]) -> int:
 
     The exit status is 1 if something is missing that was not fetched.
     """
-    options, rest = _parser().parse_known_args(list(arguments))
-    # Here: Lightning takes seconds to import.
-    from lit_dlm.commands.trainer import main as run_trainer
-
-    command = ["predict"]
-    for config in options.config:
-        command += ["--config", config]
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        run_trainer([*command, *rest, "--print_config"])
-    if not text.getvalue():
-        return 2  # the parser has said why
-    named = sources(yaml.safe_load(text.getvalue()))
-    console = Console(soft_wrap=True)
-    if constants.HF_HUB_OFFLINE:
-        return _tell_offline(named, console)
-    return _fetch(named, console, yes=options.yes)
-
-
-def _tell_offline(named: Sequence[Source], console: Console) -> int:
-    """Says what is here and what to put where; asks no network."""
-    os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when ``datasets`` is imported, at the first use
-    status = 0
-    for source in named:
-        if source.is_here:
-            console.print(f"here     {source.kind:9} {source.name}", markup=False)
-            continue
-        if source.kind == "data":
-            wanted = "a .jsonl, .json, .csv or .parquet file"
-        else:
-            wanted = "a folder with config.json and the tokenizer's files"
-            wanted += " and *.safetensors" if source.kind == "model" else ""
-            wanted += f" (or a copy of the hub's cache in {constants.HF_HUB_CACHE})"
-        console.print(
-            f"missing  {source.kind:9} {source.name}: put {wanted} on this machine and name it in "
-            f"{source.option}",
-            markup=False,
-        )
-        status = 1
-    return status
-
-
-def _fetch(named: Sequence[Source], console: Console, *, yes: bool) -> int:
-    """Lists sizes, then fetches with ``yes``."""
-    table = Table("kind", "name", "size", "to fetch", title="What the configuration names")
-    wanted, absent, total = [], [], 0
-    for source in named:
-        if source.kind == "data" and not on_hub(source.name):
-            if not source.is_here:
-                absent.append(source)
-            size, left = "a local file" if source.is_here else "no such file", 0
-        elif source.kind != "data" and is_local(source.name):
-            size, left = "a local folder", 0
-        else:
-            files = hub_files(
-                source.name,
-                weights=source.kind == "model",
-                repo_type="dataset" if source.kind == "data" else "model",
-            )
-            left = sum(file.file_size or 0 for file in files if file.will_download)
-            size = _bytes(sum(file.file_size or 0 for file in files))
-            wanted.append(source)
-        total += left
-        table.add_row(source.kind, source.name, size, _bytes(left) if left else "-")
-    console.print(table)
-    cache = Path(constants.HF_HOME)
-    place = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    console.print(f"{_bytes(total)} to fetch at most; {_bytes(free)} free in {cache}", markup=False)
-    for source in absent:
-        console.print(
-            f"{source.name}: not on the hub; put the file there, or name it in {source.option}",
-            markup=False,
-        )
-    if total > free:
-        raise ValueError(
-            f"download: {_bytes(total)} do not fit into {cache} ({_bytes(free)} free); set HF_HOME "
-            "to a folder on a larger disk"
-        )
-    if not yes:
-        console.print("Nothing was fetched: add --yes.")
-        return 1 if absent or total else 0
-    for source in wanted:
-        source.fetch()
-        console.print(f"fetched  {source.kind:9} {source.name}", markup=False)
-    return 1 if absent else 0
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lit-dlm download",
         description="Fetches the models, tokenizers and data sets that a configuration names on "
@@ -207,4 +121,63 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", action="append", required=True, help="may be repeated")
     parser.add_argument("--yes", action="store_true", help="fetch; else sizes are told only")
-    return parser
+    options, rest = parser.parse_known_args(list(arguments))
+    # Here: Lightning takes seconds to import.
+    from lit_dlm.commands.trainer import main as run_trainer
+
+    # Parsed as a run would be, so that overlays and flags count.
+    configs = [f"--config={config}" for config in options.config]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        run_trainer(["predict", *configs, *rest, "--print_config"])
+    if not text.getvalue():
+        return 2  # the parser has said why
+    return _fetch(sources(yaml.safe_load(text.getvalue())), is_wanted=options.yes)
+
+
+def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
+    """Says what is here, what is missing and what goes where, then fetches what is wanted."""
+    if constants.HF_HUB_OFFLINE:
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when ``datasets`` is imported
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    left: dict[Source, int] = {}
+    absent = False
+    for source in named:
+        mark, told = "here", ""
+        if source.is_on_hub and not constants.HF_HUB_OFFLINE:
+            left[source], size = _sizes(source)
+            mark, told = "on hub", f": {_bytes(size)}, {_bytes(left[source])} of them to fetch"
+        elif not source.is_here():
+            mark, absent = "missing", True
+            told = f": put {_WANTED[source.kind]} on this machine and name it in {source.option}"
+        console.print(f"{mark:8} {source.kind:9} {source.name}{told}")
+    total, cache = sum(left.values()), Path(constants.HF_HOME)
+    if total:
+        place = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        if total > free:
+            raise ValueError(
+                f"download: {_bytes(total)} do not fit into {cache} ({_bytes(free)} free); set "
+                "HF_HOME to a folder on a larger disk"
+            )
+        console.print(f"{_bytes(total)} to fetch at most; {_bytes(free)} free in {cache}")
+        if not is_wanted:
+            console.print("Nothing was fetched: add --yes.")
+            return 1
+    if is_wanted:
+        for source in left:
+            source.fetch()
+            console.print(f"fetched  {source.kind:9} {source.name}")
+    return int(absent)
+
+
+def _sizes(source: Source) -> tuple[int, int]:
+    """Bytes of a repository that are not here yet, and all of them."""
+    repo_type = "dataset" if source.kind == "data" else "model"
+    files = hub_files(source.name, weights=source.kind == "model", repo_type=repo_type)
+    left = sum(file.file_size or 0 for file in files if file.will_download)
+    return left, sum(file.file_size or 0 for file in files)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

@@ -38,18 +38,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     backbone, tokenizer, decoder = built(parser, config)
     folder = Path(config.run_dir)
-    model = DiffusionLM(
-        backbone,
-        tokenizer,
-        decoder,
-        response_length=config.response_length,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        num_draws=config.num_draws,
-        antithetic=config.antithetic,
-        check_greedy=config.check_greedy,
-        answers=folder / "answers.jsonl",
-    )
+    names = ("response_length", "batch_size", "seed", "num_draws", "antithetic", "check_greedy")
+    settings = {name: config[name] for name in names}
+    model = DiffusionLM(backbone, tokenizer, decoder, **settings, answers=folder / "answers.jsonl")
     try:
         found = lm_eval.simple_evaluate(
             model=model,
@@ -81,12 +72,9 @@ def main(arguments: Sequence[str]) -> int:
         lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
         write_atomically(folder / f"samples_{task}.jsonl", "\n".join(lines) + "\n")
     write_atomically(folder / "results.json", json.dumps(summary, indent=2, default=str) + "\n")
-    sys.stdout.write(make_table(found) + "\n")
-    if found.get("groups"):
-        sys.stdout.write(make_table(found, "groups") + "\n")
-    if steps:
-        sys.stdout.write(f"{len(steps)} texts, {summary['num_steps']['mean']:.2f} forwards each\n")
-    sys.stdout.write(f"Results and samples: {folder}\n")
+    told = [make_table(found), *([make_table(found, "groups")] if found.get("groups") else [])]
+    told += [f"{len(steps)} texts, {sum(steps) / len(steps):.2f} forwards each"] if steps else []
+    sys.stdout.write("\n".join([*told, f"Results and samples: {folder}"]) + "\n")
     return 0
 
 

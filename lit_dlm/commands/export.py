@@ -18,8 +18,7 @@ from lit_dlm.backbones.location import is_local, locate, read_json_object
 from lit_dlm.backbones.vision import VisionSettings
 from lit_dlm.modules.checkpoint import copy_tokenizer
 from lit_dlm.reports.results import ResultFolder, write_atomically, write_json
-from lit_dlm.reports.summary import MethodSummary, summarise_run
-from lit_dlm.reports.tables import markdown_tables
+from lit_dlm.reports.summary import MethodSummary, markdown_tables, summarise_run
 
 logger = logging.getLogger(__name__)
 
@@ -29,38 +28,60 @@ _CARD = """---
 
 # {name}
 
-{what} Written by lit-dlm {version}.
+{what}. Written by lit-dlm {version}.
 
 A masked diffusion language model: it fills a row of masks (id {mask_id}) in any order, several
 tokens a step. Generate with
 
 ```
-lit-dlm generate "..." {options}
+lit-dlm generate "..." {options} {name}
 ```
 
 {measured}"""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], command: str = "export") -> int:
     """Runs ``lit-dlm export``."""
-    parser = _parser(
-        "export", "Writes a model as a folder: configuration, weights, tokenizer, card."
-    )
-    parser.add_argument("--adapter", help="low-rank adapter in PEFT layout, folder or hub id")
+    purposes = {
+        "export": "Writes a model as a folder: configuration, weights, tokenizer, card.",
+        "merge": "Adds a low-rank adapter to the weights and writes the model.",
+    }
+    parser = argparse.ArgumentParser(prog=f"lit-dlm {command}", description=purposes[command])
+    parser.add_argument("model", help="embedded name, folder or hub id")
+    parser.add_argument("folder", type=Path, help="receives the files")
     parser.add_argument(
-        "--only_adapter", action="store_true", help="write the adapter alone, for peft"
+        "--adapter",
+        required=command == "merge",
+        help="low-rank adapter in PEFT layout, folder or hub id",
     )
+    if command == "export":
+        parser.add_argument(
+            "--only_adapter", action="store_true", help="write the adapter alone, for peft"
+        )
+    parser.add_argument(
+        "--layout",
+        choices=get_args(ExportLayout),
+        help="original: names and configuration of the family's own code, the default where there "
+        "is one; hf: a plain decoder of transformers",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(DType),
+        help="of the weights; that of the model's files by default",
+    )
+    parser.add_argument(
+        "--results", type=Path, help="run folder of a benchmark of this model, for the card"
+    )
+    parser.set_defaults(only_adapter=False)
     options = parser.parse_args(arguments)
     if options.only_adapter and not options.adapter:
-        raise ValueError("only_adapter: expected an --adapter to write")
+        parser.error("--only_adapter: expected an --adapter to write")
     return _export(options)
 
 
 def merge(arguments: Sequence[str]) -> int:
     """Runs ``lit-dlm merge``: an export with the adapter added to the weights."""
-    parser = _parser("merge", "Adds a low-rank adapter to the weights and writes the model.")
-    parser.add_argument("--adapter", required=True, help="PEFT folder or hub id")
-    return _export(argparse.Namespace(**vars(parser.parse_args(arguments)), only_adapter=False))
+    return main(arguments, "merge")
 
 
 def push(arguments: Sequence[str]) -> int:
@@ -86,27 +107,6 @@ def push(arguments: Sequence[str]) -> int:
         raise ValueError(f"{options.hub_id}: the hub does not take the folder ({reason})") from None
     logger.info("%s", done)
     return 0
-
-
-def _parser(command: str, purpose: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"lit-dlm {command}", description=purpose)
-    parser.add_argument("model", help="embedded name, folder or hub id")
-    parser.add_argument("folder", type=Path, help="receives the files")
-    parser.add_argument(
-        "--layout",
-        choices=get_args(ExportLayout),
-        help="original: names and configuration of the family's own code, the default where there "
-        "is one; hf: a plain decoder of transformers",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=get_args(DType),
-        help="of the weights; that of the model's files by default",
-    )
-    parser.add_argument(
-        "--results", type=Path, help="run folder of a benchmark of this model, for the card"
-    )
-    return parser
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -137,16 +137,12 @@ def _export(options: argparse.Namespace) -> int:
 
 def _measured(run: Path, backbone: HFBackbone) -> list[MethodSummary]:
     """Summaries of a run, which must be of this model."""
-    results = ResultFolder(run / "results")
-    ours = backbone.describe()
+    results, ours = ResultFolder(run / "results"), backbone.describe()
     for task, method in results.pairs():
         theirs = results.settings(task, method)["backbone"]
         for key in ("weights_sha256", "adapter_sha256"):
             if theirs[key] != ours[key]:
-                raise ValueError(
-                    f"results: expected those of this model, but {task}, {method} in {run} has "
-                    f"another {key}"
-                )
+                raise ValueError(f"results: {task}, {method} in {run} has another {key}")
     return summarise_run(run)
 
 
@@ -169,42 +165,39 @@ def _name_code(config: Path, hub_id: str) -> None:
 def _card(
     options: argparse.Namespace, backbone: HFBackbone, summaries: Sequence[MethodSummary]
 ) -> str:
-    name = options.folder.resolve().name
-    base = {"base_model": options.model} if not is_local(options.model) else {}
-    what = f"`{options.model}`"
+    name, what, where = options.folder.resolve().name, f"`{options.model}`", "--backbone"
     if options.adapter:
         verb = "An adapter for" if options.only_adapter else "An adapter merged into"
         what = f"{verb} {what} (`{options.adapter}`)"
+    if options.only_adapter:
+        where = f"--backbone {options.model} --adapter"
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=one.task,
+            dataset_name=one.task,
+            metric_type="accuracy",
+            metric_name=f"accuracy, {one.method}, {one.nfe:.1f} steps",
+            metric_value=round(100.0 * one.accuracy, 2),
+        )
+        for one in summaries
+        if one.accuracy is not None
+    ]
     data = ModelCardData(
-        **base,
+        **({} if is_local(options.model) else {"base_model": options.model}),
         library_name="peft" if options.only_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["masked-diffusion", "lit-dlm", backbone.spec.family],
         model_name=name,
-        eval_results=[
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=one.task,
-                dataset_name=one.task,
-                metric_type="accuracy",
-                metric_name=f"accuracy, {one.method}, {one.nfe:.1f} steps",
-                metric_value=round(100.0 * one.accuracy, 2),
-            )
-            for one in summaries
-            if one.accuracy is not None
-        ]
-        or None,
+        eval_results=results or None,
     )
-    where = f"--backbone {options.model} --adapter" if options.only_adapter else "--backbone"
-    measured = "Nothing was measured.\n"
-    if summaries:
-        measured = f"Measured by `lit-dlm predict`:\n\n{markdown_tables(summaries)}"
+    tables = markdown_tables(summaries)
     return _CARD.format(
         data=data.to_yaml().strip(),
         name=name,
-        what=f"{what}.",
+        what=what,
         version=version("lit-dlm"),
         mask_id=backbone.spec.mask_id,
-        options=f"{where} {name}",
-        measured=measured,
+        options=where,
+        measured=f"Measured by `lit-dlm predict`:\n\n{tables}" if tables else "Not measured.\n",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Literal
 
@@ -109,56 +110,45 @@ def built(parser: Parser, config: Namespace) -> tuple[HFBackbone, PreTrainedToke
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected 'cpu', as no CUDA device was found, got 'cuda'")
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    is_name = isinstance(config.backbone, str)
-    name = config.backbone if is_name else config.backbone.init_args.get("path")
-    if not (config.tokenizer or name):
-        raise ValueError("tokenizer: expected a name, a folder or a hub id, got none")
-    if config.adapter and not is_name:
+    instances, name = parser.instantiate(config), config.backbone
+    if isinstance(name, str):
+        backbone = load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
+    elif config.adapter:
         raise ValueError("adapter: expected backbone.init_args.adapter beside a backbone file")
+    else:
+        backbone, name = instances.backbone.to(device).eval(), name.init_args.path
     tokenizer = load_tokenizer(config.tokenizer or name)
-    instances = parser.instantiate(config)
-    backbone = (
-        instances.backbone.to(device).eval()
-        if not is_name
-        else load_backbone(name, dtype=config.dtype, device=device, adapter=config.adapter)
-    )
     plugs = {plug: instances[plug] for plug in signature(Decoder).parameters}
     return backbone, tokenizer, Decoder(**plugs)
 
 
+@dataclass(kw_only=True)
+class DecodingOptions:
+    """What the commands that decode texts share, besides the decoder.
+
+    Args:
+        backbone: Embedded name, folder or hub id, or a backbone file.
+        adapter: Low-rank adapter of a backbone given by its name.
+        tokenizer: That of the backbone by default.
+        batch_size: Most prompts at once.
+        seed: Base seed of samplers that draw.
+        device: A GPU by default, if there is one.
+        dtype: Of a backbone given by its name.
+    """
+
+    backbone: HFBackbone | str = "tiny"
+    adapter: str | None = None
+    tokenizer: str | None = None
+    batch_size: PositiveInt = 16
+    seed: int = 0
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 def add_decoding_arguments(parser: Parser) -> None:
-    """Adds the options of a model and a decoder, which several commands share."""
+    """Adds the options of a model and a decoder."""
     parser.add_argument("--config", action="config", help="Decode file, may be repeated.")
-    parser.add_argument(
-        "--backbone",
-        type=HFBackbone | str,
-        sub_configs=True,
-        default="tiny",
-        help="Embedded name, folder or hub id, or a backbone file.",
-    )
-    parser.add_argument(
-        "--adapter",
-        type=str | None,
-        default=None,
-        help="Low-rank adapter of a backbone given by its name.",
-    )
-    parser.add_argument(
-        "--tokenizer", type=str | None, default=None, help="That of the backbone by default."
-    )
-    parser.add_argument("--batch_size", type=PositiveInt, default=16, help="Most prompts at once.")
-    parser.add_argument("--seed", type=int, default=0, help="Base seed of samplers that draw.")
-    parser.add_argument(
-        "--device",
-        type=Literal["cpu", "cuda"] | None,
-        default=None,
-        help="A GPU by default, if there is one.",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=Literal["float32", "bfloat16"],
-        default="float32",
-        help="Of a backbone given by its name.",
-    )
+    parser.add_class_arguments(DecodingOptions, None, sub_configs=True)
     parser.add_class_arguments(Decoder, None, sub_configs=True)
     parser.set_defaults({"policy": "ConfidencePolicy"})
 

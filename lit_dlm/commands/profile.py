@@ -7,7 +7,7 @@ each policy and cache.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,7 @@ from lit_dlm.config_files import find, load
 from lit_dlm.reports.results import write_atomically
 
 DEFAULT_STEPS: tuple[int | str, ...] = (5, 10, 20, 50)
-CACHES: dict[str, str | None] = {
-    "none": None,
-    "prefix": "PrefixCache",
-    "dual": "DualCache",
-    "block": "BlockCache",
-}
+CACHES = {"none": None, "prefix": "PrefixCache", "dual": "DualCache", "block": "BlockCache"}
 ADAPTIVE = "adaptive"
 """In place of a number of steps: the quota of the decode file, so that a threshold decides."""
 
@@ -42,21 +37,20 @@ def grid(
     methods: list[str] = []
     budgets = [value for value in steps if value != ADAPTIVE]
     for policy, path in policies.items():
-        given = decode_arguments(path)
-        crossed: list[str | None] = [*caches] or [None]
-        for cache in crossed:
-            name = policy if cache in (None, "none") else f"{policy}-{cache}"
-            decoder = given if cache is None else _with_cache(given, cache)
+        for cache in caches or [""]:
+            name = policy if cache in ("", "none") else f"{policy}-{cache}"
+            decoder = decode_arguments(path)
+            if cache:
+                decoder.pop("cache", None)
+            if kind := CACHES.get(cache):
+                decoder["cache"] = {"class_path": kind}
             if ADAPTIVE in steps:
                 decoders[f"{name}_{ADAPTIVE}"] = decoder
                 methods.append(f"{name}_{ADAPTIVE}")
             if budgets:
                 quota = {"class_path": "BudgetQuota", "init_args": {"steps": budgets[0]}}
-                sweeps[name] = {
-                    "decoder": {**decoder, "quota": quota},
-                    "option": "quota.steps",
-                    "values": budgets,
-                }
+                swept = {"option": "quota.steps", "values": budgets}
+                sweeps[name] = {"decoder": {**decoder, "quota": quota}, **swept}
                 methods += [method_name(name, value) for value in budgets]
     model = {"decoders": decoders, "sweep": sweeps}
     return {"model": {"init_args": model}, "data": {"init_args": {"methods": methods}}}
@@ -78,46 +72,34 @@ def policy_files(given: Sequence[str]) -> dict[str, Path]:
 def decode_arguments(path: Path) -> dict[str, Any]:
     """What a decode file sets, with the contents of files that it names."""
     content = load(str(path))
-    if "class_path" in content:
-        content = content.get("init_args") or {}
+    content = content.get("init_args", content)
     if "policy" not in content:
         raise ValueError(f"{path}: expected a decode file with a policy, got {content!r:.60}")
-    return content
+    return dict(content)
 
 
-def _with_cache(decoder: Mapping[str, Any], cache: str) -> dict[str, Any]:
-    changed = {key: value for key, value in decoder.items() if key != "cache"}
-    class_name = CACHES[cache]
-    return changed if class_name is None else {**changed, "cache": {"class_path": class_name}}
-
-
-def main(
-    arguments: Sequence[str], *, predict: Callable[[list[str]], int | None] | None = None
-) -> int:
-    """Runs the command; what it does not know goes to ``predict``, by default the trainer's."""
-    options, rest = _parser().parse_known_args(list(arguments))
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; what it does not know goes to ``lit-dlm predict``."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(list(arguments))
     run_dir: Path = options.run_dir
-    command = ["predict"]
-    for config in options.config:
-        command += ["--config", config]
+    files = list(options.config)
     if options.policies:
         methods = grid(policy_files(options.policies), options.steps, options.caches)
         path = run_dir / "grid.yaml"
         write_atomically(path, yaml.safe_dump(methods, sort_keys=False))
-        command += ["--config", str(path)]
+        files.append(str(path))
     elif options.caches or options.steps != list(DEFAULT_STEPS):
-        raise ValueError(
-            "profile: --steps and --caches apply to the files of --policies, which were not given; "
-            "without them the methods of the configuration are profiled as they are"
-        )
+        parser.error("--steps and --caches apply to the files of --policies")
     # Here, behind --help: matplotlib and Lightning take seconds to import.
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lit_dlm.commands.trainer import main as trainer
+    from lit_dlm.commands import trainer
     from lit_dlm.reports.profile import write_profile
     from lit_dlm.reports.summary import summarise_run
 
-    if status := (predict or trainer)([*command, "--run_dir", str(run_dir), *rest]):
+    configs = (f"--config={file}" for file in files)
+    if status := trainer.main(["predict", *configs, f"--run_dir={run_dir}", *rest]):
         return status
     if getattr(rank_zero_only, "rank", 0) == 0:  # set by the trainer
         write_profile(summarise_run(run_dir), run_dir)
@@ -136,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         action="append",
         required=True,
-        help="experiment with a DecodeModule, a task and a ResultWriter; may be repeated",
+        help="experiment with a DecodeModule, a task and a DecodeWriter; may be repeated",
     )
     parser.add_argument(
         "--policies",
@@ -161,10 +143,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _steps(text: str) -> int | str:
-    if text == ADAPTIVE:
-        return text
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(
-            f"expected numbers of at least 1 or '{ADAPTIVE}', got {text!r}"
-        )
-    return int(text)
+    if text == ADAPTIVE or (text.isdecimal() and int(text)):
+        return text if text == ADAPTIVE else int(text)
+    raise argparse.ArgumentTypeError(f"expected numbers of at least 1 or '{ADAPTIVE}', got {text}")

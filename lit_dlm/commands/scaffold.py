@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     name, folder = options.name, options.folder
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ValueError(f"name: expected a module name such as sure_prefix, got {name!r}")
+        parser.error(f"name: expected a module name such as sure_prefix, got {name!r}")
     words = {"name": name, "Name": "".join(part.capitalize() for part in name.split("_"))}
     source = files("lit_dlm") / "assets" / "new"
     kind = options.kind

@@ -42,7 +42,6 @@ from lit_dlm.run_lock import locked
 
 logger = logging.getLogger(__name__)
 
-BASE_CONFIG = FOLDER / "base.yaml"
 _RESTORES = checkpoint_connector.__file__
 _OPTIMISERS = str(Path(torch.optim.__file__).parent)
 _BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
@@ -71,23 +70,8 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         options = self.config[self.subcommand]
-        for key, needed in _NEEDED.get(str(self.subcommand), {}).items():
-            kind = import_object(options[key].class_path)
-            if getattr(kind, needed) is getattr(_BASES[key], needed):
-                raise ValueError(
-                    f"{key}: expected a class with {needed}, as {self.subcommand} asks for, got "
-                    f"{kind.__name__}; this configuration is for another command"
-                )
-        if not isinstance(options.trainer, Namespace):
-            raise ValueError(
-                f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
-            )
-        tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
-        if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
-            raise ValueError(
-                f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; "
-                "use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
-            )
+        if told := _misfit(str(self.subcommand), options):
+            raise ValueError(told)
         planned = check_run(options.as_dict())
         if planned is not None:
             rank_zero_only(logger.info)(planned)
@@ -107,6 +91,7 @@ class CLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self.config_init[self.subcommand].trainer
+        # Defaults, not configuration: a file's list of callbacks stands beside them.
         own = [lit_dlm.callbacks.Interruption(self.lock), lit_dlm.callbacks.TrainingLog()]
         self.trainer_defaults["callbacks"] = own
         if given.enable_progress_bar is not False:
@@ -140,6 +125,26 @@ class CLI(LightningCLI):
         self.config_init["predict"]["return_predictions"] = False
 
 
+def _misfit(command: str, options: Namespace) -> str | None:
+    """What in a configuration, or of the machine, the command cannot run with."""
+    for key, needed in _NEEDED.get(command, {}).items():
+        kind = import_object(options[key].class_path)
+        if getattr(kind, needed) is getattr(_BASES[key], needed):
+            return (
+                f"{key}: expected a class with {needed}, as {command} asks for, got "
+                f"{kind.__name__}; this configuration is for another command"
+            )
+    if not isinstance(options.trainer, Namespace):
+        return f"trainer: expected a mapping of the trainer's options, got {options.trainer!r}"
+    tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+    if tasks > 1 == torch.cuda.device_count() and "SLURM_PROCID" in os.environ:
+        return (
+            f"trainer.devices: expected {tasks} GPUs in sight of each task of SLURM, got 1; "
+            "use --gpus-per-node in place of --gpus-per-task, or --gpu-bind=none beside it"
+        )
+    return None
+
+
 def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
     """Runs a subcommand with its options; returns 1 where a class or a file refused its input."""
     # Advertisements for other services, a deprecation inside Lightning itself, and what it says of
@@ -160,10 +165,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
         warnings.filterwarnings("ignore", message=f".*{message}")
     # References such as ${run_dir} must work below the subcommand that Lightning adds.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    if not BASE_CONFIG.is_file():
-        raise FileNotFoundError(f"{BASE_CONFIG}: the defaults of every run are missing")
-    defaults = [str(BASE_CONFIG)]
-    subcommands = ("fit", "validate", "test", "predict")
+    base = {"default_config_files": [str(FOLDER / "base.yaml")]}
     sys.argv = [sys.argv[0], *arguments]  # processes that Lightning starts get it
     try:
         cli(
@@ -177,7 +179,7 @@ def main(arguments: Sequence[str], cli: type[CLI] = CLI) -> int:
             save_config_kwargs={"overwrite": True, "save_to_log_dir": False},
             parser_kwargs={
                 "parser_mode": "omegaconf+",
-                **{name: {"default_config_files": defaults} for name in subcommands},
+                **dict.fromkeys(CLI.subcommands(), base),
             },
         )
     except (

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised, Span
+from lit_dlm.backbones.base import Backbone, Denoised, Span
 from lit_dlm.decoding.state import DecodeState
 from lit_dlm.decoding.windows import BlockWindow, Window
 from lit_dlm.ops.batches import token_batches
@@ -61,14 +61,7 @@ class CacheScheme(Plug):
         window: Window,
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
-        """Begins a decode.
-
-        Args:
-            state: the state before step 0.
-
-        Returns:
-            The cache of this decode; ``None`` for forwards over the whole canvas.
-        """
+        """The cache of a decode that begins; ``None`` for forwards over the whole canvas."""
 
 
 class NoCache(CacheScheme):
@@ -81,19 +74,17 @@ class NoCache(CacheScheme):
 class _PartCache(CacheScheme):
     """What the schemes share that keep something: they differ in the part that a forward runs."""
 
-    commits_first: bool = False
-    """Whether a refresh of a model with shift 1 commits the first cell of its block, alone."""
-
-    @abstractmethod
-    def check(self, spec: BackboneSpec, window: Window) -> None:
-        """Refuses a model or a window that the scheme does not fit."""
+    attention = "full"  # of the models that it is for
+    # Under a shift the predictor of the block's first cell lies left of what later steps run, so
+    # the refresh commits this cell alone, whatever the policy says, as the releases do.
+    commits_first = True
 
     @abstractmethod
     def step_span(self, begin: int, end: int, length: int) -> Span:
         """What a step computes inside the block ``[begin, end)`` of a canvas."""
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
-        del begin, end, final
+        """What a step computes that comes into the block; ``final`` columns never change."""
         return Span(0, length, length)
 
     def start(
@@ -104,26 +95,23 @@ class _PartCache(CacheScheme):
         window: Window,
         hidden_layers: tuple[int, ...] = (),
     ) -> CacheSession | None:
-        self.check(backbone.spec, window)
+        spec = backbone.spec
+        fits = (
+            isinstance(window, BlockWindow)
+            and window.block_length == spec.block_size
+            and window.origin == spec.block_origin
+        )
+        if spec.attention != self.attention or (self.attention == "block" and not fits):
+            raise ValueError(
+                f"cache: {type(self).__name__} is for {self.attention} attention"
+                + (", in the model's own blocks" if self.attention == "block" else "")
+                + f"; got {spec.family} with {spec.attention} attention (block_size "
+                f"{spec.block_size}, origin {spec.block_origin!r}) and {type(window).__name__}"
+            )
         return CacheSession(backbone, state, self, window=window, hidden_layers=hidden_layers)
 
 
-class _FullAttentionCache(_PartCache):
-    """What prefix and dual share: a refresh over the whole canvas when a row enters a block."""
-
-    # Under a shift the predictor of the block's first cell lies left of what later steps run, so
-    # the refresh commits this cell alone, whatever the policy says, as the releases do.
-    commits_first = True
-
-    def check(self, spec: BackboneSpec, window: Window) -> None:
-        if spec.attention != "full":
-            raise ValueError(
-                f"cache: {type(self).__name__} is for models with full attention, but "
-                f"{spec.family} has {spec.attention} attention; use BlockCache"
-            )
-
-
-class PrefixCache(_FullAttentionCache):
+class PrefixCache(_PartCache):
     """Keeps what lies left of the block; the block and all that follows is computed.
 
     With a horizon, cells more than ``horizon`` behind the block are neither computed nor seen.
@@ -144,7 +132,7 @@ class PrefixCache(_FullAttentionCache):
         return Span(begin, last, last)
 
 
-class DualCache(_FullAttentionCache):
+class DualCache(_PartCache):
     """Keeps what lies left and right of the block; only the block is computed."""
 
     def step_span(self, begin: int, end: int, length: int) -> Span:
@@ -154,22 +142,8 @@ class DualCache(_FullAttentionCache):
 class BlockCache(_PartCache):
     """Keeps finished blocks of a block-causal model: exact, since they never see later ones."""
 
-    def check(self, spec: BackboneSpec, window: Window) -> None:
-        if spec.attention != "block":
-            raise ValueError(
-                f"cache: BlockCache is for models with block attention, but {spec.family} has "
-                f"{spec.attention} attention; use PrefixCache or DualCache"
-            )
-        if (
-            not isinstance(window, BlockWindow)
-            or window.block_length != spec.block_size
-            or window.origin != spec.block_origin
-        ):
-            raise ValueError(
-                "window: BlockCache needs the blocks of the backbone, BlockWindow with "
-                f"block_length {spec.block_size} and origin {spec.block_origin!r}, got "
-                f"{type(window).__name__} {getattr(window, 'describe', dict)()}"
-            )
+    attention = "block"
+    commits_first = False
 
     def refresh_span(self, begin: int, end: int, final: int, length: int) -> Span:
         return Span(final, end, end)
@@ -191,13 +165,8 @@ class CacheSession:
         hidden_layers: tuple[int, ...],
     ) -> None:
         # Here and not above: transformers takes seconds to import.
-        from lit_dlm.backbones.cached import CachedCanvas, WindowBackbone
+        from lit_dlm.backbones.cached import CachedCanvas
 
-        if not isinstance(backbone, WindowBackbone):
-            raise ValueError(
-                "cache: expected a backbone that can run a part of the canvas (encode_window), got "
-                f"{type(backbone).__name__}"
-            )
         self._spec = backbone.spec
         self._block_causal = self._spec.attention == "block"
         self._block_size = self._spec.block_size if self._block_causal else None
@@ -217,13 +186,11 @@ class CacheSession:
         self._firsts = self._first_columns(state)
         self._begins: list[int | None] = [None] * num_rows
         self._prompts: list[tuple[int, ...]] = [()] * num_rows
-        self.num_refreshes = [0] * num_rows
-        """Of every row of the batch."""
+        self.num_refreshes = [0] * num_rows  # of every row of the batch
         window.bounds(state.start, start=state.start, length=length, first=0)  # refused early
 
     @property
     def num_forwards(self) -> int:
-        """Forwards of the backbone so far."""
         return self._canvas.num_forwards
 
     def take(self, kept: Sequence[int], index: Tensor) -> None:
@@ -295,12 +262,12 @@ class CacheSession:
             begin, end = self._window.bounds(
                 column, start=state.start, length=length, first=self._firsts[row]
             )
+            final = self._begins[row]
             # Where the block is the one of the step before, its surroundings are cached already.
-            if begin == self._begins[row]:
+            if begin == final:
                 spans.append(self._scheme.step_span(begin, end, length))
             else:
                 # Columns left of the block before this one hold what they will always hold.
-                final = self._begins[row]
                 if final is None:
                     final = self._firsts[row] if self._block_causal else 0
                 spans.append(self._scheme.refresh_span(begin, end, final, length))

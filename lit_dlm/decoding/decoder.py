@@ -11,13 +11,13 @@ from typing import Any
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec
 from lit_dlm.decoding.caches import CacheScheme, NoCache
-from lit_dlm.decoding.engine import DecodeSettings, Plugs, decode, decode_queue
+from lit_dlm.decoding.engine import DecodeSettings, decode, decode_queue
 from lit_dlm.decoding.guidance import Guidance, GuidedBackbone
-from lit_dlm.decoding.layout import LAYOUT_WANTED, Layout, MarkerLayout, TemplateLayout
+from lit_dlm.decoding.layout import Layout, MarkerLayout, TemplateLayout
 from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.policies.topk import RandomPolicy
-from lit_dlm.decoding.quotas import FixedQuota, Quota
+from lit_dlm.decoding.quotas import FixedQuota, NoQuota, Quota
 from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
 from lit_dlm.decoding.windows import FullWindow, Window, check_window, default_window
@@ -54,7 +54,8 @@ class Decoder:
             guidance: away from what the model would write without the prompt; not with a cache.
         """
         self.policy = checked_plug(policy, CommitPolicy, option="policy")
-        self.window = window and checked_plug(window, Window, option="window")
+        self._has_window = window is not None
+        self.window = checked_plug(window or FullWindow(), Window, option="window")
         self.quota = checked_plug(quota or FixedQuota(), Quota, option="quota")
         self.sampler = sampler or Sampler()
         self.cache = checked_plug(cache or NoCache(), CacheScheme, option="cache")
@@ -65,8 +66,10 @@ class Decoder:
             raise ValueError(
                 f"guidance: expected no cache beside it, got {type(self.cache).__name__}"
             )
-        if layout is None and getattr(policy, "needs_layout", False):
-            raise ValueError(f"layout: {type(policy).__name__} {LAYOUT_WANTED}")
+        missing = {"layout": layout is None, "quota": isinstance(self.quota, NoQuota)}
+        for name, is_missing in missing.items():
+            if is_missing and getattr(policy, f"needs_{name}", False):
+                raise ValueError(f"{name}: {type(policy).__name__} needs one, got none")
         if isinstance(layout, TemplateLayout | MarkerLayout) and self.settings.eos_rule != "none":
             raise ValueError(
                 f"settings.eos_rule: expected 'none' with {type(layout).__name__}, where an end of "
@@ -83,12 +86,8 @@ class Decoder:
     ) -> DecodeResult:
         """Decodes a canvas; see :func:`lit_dlm.decoding.engine.decode`."""
         self.check(backbone)
-        return decode(
-            self.guided(backbone),
-            self.prepared(canvas, backbone),
-            self.plugs(backbone.spec),
-            observers=observers,
-        )
+        canvas = self.prepared(canvas, backbone)
+        return decode(self.guided(backbone), canvas, self.on(backbone.spec), observers=observers)
 
     def queue(
         self,
@@ -98,11 +97,7 @@ class Decoder:
         num_slots: int,
         observers: Sequence[QueueObserver] = (),
     ) -> Iterator[DecodeResult]:
-        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode_queue`.
-
-        Args:
-            source: gives the next rows, ``None`` where there are none.
-        """
+        """Decodes rows as slots become free; see :func:`~lit_dlm.decoding.engine.decode_queue`."""
         self.check(backbone)
 
         def prepared(count: int) -> Canvas | None:
@@ -112,7 +107,7 @@ class Decoder:
         return decode_queue(
             self.guided(backbone),
             prepared,
-            self.plugs(backbone.spec),
+            self.on(backbone.spec),
             num_slots=num_slots,
             observers=observers,
         )
@@ -121,35 +116,19 @@ class Decoder:
         """The backbone that decides: with guidance where there is some."""
         return backbone if self.guidance is None else GuidedBackbone(backbone, self.guidance)
 
-    def plugs(self, spec: BackboneSpec) -> Plugs:
-        """What decides on a model, whose own window stands in where none is named."""
-        return Plugs(
-            window=self.window or default_window(spec),
-            quota=self.quota,
-            sampler=self.sampler,
-            policy=self.policy,
-            cache=self.cache,
-            settings=self.settings,
-        )
-
     def check(self, backbone: Backbone) -> None:
         """Reads a learned policy from disk, and refuses what does not fit the backbone."""
-        if self.window is not None:
-            check_window(self.window, backbone.spec)
+        check_window(self.on(backbone.spec).window, backbone.spec)
         check = getattr(self.policy, "check_backbone", None)
         if callable(check):
             check(backbone)
 
     def on(self, spec: BackboneSpec) -> Decoder:
-        """This decoder with the window that it has on a model: what is to be described.
-
-        Returns:
-            The decoder itself where it names a window, else a copy that does.
-        """
-        if self.window is not None:
+        """This decoder with the window that it has on a model, where it names none."""
+        if self._has_window:
             return self
         named = copy.copy(self)
-        named.window = default_window(spec)
+        named.window, named._has_window = default_window(spec), True
         return named
 
     def encoded(self, encode: Callable[[str], list[int]]) -> Decoder:
@@ -169,23 +148,17 @@ class Decoder:
         return self.layout.on(canvas, mask_id=backbone.spec.mask_id)
 
     def describe(self) -> dict[str, Any]:
-        """All settings as JSON types, for result files and run records.
+        """All settings as JSON types: of each plug what its ``describe`` says, or its attributes.
 
-        Those of a plug are what its method ``describe`` says, or else its public attributes.
-
-        Cache, layout and guidance are listed only where there is one, so that older records stay
-        valid. A decoder without a window describes itself as on a model with full attention; see
-        :meth:`on`.
+        Cache, layout and guidance are listed only where there is one.
         """
         names = ["policy", "window", "quota", "sampler"]
         if not isinstance(self.cache, NoCache):
             names.append("cache")
         if self.layout is not None:
             names.append("layout")
-        plugs = {name: getattr(self, name) for name in names}
-        plugs["window"] = self.window or FullWindow()
         return {
-            **{name: _describe(plug) for name, plug in plugs.items()},
+            **{name: _describe(getattr(self, name)) for name in names},
             **({} if self.guidance is None else {"guidance": self.guidance.describe()}),
             "settings": asdict(self.settings),
         }
@@ -205,18 +178,7 @@ def decode_prompts(
     seeds: Sequence[int],
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
-    """Decodes token ids of prompts on the backbone's device: canvas, then the loop.
-
-    Args:
-        seeds: one per prompt, usually :func:`~lit_dlm.ops.noise.sample_seed` of the sample's uid.
-    """
-    longest = max(map(len, prompts), default=0)
-    limit = getattr(backbone, "max_positions", None)
-    if limit is not None and longest + response_length > limit:
-        raise ValueError(
-            f"response_length: expected at most {limit} tokens of prompt and response, the "
-            f"positions that the model was made for, got {longest} + {response_length}"
-        )
+    """Decodes one batch of token ids; :func:`~lit_dlm.decoding.stream.decode_stream` does more."""
     canvas = prompt_canvas(
         prompts,
         response_length=response_length,
@@ -224,33 +186,22 @@ def decode_prompts(
         seeds=seeds,
         device=getattr(backbone, "device", "cpu"),
     )
-    result = decoder(backbone, canvas, observers)
-    if (vision := getattr(backbone, "vision", None)) is not None:
-        for prompt in prompts:
-            vision.release(prompt)
-    return result
+    return decoder(backbone, canvas, observers)
 
 
 def _describe(plug: object) -> dict[str, Any]:
-    """A plug's class and settings: its own ``describe`` or its public plain attributes.
-
-    Our classes go by their bare name, all others by their import path.
-    """
-    own = getattr(plug, "describe", None)
-    if callable(own):
-        settings = own()
-    else:
-        settings = {k: v for k, v in vars(plug).items() if not k.startswith("_")}
+    """A plug's class and settings; our classes go by their bare name, others by import path."""
+    public = {key: value for key, value in vars(plug).items() if not key.startswith("_")}
+    settings = getattr(plug, "describe", lambda: public)()
     cls = type(plug)
     is_ours = cls.__module__.split(".")[0] == __name__.split(".")[0]
     name = cls.__name__ if is_ours else f"{cls.__module__}.{cls.__qualname__}"
     for key, value in settings.items():
         try:
             json.dumps(value)
-        except TypeError as error:
+        except TypeError:
             raise ValueError(
-                f"{name}.{key}: expected numbers, texts or lists of them, got a "
-                f"{type(value).__name__}, which records cannot hold; name it _{key}, or give the "
-                "class a method describe()"
-            ) from error
+                f"{name}.{key}: records cannot hold a {type(value).__name__}; name it _{key}, or "
+                "give the class a method describe()"
+            ) from None
     return {"name": name, **settings}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,13 +29,9 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 
 def _members(plug: type, *modules: ModuleType) -> tuple[type, ...]:
     """The plugs of some modules that can be built."""
-    found = {
-        value
-        for module in modules
-        for value in vars(module).values()
-        if isinstance(value, type) and plug in value.__mro__ and not inspect.isabstract(value)
-    }
-    return tuple(found)
+    found = [value for module in modules for value in vars(module).values()]
+    plugs = {one for one in found if isinstance(one, type) and plug in one.__mro__}
+    return tuple(one for one in plugs if not inspect.isabstract(one))
 
 
 PLUGS: dict[str, tuple[type, ...]] = {
@@ -65,24 +61,17 @@ def decoder_from_description(
             ``my_package.policies``.
     """
     parts = {*PLUGS, "guidance", "settings"}
-    if not parts - _OPTIONAL <= set(description) <= parts:
-        raise ValueError(
-            f"decoder description: expected the parts {sorted(parts - _OPTIONAL)}, and perhaps "
-            f"{sorted(_OPTIONAL)}, got {sorted(description)}"
-        )
+    _check_names("decoder", description, parts, parts - _OPTIONAL)
     plugs = {
         part: _plug(part, description[part], policy_folders, plug_modules)
         for part in PLUGS
         if part in description
     }
-    settings = description["settings"]
-    known = {field.name for field in fields(DecodeSettings)}
-    _check_names("settings", settings, known)
-    guidance = description.get("guidance")
-    if guidance is not None:
-        _check_names("guidance", guidance, {"scale", "prompt_ids"})
-        plugs["guidance"] = Guidance(**guidance)
-    decoder = Decoder(**plugs, settings=DecodeSettings(**settings))
+    for part, cls in (("settings", DecodeSettings), ("guidance", Guidance)):
+        if (settings := description.get(part)) is not None:
+            _check_names(part, settings, set(inspect.signature(cls).parameters))
+            plugs[part] = cls(**settings)
+    decoder = Decoder(**plugs)
     rebuilt = decoder.describe()
     for part, entry in description.items():
         if rebuilt.get(part) != entry:
@@ -128,31 +117,33 @@ def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
             f"decoder description: {part} {path!r} comes from outside of the package; if you trust "
             f"it, name its module with --plugs {module} (plug_modules)"
         )
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"decoder description: {part} {path!r}: {error}") from error
-    if not isinstance(cls, type):
-        raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {cls!r}")
-    return cls
+    found = None
+    with suppress(ImportError):
+        found = vars(importlib.import_module(module)).get(name)
+    if not isinstance(found, type):  # a function that the module imported would run as well
+        raise ValueError(f"decoder description: {part} {path!r}: expected a class, got {found!r}")
+    return found
 
 
-def _check_names(where: str, settings: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(settings) - known)
-    if unknown:
+def _check_names(
+    where: str, found: Mapping[str, Any], known: set[str], needed: Set[str] = frozenset()
+) -> None:
+    if not needed <= set(found) <= known:
         raise ValueError(
-            f"decoder description: {where} has no setting {unknown[0]!r}; "
-            f"known: {', '.join(sorted(known)) or 'none'}"
+            f"decoder description: {where}: expected {', '.join(sorted(needed or known))}, got "
+            f"{', '.join(sorted(found))}"
         )
 
 
 def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer:
     """Loads the policy whose weights have a digest."""
-    shipped = sorted(path.parent for path in ASSETS.glob("**/model.safetensors"))
+    shipped = [
+        path.parent
+        for path in sorted(ASSETS.glob("**/config.json"))
+        if '"lit-dlm/acceptance"' in path.read_text(encoding="utf-8")
+    ]
     seen = []
-    for folder in [Path(folder) for folder in folders] + shipped:
-        if folder in shipped and not _is_policy(folder):
-            continue
+    for folder in [*map(Path, folders), *shipped]:
         scorer = AcceptanceScorer.load(folder)
         found = scorer.digest()
         if found == digest:
@@ -162,9 +153,3 @@ def _find_scorer(digest: str, folders: Sequence[str | Path]) -> AcceptanceScorer
         f"decoder description: no policy has the weights digest {digest[:16]}...; give the folder "
         f"of the exported policy ({'; '.join(seen) or 'none was given'})"
     )
-
-
-def _is_policy(folder: Path) -> bool:
-    """Whether a shipped folder holds a policy and not a backbone."""
-    config = folder / "config.json"
-    return config.is_file() and '"lit-dlm/acceptance"' in config.read_text(encoding="utf-8")

@@ -11,23 +11,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, Denoised
-from lit_dlm.decoding.caches import CacheScheme, CacheSession
+from lit_dlm.decoding.caches import CacheSession
 from lit_dlm.decoding.guidance import GuidedBackbone
 from lit_dlm.decoding.observers import Observer, QueueObserver
 from lit_dlm.decoding.policies.base import CommitPolicy
-from lit_dlm.decoding.quotas import Quota
-from lit_dlm.decoding.sampler import Sampler
 from lit_dlm.decoding.state import Canvas, DecodeResult, DecodeState, Status, StepRecord
-from lit_dlm.decoding.windows import Window, WindowView, check_window, first_column, masks_first
+from lit_dlm.decoding.windows import WindowView, first_column, masks_first
 from lit_dlm.ops.options import at_least
 from lit_dlm.ops.precision import without_autocast
 from lit_dlm.ops.scores import top_quota
+
+if TYPE_CHECKING:
+    from lit_dlm.decoding.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +54,6 @@ class DecodeSettings:
             raise ValueError("max_steps: expected a number with stall_rule 'idle', got None")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plugs:
-    """What a decode is made of."""
-
-    window: Window
-    """Where a step may commit."""
-    quota: Quota
-    """How many cells it commits."""
-    sampler: Sampler
-    """Which tokens are proposed."""
-    policy: CommitPolicy
-    """Which of them become final."""
-    cache: CacheScheme
-    """What steps take from earlier forwards."""
-    settings: DecodeSettings
-
-
 class NotANumberError(ValueError):
     """Probabilities of a decode are not numbers; ``rows`` says where in the batch."""
 
@@ -84,7 +68,7 @@ class NotANumberError(ValueError):
 def decode(
     backbone: Backbone,
     canvas: Canvas,
-    plugs: Plugs,
+    plugs: Decoder,
     *,
     observers: Sequence[Observer] = (),
 ) -> DecodeResult:
@@ -104,7 +88,7 @@ def decode(
 def decode_queue(
     backbone: Backbone,
     source: Callable[[int], Canvas | None],
-    plugs: Plugs,
+    plugs: Decoder,
     *,
     num_slots: int,
     observers: Sequence[QueueObserver] = (),
@@ -124,139 +108,79 @@ def decode_queue(
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
     """
-    policy = plugs.policy
-    check_window(plugs.window, backbone.spec)
-    _, hidden_layers = needs(policy, observers)
+    _, hidden_layers = needs(plugs.policy, observers)
     canvas = source(num_slots)
     if canvas is None:
         return
     has_more = len(canvas.ids) == num_slots
-    state = initial_state(backbone, canvas)
-    session = plugs.cache.start(backbone, state, window=plugs.window, hidden_layers=hidden_layers)
-    tally = _Tally(state, plugs.settings, forwards_per_step=policy.forwards_per_step)
+    batch = _Batch(backbone, canvas, plugs, hidden_layers)
     for observer in observers:
-        observer.on_start(state)
+        observer.on_start(batch.state)
     # Such weights compute in their own dtype: a trainer's autocast has nothing for them but casts.
     is_half = getattr(backbone, "dtype", torch.float32).itemsize == 2
-    frontier = _frontier(state.masked)
     clock = time.perf_counter()
     while True:
-        ended = [row for row, column in enumerate(frontier) if column < 0 or tally.is_spent(row)]
+        ended = batch.end_rows()
         if ended:
-            # Kept before any row moves: slots and columns below change under them.
-            tally.end(state, ended, frontier, session)
             canvas = source(len(ended)) if has_more else None
             replaced = ended[: 0 if canvas is None else len(canvas.ids)]
             has_more = len(replaced) == len(ended)
-            if canvas is None and len(ended) == len(frontier):
-                break
             if canvas is not None:
-                result = tally.result(session)
-                entering = initial_state(backbone, canvas)
-                # Prompts of other lengths: the canvas grows or shrinks on the left, so every
-                # column that is known on the host moves with it.
-                by = tally.replace(replaced, entering)
-                state, entering = _refilled(state, replaced, entering, by, backbone.spec.pad_id)
-                if session is not None:
-                    session.put(replaced, state, by=by)
-                frontier = [column + by for column in frontier]
-                for row, column in zip(replaced, _frontier(entering.masked), strict=True):
-                    frontier[row] = column
+                result, entering = batch.refill(replaced, initial_state(backbone, canvas))
                 for observer in observers:
                     observer.on_refill(result, entering)
                 yield result
+            elif len(ended) == len(batch.rows):
+                break
             # Once the source is empty the batch shrinks: a row without work would cost a row of
             # every forward that follows.
             if not has_more:
-                gone = set(ended[len(replaced) :])
-                kept = [row for row in range(len(frontier)) if row not in gone]
-                index = torch.tensor(kept).to(state.ids.device, non_blocking=True)
-                state = state.take(index)
-                tally.take(kept, index)
-                if session is not None:
-                    session.take(kept, index)
-                frontier = [frontier[row] for row in kept]
+                batch.drop(ended[len(replaced) :])
             if canvas is not None:
                 clock = time.perf_counter()  # filling a slot is no part of a method's time
                 continue  # rows that have entered may have nothing to fill
-        state = replace(state, frontier=tuple(frontier))
-        with without_autocast(state.ids.device) if is_half else nullcontext():
+        # Observers may ask for something else at every step.
+        requires, _ = needs(plugs.policy, observers)
+        with without_autocast(batch.state.ids.device) if is_half else nullcontext():
             decision = decide(
                 backbone,
-                state,
+                replace(batch.state, frontier=tuple(batch.frontier)),
                 plugs,
-                requires=needs(policy, observers)[0],
+                requires=requires,
                 hidden_layers=hidden_layers,
-                session=session,
+                session=batch.session,
             )
         # Nothing from here to the frontier may read a value: that one transfer is what the host
         # waits for, and it comes after all launches of the step.
-        record = decision.record
-        state, new_ids = record.state, record.new_ids
         looked = time.perf_counter()
         for observer in observers:
-            observer.on_step(record)
+            observer.on_step(decision.record)
         clock += time.perf_counter() - looked  # nor are observers
-        masked = state.editable & (new_ids == state.mask_id)
-        tally.add(record.commit, decision.decided)
-        state = replace(
-            state,
-            ids=new_ids,
-            masked=masked,
-            step=state.step + 1,
-            block_step=state.block_step + 1 if plugs.quota.counts_blocks else state.block_step,
-            # An end-of-text fill writes cells that no policy committed.
-            written=record.commit if decision.ended is None else new_ids != state.ids,
-        )
-        frontier = _frontier(masked, decision.ended, record.proposal.prob)
-        if _BROKEN in frontier:
-            broken = [row for row, column in enumerate(frontier) if column == _BROKEN]
-            step = int(state.step[broken[0]]) - 1
-            raise NotANumberError(state.rows[broken].tolist(), step=step)
+        batch.write(decision)
         now = time.perf_counter()
-        tally.add_seconds(now - clock, decision.policy_span)
+        batch.add_seconds(now - clock, decision.policy_span)
         clock = now
-    result = tally.result(session)
+    result = batch.result()
     for observer in observers:
         observer.on_end(result)
     yield result
-
-
-def _refilled(
-    state: DecodeState, replaced: list[int], entering: DecodeState, by: int, pad_id: int
-) -> tuple[DecodeState, DecodeState]:
-    """The state with some rows replaced, and the state of the new rows alone."""
-    index = torch.tensor(replaced).to(state.ids.device, non_blocking=True)
-    state = state.shifted(by, pad_id=pad_id)
-    entering = entering.shifted(state.start - entering.start, pad_id=pad_id)
-    entering = replace(entering, rows=state.rows[index])
-    masks = [state.pad_mask, entering.pad_mask]
-    if any(mask is not None for mask in masks):
-        state, entering = (
-            replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
-            for one in (state, entering)
-        )
-    return state.put(index, entering), entering
 
 
 @dataclass(frozen=True)
 class Decision:
     """What one step decides, before anything is written."""
 
-    record: StepRecord
-    """The step as observers see it; its state has entered the window's block."""
-    decided: Tensor
-    """``(b,)`` bool: the policy committed something; where not, the stall rule decided."""
+    record: StepRecord  # The step as observers see it; its state has entered the window's block
+    decided: Tensor  # (b,) bool: the policy committed something; where not, the stall rule decided
     ended: Tensor | None
     """``(b,)`` bool: the end-of-text rule ends the row after this step; ``None`` without one."""
-    policy_span: Span | None = None
-    """Time that the policy took; ``None`` where no policy decided."""
+    policy_span: Span | None = None  # Time that the policy took; None where no policy decided
 
 
 def decide(
     backbone: Backbone,
     state: DecodeState,
-    plugs: Plugs,
+    plugs: Decoder,
     *,
     requires: frozenset[str],
     hidden_layers: tuple[int, ...] = (),
@@ -356,13 +280,15 @@ def _frontier(masked: Tensor, ended: Tensor | None = None, prob: Tensor | None =
 def needs(
     policy: CommitPolicy, observers: Sequence[Observer] = ()
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """What a step must compute for a policy and observers.
-
-    Returns:
-        Names (see :class:`CommitPolicy`) and the hidden layers that all agree on.
-    """
-    requires = policy.requires.union(*(observer.requires for observer in observers))
-    return requires, _hidden_layers([policy, *observers]) if "hidden" in requires else ()
+    """What a step must compute, by name (see :class:`CommitPolicy`), and which hidden layers."""
+    plugs: list[Any] = [policy, *observers]
+    requires: frozenset[str] = frozenset().union(*(plug.requires for plug in plugs))
+    if "hidden" not in requires:
+        return requires, ()
+    asked = {tuple(plug.hidden_layers) for plug in plugs if "hidden" in plug.requires}
+    if len(asked) != 1:
+        raise ValueError(f"hidden_layers: policy and observers must agree, got {sorted(asked)}")
+    return requires, asked.pop()
 
 
 def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
@@ -398,18 +324,6 @@ def initial_state(backbone: Backbone, canvas: Canvas) -> DecodeState:
         block_masks=zeros,
         regions=canvas.regions,
     )
-
-
-def _hidden_layers(plugs: Iterable[object]) -> tuple[int, ...]:
-    """The hidden layers that all plugs agree on."""
-    asked = {
-        tuple(cast(Sequence[int], plug.hidden_layers))  # type: ignore[attr-defined]
-        for plug in plugs
-        if "hidden" in plug.requires  # type: ignore[attr-defined]
-    }
-    if len(asked) != 1:
-        raise ValueError(f"hidden_layers: policy and observers must agree, got {sorted(asked)}")
-    return asked.pop()
 
 
 def enter_block(state: DecodeState, view: WindowView, *, counts: bool) -> DecodeState:
@@ -449,20 +363,40 @@ def _apply_eos_rule(state: DecodeState, new_ids: Tensor, *, fill: bool) -> tuple
     return new_ids, ended
 
 
-class _Tally:
-    """Counts of the rows in every slot, and what the rows that have ended leave behind."""
+@dataclass(kw_only=True, eq=False)
+class _Row:
+    """What the host knows of a row. While it is at work, counts are less those of the batch."""
+
+    slot: int
+    prompt_length: int
+    budget: int
+    num_steps: int
+    seconds: float
+    policy_seconds: float
+    status: Status = "step_limit"
+    num_refreshes: int = 0
+
+
+class _Batch:
+    """The rows at work, and what those that have ended leave behind."""
 
     def __init__(
-        self, state: DecodeState, settings: DecodeSettings, *, forwards_per_step: int
+        self, backbone: Backbone, canvas: Canvas, plugs: Decoder, hidden_layers: tuple[int, ...]
     ) -> None:
-        zeros = torch.zeros_like(state.rows)
-        self._written, self._decided = zeros, zeros.clone()  # (b,) steps
-        self._settings, self._forwards_per_step = settings, forwards_per_step
+        self.state = initial_state(backbone, canvas)
+        self.session = plugs.cache.start(
+            backbone, self.state, window=plugs.window, hidden_layers=hidden_layers
+        )
+        self.frontier = _frontier(self.state.masked)
+        """Leftmost mask of every row; negative where the row has ended."""
+        self._plugs, self._pad_id = plugs, backbone.spec.pad_id
         self._num_steps = 0
         self._seconds = self._policy_seconds = 0.0  # of a row that were there all the time
-        self._rows = self._entered(state, range(len(state.rows)))
-        self._ended: list[_EndedRow] = []
-        self._left: list[tuple[DecodeState, Tensor, Tensor]] = []
+        self._written = torch.zeros_like(self.state.rows)  # (b,) steps that wrote something
+        self._decided = torch.zeros_like(self.state.rows)  # (b,) of them by the policy
+        self.rows = self._entered(self.state, range(len(canvas.ids)))
+        self._ended: list[_Row] = []
+        self._left: list[tuple[Tensor, ...]] = []
 
     def _entered(self, state: DecodeState, slots: Iterable[int]) -> list[_Row]:
         length = state.ids.shape[1] - state.start
@@ -471,141 +405,146 @@ class _Tally:
             _Row(
                 slot=slot,
                 prompt_length=prompt_length,
-                budget=self._settings.max_steps or num_masks,
-                first_step=self._num_steps,
-                seconds=self._seconds,
-                policy_seconds=self._policy_seconds,
+                budget=self._plugs.settings.max_steps or num_masks,
+                num_steps=-self._num_steps,
+                seconds=-self._seconds,
+                policy_seconds=-self._policy_seconds,
             )
             for slot, (num_masks, prompt_length) in zip(slots, facts.tolist(), strict=True)
         ]
 
-    def is_spent(self, row: int) -> bool:
-        """Whether a row of the batch has had all its steps."""
-        return self._num_steps - self._rows[row].first_step >= self._rows[row].budget
-
-    def add(self, commit: Tensor, decided: Tensor) -> None:
-        """Counts a step."""
+    def write(self, decision: Decision) -> None:
+        """Writes a step's commits and counts them; waits for the device."""
+        record, state = decision.record, decision.record.state
+        masked = state.editable & (record.new_ids == state.mask_id)
         self._num_steps += 1
-        self._written += commit.any(1)
-        self._decided += decided
+        self._written += record.commit.any(1)
+        self._decided += decision.decided
+        self.state = replace(
+            state,
+            ids=record.new_ids,
+            masked=masked,
+            step=state.step + 1,
+            block_step=state.block_step + 1
+            if self._plugs.quota.counts_blocks
+            else state.block_step,
+            # An end-of-text fill writes cells that no policy committed.
+            written=record.commit if decision.ended is None else record.new_ids != state.ids,
+        )
+        self.frontier = _frontier(masked, decision.ended, record.proposal.prob)
+        broken = [row for row, column in enumerate(self.frontier) if column == _BROKEN]
+        if broken:
+            raise NotANumberError(state.rows[broken].tolist(), step=int(state.step[broken[0]]))
 
     def add_seconds(self, seconds: float, policy_span: Span | None) -> None:
         """Shares the time of a step, for whose end the host has waited."""
-        self._seconds += seconds / len(self._rows)
+        self._seconds += seconds / len(self.rows)
         if policy_span is not None:
-            self._policy_seconds += policy_span.seconds() / len(self._rows)
+            self._policy_seconds += policy_span.seconds() / len(self.rows)
 
-    def end(
-        self,
-        state: DecodeState,
-        ended: Sequence[int],
-        frontier: Sequence[int],
-        session: CacheSession | None,
-    ) -> None:
-        """Keeps rows that have ended."""
-        index = torch.tensor(ended).to(state.ids.device, non_blocking=True)
-        self._left.append((state.take(index), self._written[index], self._decided[index]))
-        for row in ended:
-            begun = self._rows[row]
-            self._ended.append(
-                _EndedRow(
-                    slot=begun.slot,
-                    num_steps=self._num_steps - begun.first_step,
-                    seconds=self._seconds - begun.seconds,
-                    policy_seconds=self._policy_seconds - begun.policy_seconds,
-                    status=_STATUS.get(frontier[row], "step_limit"),
-                    num_refreshes=0 if session is None else session.num_refreshes[row],
-                )
-            )
+    def end_rows(self) -> list[int]:
+        """Keeps what rows leave that are done or have had all their steps; their numbers."""
+        ended = [
+            number
+            for number, (row, column) in enumerate(zip(self.rows, self.frontier, strict=True))
+            if column < 0 or self._num_steps + row.num_steps >= row.budget
+        ]
+        if not ended:
+            return ended
+        # Kept before any row moves: slots and columns change under them.
+        index = _index(ended, self.state)
+        state = self.state
+        parts = (state.ids, state.editable, state.seeds, self._written, self._decided)
+        self._left.append(tuple(part[index] for part in parts))
+        for number in ended:
+            row = self.rows[number]
+            row.num_steps += self._num_steps
+            row.seconds += self._seconds
+            row.policy_seconds += self._policy_seconds
+            row.status = _STATUS.get(self.frontier[number], "step_limit")
+            row.num_refreshes = 0 if self.session is None else self.session.num_refreshes[number]
+            self._ended.append(row)
+        return ended
 
-    def take(self, kept: Sequence[int], index: Tensor) -> None:
-        """The other rows leave the batch."""
-        self._rows = [self._rows[row] for row in kept]
-        self._written, self._decided = self._written[index], self._decided[index]
-
-    def replace(self, replaced: Sequence[int], entering: DecodeState) -> int:
-        """Rows enter.
-
-        Returns:
-            By how many columns the batch should grow on the left to hold their prompts, or shrink
-            where an eighth of it at least would be padding in every row.
-        """
-        start, length = self._left[-1][0].start, self._left[-1][0].ids.shape[1]
-        slots = [self._rows[row].slot for row in replaced]
-        for row, one in zip(replaced, self._entered(entering, slots), strict=True):
-            self._rows[row] = one
+    def refill(
+        self, replaced: list[int], entering: DecodeState
+    ) -> tuple[DecodeResult, DecodeState]:
+        """Puts new rows in the place of ended ones; the result of all that have ended."""
+        result = self.result()
+        ended, self._ended, self._left = self._ended, [], []
+        slots = [self.rows[number].slot for number in replaced]
+        for number, row in zip(replaced, self._entered(entering, slots), strict=True):
+            self.rows[number] = row
         self._written[replaced] = 0
         self._decided[replaced] = 0
-        self._left = []
-        gone = {one.slot for one in self._ended} - set(slots)
-        self._ended = []
-        needed = max(one.prompt_length for one in self._rows if one.slot not in gone)
-        by = needed - start
-        return by if by > 0 or -8 * by >= length else 0
+        # Prompts of other lengths: the canvas grows on the left, or shrinks where an eighth of it
+        # at least would be padding in every row. Every column known on the host moves with it.
+        by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
+        by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
+        first = _frontier(entering.masked)
+        index = _index(replaced, self.state)
+        state = self.state.shifted(by, pad_id=self._pad_id)
+        entering = entering.shifted(state.start - entering.start, pad_id=self._pad_id)
+        entering = replace(entering, rows=state.rows[index])
+        if state.pad_mask is not None or entering.pad_mask is not None:
+            state, entering = (
+                replace(one, pad_mask=torch.ones_like(one.masked)) if one.pad_mask is None else one
+                for one in (state, entering)
+            )
+        self.state = state.put(index, entering)
+        if self.session is not None:
+            self.session.put(replaced, self.state, by=by)
+        self.frontier = [column + by for column in self.frontier]
+        for number, column in zip(replaced, first, strict=True):
+            self.frontier[number] = column
+        return result, entering
 
-    def result(self, session: CacheSession | None) -> DecodeResult:
-        """The result of the rows that have ended."""
-        last = self._left[-1][0]
-        device = last.ids.device
+    def drop(self, ended: list[int]) -> None:
+        """Ended rows leave the batch."""
+        kept = [number for number in range(len(self.rows)) if number not in set(ended)]
+        index = _index(kept, self.state)
+        self.state = self.state.take(index)
+        self._written, self._decided = self._written[index], self._decided[index]
+        if self.session is not None:
+            self.session.take(kept, index)
+        self.rows = [self.rows[number] for number in kept]
+        self.frontier = [self.frontier[number] for number in kept]
+
+    def result(self) -> DecodeResult:
+        """The result of the rows that have ended, in the order of their slots."""
         order = sorted(range(len(self._ended)), key=lambda number: self._ended[number].slot)
-        ended = [self._ended[number] for number in order]
-        index = torch.tensor(order).to(device, non_blocking=True)
-
-        def joined(name: str) -> Tensor:
-            return torch.cat([getattr(one, name) for one, _, _ in self._left])[index]
-
-        given = ~joined("editable")
-        num_steps = torch.tensor([one.num_steps for one in ended], device=device)
-        count_stalls = self._settings.stall_rule == "top1"
+        rows = [self._ended[number] for number in order]
+        index, device = _index(order, self.state), self.state.ids.device
+        ids, editable, seeds, written, decided = (
+            torch.cat(parts)[index] for parts in zip(*self._left, strict=True)
+        )
+        num_steps = torch.tensor([row.num_steps for row in rows], device=device)
+        has_stalls = self._plugs.settings.stall_rule == "top1"
+        refreshes = torch.tensor([row.num_refreshes for row in rows], device=device)
+        start, session = self.state.start, self.session
         return DecodeResult(
-            ids=joined("ids"),
-            rows=[one.slot for one in ended],
-            start=last.start,
-            seeds=joined("seeds"),
+            ids=ids,
+            rows=[row.slot for row in rows],
+            start=start,
+            seeds=seeds,
             num_steps=num_steps,
-            idle_steps=num_steps - torch.cat([written for _, written, _ in self._left])[index],
-            stalled_steps=num_steps - torch.cat([decided for *_, decided in self._left])[index]
-            if count_stalls
-            else torch.zeros_like(num_steps),
-            policy_forwards=num_steps * self._forwards_per_step,
-            seconds=_float64([one.seconds for one in ended]),
-            policy_seconds=_float64([one.policy_seconds for one in ended]),
-            status=[one.status for one in ended],
+            idle_steps=num_steps - written,
+            stalled_steps=num_steps - decided if has_stalls else torch.zeros_like(num_steps),
+            policy_forwards=num_steps * self._plugs.policy.forwards_per_step,
+            seconds=torch.tensor([row.seconds for row in rows], dtype=torch.float64),
+            policy_seconds=torch.tensor([row.policy_seconds for row in rows], dtype=torch.float64),
+            status=[row.status for row in rows],
             num_forwards=self._num_steps if session is None else session.num_forwards,
-            num_refreshes=None
-            if session is None
-            else torch.tensor([one.num_refreshes for one in ended], device=device),
-            given=given if bool(given[:, last.start :].any()) else None,
+            num_refreshes=None if session is None else refreshes,
+            given=None if bool(editable[:, start:].all()) else ~editable,
         )
 
 
 _STATUS: dict[int, Status] = {_COMPLETE: "complete", _ENDED: "eos"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """A row in the batch, and the counts of the loop when it entered."""
-
-    slot: int
-    prompt_length: int
-    budget: int
-    first_step: int
-    seconds: float
-    policy_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _EndedRow:
-    slot: int
-    num_steps: int
-    seconds: float
-    policy_seconds: float
-    status: Status
-    num_refreshes: int
-
-
-def _float64(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def _index(rows: Sequence[int], state: DecodeState) -> Tensor:
+    return torch.tensor(rows).to(state.ids.device, non_blocking=True)
 
 
 class Span:
@@ -616,28 +555,24 @@ class Span:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = (
-                torch.cuda.Event(enable_timing=True),
-                torch.cuda.Event(enable_timing=True),
-            )
+        count = 2 if device.type == "cuda" else 0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         self._clock = 0.0
 
     def __enter__(self) -> Span:
-        if self._events is not None:
+        if self._events:
             self._events[0].record()
         self._clock = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._clock = time.perf_counter() - self._clock
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
 
     def seconds(self) -> float:
         """The time; on CUDA this waits for the end of the block."""
-        if self._events is None:
+        if not self._events:
             return self._clock
         start, end = self._events
         end.synchronize()

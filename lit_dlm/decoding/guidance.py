@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone, BackboneSpec, Denoised
+from lit_dlm.ops.options import at_least
 
 
 class Guidance:
@@ -19,17 +20,8 @@ class Guidance:
     """
 
     def __init__(self, scale: float, prompt_ids: Sequence[int]) -> None:
-        """Sets the guidance.
-
-        Args:
-            scale: 0 changes nothing.
-            prompt_ids: the prompt without what is asked for.
-        """
-        if scale < 0.0 or not prompt_ids:
-            raise ValueError(
-                f"guidance: expected a scale of at least 0 and a prompt, got {scale} and "
-                f"{len(prompt_ids)} ids"
-            )
+        """Sets the scale, 0 or more, and the prompt without what is asked for."""
+        at_least(0, of="guidance.", scale=scale)
         self.scale = scale
         self.prompt_ids = list(prompt_ids)
 
@@ -39,12 +31,7 @@ class Guidance:
 
 
 class GuidedBackbone(Backbone):
-    """A backbone whose logits are guided; everything else is its own.
-
-    Args:
-        backbone: with full attention.
-        guidance: how.
-    """
+    """A backbone with full attention whose logits are guided; everything else is its own."""
 
     def __init__(self, backbone: Backbone, guidance: Guidance) -> None:
         if backbone.spec.attention != "full":

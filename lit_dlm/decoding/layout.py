@@ -18,28 +18,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding.regions import (
-    Block,
-    BlockLayout,
-    Region,
-    RegionMap,
-    Regions,
-    as_regions,
-)
+from lit_dlm.decoding.regions import Block, BlockLayout, Region, RegionMap, Regions, as_regions
 from lit_dlm.decoding.state import Canvas
 from lit_dlm.plugs import Plug
-
-LAYOUT_WANTED = "needs one (FixedLayout, FractionLayout, TemplateLayout or MarkerLayout), got none"
-"""What a policy that needs a layout says without one."""
 
 
 class Layout(Plug):
     """Decides where regions lie."""
 
-    regions: list[Region]
-    """In the order of their places."""
-    rest: Region
-    """The rules of cells outside all regions."""
+    regions: list[Region]  # in the order of their places
+    rest: Region  # the rules of cells outside all regions
 
     @abstractmethod
     def encoded(self, encode: Callable[[str], list[int]]) -> Self:
@@ -47,11 +35,7 @@ class Layout(Plug):
 
     @abstractmethod
     def blocks(self, response: Tensor) -> BlockLayout:
-        """The blocks of one response.
-
-        Args:
-            response: ``(G,)`` int64 cells before the first step.
-        """
+        """The blocks of a response, ``(G,)`` int64 cells before the first step."""
 
     @abstractmethod
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
@@ -61,11 +45,31 @@ class Layout(Plug):
 class _RegionLayout(Layout):
     """What all layouts share: the regions, and numbering the columns of a canvas."""
 
+    needs: tuple[str, ...] = ()  # what every region must have (where a length: but the last one)
+    takes: tuple[str, ...] = ()  # what a region may have: other places would have no effect
+
     def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
+        """Sets the regions.
+
+        Args:
+            regions: by name, in the order of their places.
+            rest: rules of the cells outside all regions.
+        """
         self.regions = as_regions(regions)
-        rests = as_regions([rest or Region(name="rest")])
-        as_regions([*self.regions, *rests])  # one name each
-        self.rest = rests[0]
+        *_, self.rest = as_regions([*self.regions, rest or Region(name="rest")])
+        for region in self.regions:
+            given = {
+                name
+                for name in ("length", "fraction", "marker")
+                if getattr(region, name) is not None
+            }
+            needs = set(self.needs) - ({"length"} if region is self.regions[-1] else set())
+            if not needs <= given <= {*self.needs, *self.takes}:
+                raise ValueError(
+                    f"layout: region {region.name!r}: {type(self).__name__} expects "
+                    f"{' and '.join((*self.needs, *self.takes))}, got "
+                    f"{' and '.join(sorted(given)) or 'neither'}"
+                )
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -83,20 +87,18 @@ class _RegionLayout(Layout):
         ]
         return made
 
-    def _allow(self, region: Region, *places: str) -> None:
-        """Refuses places that this kind of layout does not read: they would have no effect."""
-        for name in ("length", "start", "fraction", "marker"):
-            if getattr(region, name) is not None and name not in places:
-                raise ValueError(
-                    f"layout: region {region.name!r}: {type(self).__name__} takes "
-                    f"{' and '.join(places)}, got {name}"
-                )
-
     def _canvas(self, canvas: Canvas, ids: Tensor) -> Canvas:
         """The canvas with region numbers for its response columns, ``(B, G)`` or ``(G,)``."""
         regions = torch.full_like(canvas.ids, len(self.regions))
         regions[:, canvas.start :] = ids.to(regions.device)
         return replace(canvas, regions=RegionMap(regions, (*self.regions, self.rest)))
+
+    def _blocks(self, spans: Sequence[tuple[int, int]], length: int) -> BlockLayout:
+        blocks = tuple(
+            Block(name=region.name, start=start, end=end, weight=region.weight)
+            for region, (start, end) in zip(self.regions, spans, strict=True)
+        )
+        return BlockLayout(blocks=blocks, length=length)
 
 
 class _PlacedLayout(_RegionLayout):
@@ -110,97 +112,16 @@ class _PlacedLayout(_RegionLayout):
         return self.place(len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        del mask_id
         return self._canvas(canvas, self.place(canvas.ids.shape[1] - canvas.start).region_ids())
-
-    def _need_lengths(self) -> None:
-        """Only the last region may take what is left."""
-        for region in self.regions[:-1]:
-            if region.length is None:
-                raise ValueError(
-                    f"layout: region {region.name!r}: expected a length; only the last region may "
-                    "take what is left"
-                )
 
 
 class FixedLayout(_PlacedLayout):
-    """Regions of given lengths, one behind the other."""
+    """Regions of given lengths, one behind the other; the last one may take what is left."""
 
-    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
-        """Sets the regions.
-
-        Args:
-            regions: each with a ``length``; the last one may leave it out and takes what is left.
-                A region may have a ``start`` of its own, which leaves a gap.
-            rest: rules of the cells outside all regions.
-        """
-        super().__init__(regions, rest=rest)
-        for region in self.regions:
-            self._allow(region, "length", "start")
-        self._need_lengths()
+    needs = ("length",)
 
     def place(self, length: int) -> BlockLayout:
-        spans = []
-        at = 0
-        for region in self.regions:
-            begin = at if region.start is None else region.start
-            at = length if region.length is None else begin + region.length
-            spans.append((begin, at))
-        return _layout(self.regions, spans, length)
-
-
-class FractionLayout(_PlacedLayout):
-    """Regions that take a share of the response each."""
-
-    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
-        """Sets the regions.
-
-        Args:
-            regions: each with a ``fraction``; together at most 1. What they leave is the rest.
-            rest: rules of the cells outside all regions.
-        """
-        super().__init__(regions, rest=rest)
-        for region in self.regions:
-            self._allow(region, "fraction")
-            if region.fraction is None:
-                raise ValueError(f"layout: region {region.name!r}: expected a fraction, got none")
-        total = sum(region.fraction or 0.0 for region in self.regions)
-        if total > 1.0 + 1e-9:
-            raise ValueError(f"layout: fractions: expected a sum of at most 1, got {total:g}")
-
-    def place(self, length: int) -> BlockLayout:
-        borders = [0]
-        total = 0.0
-        for region in self.regions:
-            assert region.fraction is not None
-            total += region.fraction
-            borders.append(min(length, int(total * length + 0.5)))
-        return _layout(self.regions, list(pairwise(borders)), length)
-
-
-class TemplateLayout(_PlacedLayout):
-    """Markers that are written on the canvas before each region and never change.
-
-    The model reads them like a prompt, which is what gives the regions their meaning.
-    """
-
-    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
-        """Sets the regions.
-
-        Args:
-            regions: each with a ``length`` (the last one may take what is left), and with the
-                ``marker`` that goes before it; the first region may do without.
-            rest: rules of the cells outside all regions.
-        """
-        super().__init__(regions, rest=rest)
-        for number, region in enumerate(self.regions):
-            self._allow(region, "length", "marker")
-            if region.marker is None and number > 0:
-                raise ValueError(f"layout: region {region.name!r}: expected a marker, got none")
-        self._need_lengths()
-
-    def place(self, length: int) -> BlockLayout:
-        return _layout(self.regions, [(a, b) for _, a, b in self._places(length)], length)
+        return self._blocks([(begin, end) for _, begin, end in self._places(length)], length)
 
     def _places(self, length: int) -> list[tuple[int, int, int]]:
         """Of each region where its marker begins, where it begins itself, and where it ends."""
@@ -212,6 +133,29 @@ class TemplateLayout(_PlacedLayout):
             places.append((at, begin, end))
             at = end
         return places
+
+
+class FractionLayout(_PlacedLayout):
+    """Regions that take a share of the response each; what they leave is the rest."""
+
+    needs = ("fraction",)
+
+    def place(self, length: int) -> BlockLayout:
+        borders = [0]
+        total = 0.0
+        for region in self.regions:
+            total += region.fraction or 0.0
+            borders.append(int(total * length + 0.5))
+        return self._blocks(list(pairwise(borders)), length)
+
+
+class TemplateLayout(FixedLayout):
+    """Regions with markers that are written on the canvas before them and never change.
+
+    The model reads them like a prompt, which is what gives the regions their meaning.
+    """
+
+    takes = ("marker",)
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         canvas = super().on(canvas, mask_id=mask_id)
@@ -238,11 +182,7 @@ class PictureLayout(_PlacedLayout):
     """
 
     def __init__(self, end_id: int) -> None:
-        """Sets the mark.
-
-        Args:
-            end_id: stands in the last cell of the response (MMaDA: 126085, ``<|eoi|>``).
-        """
+        """Sets the mark in the last cell (MMaDA: 126085, ``<|eoi|>``)."""
         super().__init__([Region(name="picture")])
         self.end_id = end_id
 
@@ -250,7 +190,7 @@ class PictureLayout(_PlacedLayout):
         return {"end_id": self.end_id}
 
     def place(self, length: int) -> BlockLayout:
-        return _layout(self.regions, [(0, length - 1)], length)
+        return self._blocks([(0, length - 1)], length)
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
         canvas = super().on(canvas, mask_id=mask_id)
@@ -263,45 +203,31 @@ class MarkerLayout(_RegionLayout):
     """Regions that begin behind markers which stand on the canvas already, row by row.
 
     Only the response is searched, and only what stands there before the first step: a marker in
-    the prompt, where nothing is decoded, begins no region.
+    the prompt, where nothing is decoded, begins no region. A region ends where the next marker
+    begins; cells before the first marker are the rest.
     """
 
-    def __init__(self, regions: Regions, *, rest: Region | None = None) -> None:
-        """Sets the regions.
-
-        Args:
-            regions: each with its ``marker``. A region ends where the next marker begins; cells
-                before the first marker are the rest.
-            rest: rules of the cells outside all regions.
-        """
-        super().__init__(regions, rest=rest)
-        for region in self.regions:
-            self._allow(region, "marker")
-            if region.marker is None:
-                raise ValueError(f"layout: region {region.name!r}: expected a marker, got none")
-        markers = [tuple(region.marker or ()) for region in self.regions]
-        if len(set(markers)) < len(markers):
-            raise ValueError(f"layout: expected different markers, got {[*map(list, markers)]}")
+    needs = ("marker",)
 
     def blocks(self, response: Tensor) -> BlockLayout:
         found = []
         for region in self.regions:
             marker = torch.tensor(region.marker_ids(), device=response.device)
-            size, name = len(marker), f"marker {region.marker} of region {region.name!r}"
-            places = []
+            size, places = len(marker), []
             if size <= len(response):
                 windows = response.unfold(0, size, 1)  # (G - size + 1, size)
                 places = (windows == marker).all(1).nonzero()[:, 0].tolist()
             if len(places) != 1:
-                count = f"{len(places)} times" if places else "nowhere"
-                raise ValueError(f"layout: the {name} must stand in the response once, got {count}")
+                raise ValueError(
+                    f"layout: the marker {region.marker} of region {region.name!r} must stand in "
+                    f"the response once, got {len(places)} times"
+                )
             found.append((places[0], places[0] + size))
         ends = [begin for begin, _ in found[1:]] + [len(response)]
         spans = [(behind, end) for (_, behind), end in zip(found, ends, strict=True)]
-        return _layout(self.regions, spans, len(response))
+        return self._blocks(spans, len(response))
 
     def on(self, canvas: Canvas, *, mask_id: int) -> Canvas:
-        del mask_id
         response = canvas.ids[:, canvas.start :].cpu()
         rows = []
         for row, cells in enumerate(response):  # once per decode: the rows have their own places
@@ -311,13 +237,3 @@ class MarkerLayout(_RegionLayout):
                 told = str(error).removeprefix("layout: ")
                 raise ValueError(f"layout: row {row}: {told}") from error
         return self._canvas(canvas, torch.stack(rows))
-
-
-def _layout(
-    regions: Sequence[Region], spans: Sequence[tuple[int, int]], length: int
-) -> BlockLayout:
-    blocks = tuple(
-        Block(name=region.name, start=start, end=end, weight=region.weight)
-        for region, (start, end) in zip(regions, spans, strict=True)
-    )
-    return BlockLayout(blocks=blocks, length=length)

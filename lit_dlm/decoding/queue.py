@@ -7,7 +7,7 @@ another has work left. Which process decodes a prompt changes neither its noise 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -130,34 +130,25 @@ def decode_queued_prompts(
 
 def joined_results(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
     """Results one behind the other, left-padded to the longest prompts among them."""
-    start = max(result.start for result in results)
+    last, start = results[-1], max(result.start for result in results)
 
-    def rows(name: str, fill: int = 0) -> Tensor:
-        return torch.cat([shifted(getattr(one, name), start - one.start, fill) for one in results])
+    def columns(values: Callable[[DecodeResult], Tensor], fill: int) -> Tensor:
+        return torch.cat([shifted(values(one), start - one.start, fill) for one in results])
 
-    given = None
-    if any(one.given is not None for one in results):
-        results = [
-            one
-            if one.given is not None
-            else replace(
-                one,
-                given=torch.arange(one.ids.shape[1], device=one.ids.device).expand_as(one.ids)
-                < one.start,
-            )
-            for one in results
-        ]
-        given = rows("given", 1)
-    last = results[-1]
+    def given(one: DecodeResult) -> Tensor:
+        in_prompt = torch.arange(one.ids.shape[1], device=one.ids.device) < one.start
+        return in_prompt.expand_as(one.ids) if one.given is None else one.given
+
     tensors: dict[str, Any] = {
-        one.name: torch.cat([getattr(result, one.name) for result in results])
-        for one in fields(last)
-        if isinstance(getattr(last, one.name), Tensor) and one.name not in ("ids", "given")
+        name: torch.cat([getattr(result, name) for result in results])
+        for name, value in vars(last).items()
+        if isinstance(value, Tensor) and name not in ("ids", "given")
     }
+    has_given = any(one.given is not None for one in results)
     return replace(
         last,
-        ids=rows("ids", pad_id),
-        given=given,
+        ids=columns(lambda one: one.ids, pad_id),
+        given=columns(given, 1) if has_given else None,
         start=start,
         rows=[row for one in results for row in one.rows],
         status=[status for one in results for status in one.status],

@@ -56,12 +56,7 @@ class EvenQuota(Quota):
     """
 
     def __init__(self, steps: int | None = None, *, steps_per_block: int | None = None) -> None:
-        """Sets the number of steps: exactly one of the two.
-
-        Args:
-            steps: for the whole response; a multiple of its blocks.
-            steps_per_block: for every block.
-        """
+        """Sets exactly one: the steps of the response, a multiple of its blocks, or of each."""
         _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
         self.steps = steps
         self.steps_per_block = steps_per_block
@@ -79,9 +74,7 @@ class EvenQuota(Quota):
         return state.block_masks // steps + extra.long()
 
     def describe(self) -> dict[str, Any]:
-        if self.steps is None:
-            return {"steps_per_block": self.steps_per_block}
-        return {"steps": self.steps}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class ScheduleQuota(Quota):
@@ -96,13 +89,7 @@ class ScheduleQuota(Quota):
     def __init__(
         self, steps: int | None = None, eps: float = 1e-3, *, steps_per_block: int | None = None
     ) -> None:
-        """Sets the number of steps: exactly one of the two.
-
-        Args:
-            steps: for the whole response, counted over its blocks.
-            eps: the last time.
-            steps_per_block: for every block.
-        """
+        """Sets the last time ``eps`` and the steps: of the response, or of every block."""
         chosen = _one_of(type(self).__name__, steps=steps, steps_per_block=steps_per_block)
         self.steps = steps
         self.steps_per_block = steps_per_block
@@ -182,11 +169,6 @@ def _one_of(owner: str, **options: int | None) -> int:
     """The value of the only option that is given."""
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
-        raise ValueError(
-            f"{owner}: expected exactly one of {' and '.join(options)}, "
-            f"got {' and '.join(given) or 'neither'}"
-        )
-    ((name, value),) = given.items()
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
+        raise ValueError(f"{owner}: expected exactly one of {' and '.join(options)}, got {given}")
+    at_least(1, **given)
+    return next(iter(given.values()))

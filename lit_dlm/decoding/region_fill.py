@@ -37,11 +37,8 @@ def lockstep_score(share: Tensor) -> float:
     """One minus the gap between the fullest and the emptiest region, averaged over the steps.
 
     For two regions the value after a step is ``1 - |R - A|``, the score of the Dream-7B Lockstep
-    R/A release. There it is taken once; after the last step of a finished decode it is always 1.
-    So it is with fewer than two regions or without a step.
-
-    Args:
-        share: ``(T + 1, R)`` filled shares before each step and at the end.
+    R/A release, taken there once; it is 1 with fewer than two regions or without a step. ``share``
+    is ``(T + 1, R)``, before each step and at the end.
     """
     if share.shape[1] < 2 or len(share) < 2:
         return 1.0
@@ -50,12 +47,7 @@ def lockstep_score(share: Tensor) -> float:
 
 
 def fill_curves(masked: Tensor, regions: Tensor, names: tuple[str, ...]) -> FillCurves:
-    """Curves from the masks of every step.
-
-    Args:
-        masked: ``(T + 1, G)`` bool: cells to fill before step 0, 1, ... and at the end.
-        regions: ``(G,)`` int64 region of each cell, as ``BlockLayout.region_ids`` numbers them.
-    """
+    """Curves from ``(T + 1, G)`` masks, and ``(G,)`` regions as ``BlockLayout`` numbers them."""
     zeros = torch.zeros(len(masked), len(names), dtype=torch.long)
     left = zeros.scatter_add_(1, regions.expand(len(masked), -1), masked.long())
     return _curves(left, names)
@@ -69,32 +61,19 @@ def _curves(left: Tensor, names: tuple[str, ...]) -> FillCurves:
 
 
 class RegionFill:
-    """Observer that follows the fill of every region; nothing waits for the device before the end.
-
-    Needs a decode with a layout.
-    """
+    """Observer that follows the fill of a layout's regions; nothing waits before the end."""
 
     requires: frozenset[str] = frozenset()
 
-    def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
-        self._last = torch.empty(0)
-        self._left: list[Tensor] = []
-        self._begun: dict[int, tuple[Tensor, int]] = {}
-        self._ended: list[tuple[Tensor, int, int, int]] = []
-        self._curves: list[FillCurves] = []
-
     def on_start(self, state: DecodeState) -> None:
-        """Counts the masks of every region."""
-        if state.regions is None:
-            raise ValueError("layout: RegionFill needs a decode with one, got none")
+        assert state.regions is not None
         self._names = tuple(rule.name for rule in state.regions.rules)
         self._last = state.regions.counts(state.masked)  # (B, R), by slot
-        self._left, self._ended, self._curves = [], [], []
+        self._left: list[Tensor] = []
+        self._ended: list[tuple[Tensor, int, int, int]] = []
         self._begun = {slot: (first, 0) for slot, first in enumerate(self._last)}
 
     def on_step(self, record: StepRecord) -> None:
-        """Counts them again."""
         state = record.state
         assert state.regions is not None
         masked = state.editable & (record.new_ids == state.mask_id)
@@ -102,7 +81,6 @@ class RegionFill:
         self._left.append(self._last)
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Ends rows, and begins others in their slots."""
         self.on_end(result)
         assert state.regions is not None
         counts = state.regions.counts(state.masked)
@@ -110,24 +88,16 @@ class RegionFill:
             self._begun[slot] = (first, len(self._left))
 
     def on_end(self, result: DecodeResult) -> None:
-        """Ends rows."""
-        if self._curves:  # whoever asked for rows has them
-            self._ended, self._curves = [], []
         for slot, num_steps in zip(result.rows, result.num_steps.tolist(), strict=True):
             first, begin = self._begun[slot]
             self._ended.append((first, slot, begin, num_steps))
 
     def curves(self) -> list[FillCurves]:
-        """The curves of the rows that have ended since the last call that found some."""
-        if not self._curves:
-            if not self._ended:
-                raise ValueError("RegionFill: no decode has ended yet")
-            left = torch.stack(self._left or [self._last]).cpu()  # (T, B, R)
-            firsts = torch.stack([first for first, _, _, _ in self._ended]).cpu()
-            self._curves = [
-                _curves(
-                    torch.cat([first[None], left[begin : begin + num_steps, slot]]), self._names
-                )
-                for first, (_, slot, begin, num_steps) in zip(firsts, self._ended, strict=True)
-            ]
-        return self._curves
+        """The curves of the rows that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        left = torch.stack(self._left or [self._last]).cpu()  # (T, B, R)
+        firsts = torch.stack([first for first, _, _, _ in ended]).cpu()
+        return [
+            _curves(torch.cat([first[None], left[begin : begin + num_steps, slot]]), self._names)
+            for first, (_, slot, begin, num_steps) in zip(firsts, ended, strict=True)
+        ]

@@ -5,10 +5,8 @@ Coordinates are those of the response: 0 is its first cell, whatever the length 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,8 +23,6 @@ class Region:
     """Unique in a layout; the key, where regions are a mapping."""
     length: int | None = None
     """Cells; ``None`` for a fraction, a marker, or the rest of the response."""
-    start: int | None = None
-    """First cell; ``None``: behind the region before it."""
     fraction: float | None = None
     """Share of the response, above 0."""
     marker: list[int] | str | None = None
@@ -43,7 +39,7 @@ class Region:
         where = f"layout: region {self.name!r}: "
         within("[0, 1]", of=where, tau=self.tau)
         within("(0, 1]", of=where, max_fill_frac=self.max_fill_frac, fraction=self.fraction)
-        at_least(0, of=where, weight=self.weight, start=self.start)
+        at_least(0, of=where, weight=self.weight)
         at_least(1, of=where, length=self.length)
         if self.marker is not None and not self.marker:
             raise ValueError(f"{where}marker: expected at least one token id, got none")
@@ -60,7 +56,7 @@ class Region:
     def describe(self) -> dict[str, Any]:
         """The settings as JSON types; the places only where they are given."""
         rules = {name: getattr(self, name) for name in ("name", "tau", "max_fill_frac", "weight")}
-        places = {name: getattr(self, name) for name in ("length", "start", "fraction", "marker")}
+        places = {name: getattr(self, name) for name in ("length", "fraction", "marker")}
         return rules | {name: value for name, value in places.items() if value is not None}
 
 
@@ -71,32 +67,19 @@ Regions = dict[str, Region] | list[Region]
 def as_regions(
     regions: Mapping[str, Region | Mapping[str, Any]] | Sequence[Region | Mapping[str, Any]],
 ) -> list[Region]:
-    """Regions from a configuration or from a description.
-
-    Args:
-        regions: by name, or a list with names; dataclasses or their settings.
-    """
-    if not regions:
-        raise ValueError("layout: expected at least one region, got none")
-    known = {each.name for each in fields(Region)}
+    """Regions from a configuration or a description: by name or with names."""
     if isinstance(regions, Mapping):
-        settings = {
-            name: region if isinstance(region, Mapping) else asdict(region)
-            for name, region in regions.items()
-        }
-        regions = [{**region, "name": name} for name, region in settings.items()]
-    for region in regions:
-        unknown = sorted(set(region) - known) if isinstance(region, Mapping) else []
-        if unknown:
-            raise ValueError(
-                f"layout: a region has no setting {unknown[0]!r}; known: {', '.join(sorted(known))}"
-            )
-    made = [one if isinstance(one, Region) else Region(**one) for one in regions]
-    if not all(region.name for region in made):
-        raise ValueError("layout: expected a name for every region, got an empty one")
-    for name, count in Counter(region.name for region in made).items():
-        if count > 1:
-            raise ValueError(f"layout: expected unique names, got {count} regions named {name!r}")
+        regions = [
+            {**(one if isinstance(one, Mapping) else asdict(one)), "name": name}
+            for name, one in regions.items()
+        ]
+    try:
+        made = [one if isinstance(one, Region) else Region(**one) for one in regions]
+    except TypeError as error:  # a setting that no region has, in a description
+        raise ValueError(f"layout: {error}") from None
+    names = [region.name for region in made]
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"layout: expected regions with different names, got {names}")
     return made
 
 
@@ -114,31 +97,18 @@ class Block:
 class BlockLayout:
     """The blocks of one response: ordered, disjoint, covering all of it or a part."""
 
-    blocks: tuple[Block, ...]
-    """In the order of their places."""
-    length: int
-    """Cells of the response."""
+    blocks: tuple[Block, ...]  # In the order of their places
+    length: int  # Cells of the response
 
     def __post_init__(self) -> None:
-        if not self.blocks:
-            raise ValueError("layout: expected at least one block, got none")
+        behind = 0
         for block in self.blocks:
-            if block.start >= block.end:
+            if not behind <= block.start < block.end <= self.length:
                 raise ValueError(
-                    f"layout: block {block.name!r} is empty: it begins at {block.start} and ends "
-                    f"before {block.end}"
+                    f"layout: region {block.name!r}: expected some of the cells {behind} to "
+                    f"{self.length - 1}, got {block.start} to {block.end - 1}"
                 )
-            if block.start < 0 or block.end > self.length:
-                raise ValueError(
-                    f"layout: block {block.name!r} takes the cells {block.start} to "
-                    f"{block.end - 1}, but the response has the cells 0 to {self.length - 1}"
-                )
-        for one, two in pairwise(self.blocks):
-            if two.start < one.end:
-                raise ValueError(
-                    f"layout: blocks {one.name!r} ({one.start} to {one.end - 1}) and {two.name!r} "
-                    f"({two.start} to {two.end - 1}) overlap or are out of order"
-                )
+            behind = block.end
 
     def region_ids(self) -> Tensor:
         """``(G,)`` int64: the number of each cell's block, ``len(blocks)`` outside all of them."""
@@ -157,14 +127,10 @@ class BlockLayout:
 class RegionMap:
     """The regions of a batch on the device. The last one is the rest of the response."""
 
-    ids: Tensor
-    """``(B, L)`` int64 region of every column; the rest's number on prompt columns too."""
-    rules: tuple[Region, ...]
-    """The rules of every region, the rest's last."""
-    tau: Tensor = field(init=False)
-    """``(R,)`` float64."""
-    max_fill_frac: Tensor = field(init=False)
-    """``(R,)`` float64."""
+    ids: Tensor  # (B, L) int64 region of every column; the rest's number on prompt columns too
+    rules: tuple[Region, ...]  # The rules of every region, the rest's last
+    tau: Tensor = field(init=False)  # (R,) float64
+    max_fill_frac: Tensor = field(init=False)  # (R,) float64
 
     def __post_init__(self) -> None:
         for name in ("tau", "max_fill_frac"):
@@ -177,32 +143,16 @@ class RegionMap:
         return len(self.rules)
 
     def __getitem__(self, rows: Tensor) -> RegionMap:
-        """The map of some rows.
-
-        Args:
-            rows: ``(n,)`` int64.
-        """
         return self.with_ids(self.ids[rows])
 
     def with_ids(self, ids: Tensor) -> RegionMap:
-        """Other rows under the same rules.
-
-        Args:
-            ids: ``(n, L)`` int64 region of every column.
-        """
+        """Other rows ``(n, L)`` under the same rules."""
         # The rules' tensors are shared: making them again would wait for the device.
         made = object.__new__(RegionMap)
         made.__dict__.update(self.__dict__, ids=ids)
         return made
 
     def counts(self, cells: Tensor) -> Tensor:
-        """How many of some cells lie in each region.
-
-        Args:
-            cells: ``(B, L)`` bool.
-
-        Returns:
-            ``(B, R)`` int64.
-        """
+        """``(B, R)`` int64: how many of ``(B, L)`` bool cells lie in each region."""
         zeros = torch.zeros(len(cells), len(self), dtype=torch.long, device=cells.device)
         return zeros.scatter_add_(1, self.ids, cells.long())

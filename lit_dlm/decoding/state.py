@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_dlm.backbones.base import BackboneSpec, Denoised
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.ops.alignment import shifted
+from lit_dlm.ops.options import at_least
 
 Status = Literal["complete", "eos", "step_limit"]
 
@@ -20,18 +21,12 @@ Status = Literal["complete", "eos", "step_limit"]
 class Canvas:
     """What a decode starts from: a batch of rows, some of whose cells may be written."""
 
-    ids: Tensor
-    """``(B, L)`` int64; cells to fill hold the mask id."""
-    editable: Tensor
-    """``(B, L)`` bool: cells that may change. Prompts and given cells are ``False``."""
-    seeds: Tensor
-    """``(B,)`` int64 sample seeds."""
-    start: int
-    """First column of the response region, the same in every row."""
-    pad_mask: Tensor | None = None
-    """``(B, L)`` bool, ``True`` on real tokens; ``None`` when nothing is padded."""
-    regions: RegionMap | None = None
-    """The regions of a layout; ``None`` without one."""
+    ids: Tensor  # (B, L) int64; cells to fill hold the mask id
+    editable: Tensor  # (B, L) bool: cells that may change. Prompts and given cells are False
+    seeds: Tensor  # (B,) int64 sample seeds
+    start: int  # First column of the response region, the same in every row
+    pad_mask: Tensor | None = None  # (B, L) bool, True on real tokens; None when nothing is padded
+    regions: RegionMap | None = None  # The regions of a layout; None without one
 
 
 def prompt_canvas(
@@ -42,22 +37,10 @@ def prompt_canvas(
     seeds: Sequence[int],
     device: torch.device | str = "cpu",
 ) -> Canvas:
-    """Left-pads prompts and appends ``response_length`` masks.
-
-    Args:
-        response_length: cells to fill, at least 1.
-    """
-    if not prompts or len(prompts) != len(seeds):
-        raise ValueError(
-            f"prompt_canvas: expected as many seeds as prompts (at least one), got {len(prompts)} "
-            f"prompts and {len(seeds)} seeds"
-        )
-    if response_length < 1:
-        raise ValueError(f"response_length: expected at least 1, got {response_length}")
+    """Left-pads prompts and appends ``response_length`` masks."""
+    at_least(1, response_length=response_length)
     lengths = [len(prompt) for prompt in prompts]
     width = max(lengths)
-    if min(lengths) < 1:
-        raise ValueError("prompts: expected at least one token in each, got an empty one")
     ids = torch.full((len(prompts), width + response_length), spec.pad_id)
     for row, prompt in enumerate(prompts):
         ids[row, width - lengths[row] : width] = torch.as_tensor(prompt, dtype=torch.long)
@@ -75,47 +58,31 @@ def prompt_canvas(
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What the plugs see before a step. Rows that are finished have left the batch.
+    """What the plugs see before a step, of the ``b`` rows that still decode."""
 
-    ``b`` below is the number of rows still decoding.
-    """
-
-    ids: Tensor
-    """``(b, L)`` int64 canvas, the input of this step's forward."""
-    editable: Tensor
-    """``(b, L)`` bool."""
-    masked: Tensor
-    """``(b, L)`` bool: editable cells that hold the mask id."""
+    ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
+    editable: Tensor  # (b, L) bool
+    masked: Tensor  # (b, L) bool: editable cells that hold the mask id
     positions: Tensor
     """``(b, L)`` int64 position within the sample, 0 at its first real token (and on padding)."""
     rows: Tensor
     """``(b,)`` int64 ascending: the slot of each row in the batch that the decode started with, to
     which a row that takes over from an ended one succeeds."""
-    seeds: Tensor
-    """``(b,)`` int64 sample seeds."""
-    step: Tensor
-    """``(b,)`` int64 number of this step in the row's own decode, from 0."""
-    start: int
-    """First column of the response region."""
+    seeds: Tensor  # (b,) int64 sample seeds
+    step: Tensor  # (b,) int64 number of this step in the row's own decode, from 0
+    start: int  # First column of the response region
     mask_id: int
-    eos_ids: Tensor
-    """``(E,)`` int64 ids that end an answer."""
-    pad_mask: Tensor | None
-    """``(b, L)`` bool or ``None``."""
-    block: Tensor
-    """``(b,)`` int64 block that the row's window is in."""
-    block_step: Tensor
-    """``(b,)`` int64 steps that the row has already spent in this block."""
-    block_masks: Tensor
-    """``(b,)`` int64 candidates in the block when the row entered it."""
-    num_blocks: int = 1
-    """Blocks of the response under the current window."""
+    eos_ids: Tensor  # (E,) int64 ids that end an answer
+    pad_mask: Tensor | None  # (b, L) bool or None
+    block: Tensor  # (b,) int64 block that the row's window is in
+    block_step: Tensor  # (b,) int64 steps that the row has already spent in this block
+    block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
+    num_blocks: int = 1  # Blocks of the response under the current window
     frontier: tuple[int, ...] = ()
     """Leftmost masked column of every row, on the host; what a cache plans its forwards by."""
     written: Tensor | None = None
     """``(b, L)`` bool: cells that the step before this one wrote; ``None`` counts as none."""
-    regions: RegionMap | None = None
-    """The regions of the decoder's layout; ``None`` without one."""
+    regions: RegionMap | None = None  # The regions of the decoder's layout; None without one
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of the rows ``index``, ``(n,)`` int64."""
@@ -123,13 +90,7 @@ class DecodeState:
         return replace(self, **parts)
 
     def put(self, index: Tensor, entering: DecodeState) -> DecodeState:
-        """The state after rows have taken the slots of others.
-
-        Args:
-            index: ``(n,)`` int64 rows of this state.
-            entering: the state of the new rows, with as many columns, regions where this one has
-                them, and padding where this one has it.
-        """
+        """The state after others, with as many columns, have taken the rows ``(n,)`` int64."""
         changes: dict[str, Tensor | RegionMap] = {}
         for name, old in self._by_row().items():
             new = getattr(entering, name)
@@ -145,20 +106,14 @@ class DecodeState:
 
     def _by_row(self) -> dict[str, Tensor | RegionMap]:
         """What has an entry for every row."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {
             name: value
-            for name, value in values.items()
+            for name, value in vars(self).items()
             if isinstance(value, Tensor | RegionMap) and name != "eos_ids"
         }
 
     def shifted(self, by: int, *, pad_id: int) -> DecodeState:
-        """The same rows with more or less left padding.
-
-        Args:
-            by: columns to add; as many as that to take away where negative, which must be padding
-                in all rows.
-        """
+        """The same rows with ``by`` more columns of padding, or less where negative."""
         if by == 0:
             return self
         pad_mask = torch.ones_like(self.masked) if self.pad_mask is None else self.pad_mask
@@ -184,12 +139,9 @@ class DecodeState:
 class Proposal:
     """What the model would write, for the columns that were looked at (0 elsewhere)."""
 
-    ids: Tensor
-    """``(b, L)`` int64 proposed tokens."""
-    prob: Tensor
-    """``(b, L)`` floating point: probability of the proposed token (confidence)."""
-    entropy: Tensor | None = None
-    """``(b, L)`` nats, when somebody asked for it."""
+    ids: Tensor  # (b, L) int64 proposed tokens
+    prob: Tensor  # (b, L) floating point: probability of the proposed token (confidence)
+    entropy: Tensor | None = None  # (b, L) nats, when somebody asked for it
     margin: Tensor | None = None
     """``(b, L)`` gap of the two largest probabilities, when somebody asked for it."""
     hidden: Tensor | None = None
@@ -209,8 +161,7 @@ class Proposal:
 class Selection:
     """A policy's answer: which candidates become final, and how it ranks them."""
 
-    commit: Tensor
-    """``(b, L)`` bool, a subset of the candidates."""
+    commit: Tensor  # (b, L) bool, a subset of the candidates
     scores: Tensor
     """``(b, L)`` floating point, higher is surer: decides a per-step cap and a stalled row."""
 
@@ -221,42 +172,28 @@ class StepRecord:
 
     state: DecodeState
     proposal: Proposal
-    candidates: Tensor
-    """``(b, L)`` bool."""
-    commit: Tensor
-    """``(b, L)`` bool: cells written with the proposal in this step."""
-    scores: Tensor
-    """``(b, L)`` the policy's scores."""
-    new_ids: Tensor
-    """``(b, L)`` int64 canvas after the step (an end-of-text fill included)."""
-    denoised: Denoised | None = None
-    """The forward of the step, when somebody asked for ``logits``."""
+    candidates: Tensor  # (b, L) bool
+    commit: Tensor  # (b, L) bool: cells written with the proposal in this step
+    scores: Tensor  # (b, L) the policy's scores
+    new_ids: Tensor  # (b, L) int64 canvas after the step (an end-of-text fill included)
+    denoised: Denoised | None = None  # The forward of the step, when somebody asked for logits
 
 
 @dataclass(frozen=True)
 class DecodeResult:
     """The outcome for every row of the starting canvas."""
 
-    ids: Tensor
-    """``(B, L)`` int64 final canvas; cells never written hold the mask id."""
-    rows: list[int]
-    """The slot of each row in the batch."""
-    start: int
-    """First column of the response region."""
-    seeds: Tensor
-    """``(B,)`` int64."""
-    num_steps: Tensor
-    """``(B,)`` int64 forwards of the backbone in which the row took part (its NFE)."""
-    idle_steps: Tensor
-    """``(B,)`` int64 of these steps that wrote nothing."""
-    stalled_steps: Tensor
-    """``(B,)`` int64 steps in which the stall rule had to commit for the policy."""
-    policy_forwards: Tensor
-    """``(B,)`` int64 forwards of a learned policy head."""
+    ids: Tensor  # (B, L) int64 final canvas; cells never written hold the mask id
+    rows: list[int]  # The slot of each row in the batch
+    start: int  # First column of the response region
+    seeds: Tensor  # (B,) int64
+    num_steps: Tensor  # (B,) int64 forwards of the backbone in which the row took part (its NFE)
+    idle_steps: Tensor  # (B,) int64 of these steps that wrote nothing
+    stalled_steps: Tensor  # (B,) int64 steps in which the stall rule had to commit for the policy
+    policy_forwards: Tensor  # (B,) int64 forwards of a learned policy head
     seconds: Tensor
     """``(B,)`` float64 on the CPU, wall time: each step's time shared equally by the rows in it."""
-    status: list[Status]
-    """``complete``: no mask left; ``eos``: stopped at an end of text; ``step_limit``."""
+    status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
     num_forwards: int = 0
     """Calls of the backbone for the batch. A step is one, or two where some rows of a batch refresh
     a prefix or dual cache and others do not; no row takes part in both."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lit_dlm.decoding.decoder import Decoder
 
-_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout")
+_PLUGS = ("policy", "window", "quota", "sampler", "cache", "layout", "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +24,13 @@ class Sweep:
     decoder: Decoder
     """What all points share."""
     option: str
-    """``{plug}.{option}`` such as ``policy.threshold``, ``window.width`` or
-    ``settings.max_steps``."""
+    """Such as ``policy.threshold``, ``window.width`` or ``settings.max_steps``."""
     values: list[int | float | str | None]
     """One point each; at least one."""
 
     def __post_init__(self) -> None:
         if not self.values:
             raise ValueError("sweep: expected at least one value, got none")
-
-    def decoders(self, name: str) -> dict[str, Decoder]:
-        """``{name}_{value}`` of every point, without dots; ``none`` stands for null."""
-        return {
-            method_name(name, value): with_option(self.decoder, self.option, value)
-            for value in self.values
-        }
 
 
 def method_name(name: str, value: int | float | str | None) -> str:
@@ -50,7 +42,10 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
     """All decoders by name, the points of the sweeps behind the given ones."""
     found = dict(decoders)
     for name, one in sweep.items():
-        points = one.decoders(name)
+        points = {
+            method_name(name, value): with_option(one.decoder, one.option, value)
+            for value in one.values
+        }
         twice = sorted(found.keys() & points.keys())
         if twice:
             raise ValueError(f"sweep.{name}: there is a decoder named '{twice[0]}' already")
@@ -59,37 +54,16 @@ def expanded(decoders: Mapping[str, Decoder], sweep: Mapping[str, Sweep]) -> dic
 
 
 def with_option(decoder: Decoder, option: str, value: Any) -> Decoder:
-    """The same decoder with another value of one option.
-
-    Args:
-        option: ``{plug}.{option}``.
-
-    Returns:
-        A new decoder; plugs that do not change are shared.
-    """
-    plug_name, _, name = option.partition(".")
-    changed = copy.copy(decoder)
-    if plug_name == "settings":
-        known = list(type(decoder.settings).__dataclass_fields__)
-        _check(option, name, known)
-        changed.settings = replace(decoder.settings, **{name: value})
-        return changed
-    if plug_name not in _PLUGS:
-        raise ValueError(
-            f"sweep.option: expected one that begins with {', '.join(_PLUGS)} or settings, "
-            f"got {option!r}"
-        )
-    plug = getattr(decoder, plug_name)
+    """A copy with another value of ``{plug}.{option}``; plugs that do not change are shared."""
+    part, _, name = option.partition(".")
+    plug = getattr(decoder, part) if part in _PLUGS else None
     parameters = [] if plug is None else inspect.signature(type(plug)).parameters
-    known = [key for key in parameters if key in vars(plug)]
-    _check(option, name, known)
-    arguments = {key: getattr(plug, key) for key in known}
-    setattr(changed, plug_name, type(plug)(**{**arguments, name: value}))
-    return changed
-
-
-def _check(option: str, name: str, known: list[str]) -> None:
-    if name not in known:
+    arguments = {key: vars(plug)[key] for key in parameters if key in vars(plug)}
+    if name not in arguments:
         raise ValueError(
-            f"sweep.option: {option!r} is unknown; known there: {', '.join(known) or 'none'}"
+            f"sweep.option: {option!r} is unknown; expected {'|'.join(_PLUGS)} and of {part} one "
+            f"of: {', '.join(arguments) or 'none'}"
         )
+    changed = copy.copy(decoder)
+    setattr(changed, part, type(plug)(**{**arguments, name: value}))
+    return changed

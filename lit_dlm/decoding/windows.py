@@ -19,14 +19,10 @@ from lit_dlm.plugs import Plug
 class WindowView:
     """The part of the canvas that a step looks at."""
 
-    candidates: Tensor
-    """``(b, L)`` bool: masked cells that may be committed now."""
-    columns: Tensor
-    """``(b, K)`` int64 columns whose logits are needed; covers the candidates."""
-    block: Tensor
-    """``(b,)`` int64 number of the block a row is in."""
-    num_blocks: int
-    """Blocks in the whole response."""
+    candidates: Tensor  # (b, L) bool: masked cells that may be committed now
+    columns: Tensor  # (b, K) int64 columns whose logits are needed; covers the candidates
+    block: Tensor  # (b,) int64 number of the block a row is in
+    num_blocks: int  # Blocks in the whole response
 
 
 class Window(Plug):
@@ -37,9 +33,7 @@ class Window(Plug):
         """The window of every row for this step."""
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        """First column and end of the block of a row whose leftmost mask is at ``column``.
-
-        A cache asks for it; windows without blocks at whose start it could be refreshed refuse.
+        """First column and end of the block around a row's leftmost mask, as a cache asks.
 
         Args:
             first: column of the row's first real token.
@@ -56,13 +50,10 @@ def first_column(is_in: Tensor) -> Tensor:
 
 
 def masks_first(state: DecodeState, columns: Tensor) -> Tensor:
-    """Which of ``(b, K)`` columns to keep when only masked ones matter: half of a block on average.
+    """``(b, k)`` indices into ``(b, K)`` columns: a row's masked ones first, as many as any has.
 
-    The number is known on the host, so this is for the CPU: a GPU would have to be waited for.
-
-    Returns:
-        ``(b, k)`` int64 indices into the ``K`` columns: a row's masked ones first, and as many as
-        the row with the most of them has, at least one.
+    Only masked ones matter, half of a block on average. Their number is asked of the device, so
+    this is for the CPU.
     """
     masked = state.masked.gather(1, columns)
     most = max(int(masked.sum(1).max()), 1)
@@ -78,7 +69,6 @@ class FullWindow(Window):
         return WindowView(state.masked, columns, torch.zeros_like(state.rows), 1)
 
     def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        del column, first
         return start, length
 
 
@@ -133,12 +123,7 @@ class BlockWindow(Window):
 
 
 def default_window(spec: BackboneSpec) -> Window:
-    """The window of a decode that names none.
-
-    Returns:
-        The model's own blocks with block attention (SDAR, arXiv 2510.06303), else the whole
-        response.
-    """
+    """The model's own blocks with block attention (SDAR, 2510.06303), else the whole response."""
     if spec.attention == "full":
         return FullWindow()
     assert spec.block_size is not None
@@ -146,11 +131,8 @@ def default_window(spec: BackboneSpec) -> Window:
 
 
 def check_window(window: Window, spec: BackboneSpec) -> None:
-    """Refuses a window in which a block model would write a block before the one left of it.
-
-    No block sees a later one, so what is written ahead would be decided without what stands, or is
-    to stand, before it.
-    """
+    """Refuses a window in which a block model would write a block before the one left of it."""
+    # No block sees a later one: what is written ahead would be decided without what comes before.
     if spec.attention == "full":
         return
     size, origin = spec.block_size, spec.block_origin
@@ -160,11 +142,9 @@ def check_window(window: Window, spec: BackboneSpec) -> None:
         or window.origin != origin
         or size % window.block_length != 0
     ):
-        settings = window.describe() if isinstance(window, BlockWindow) else ""
         raise ValueError(
             f"window: {spec.family} writes block after block, so expected BlockWindow with origin "
-            f"{origin!r} and block_length {size} or a divisor, got "
-            f"{type(window).__name__} {settings}".rstrip()
+            f"{origin!r} and block_length {size} or a divisor, got {type(window).__name__}"
         )
 
 
@@ -188,22 +168,15 @@ class SlidingWindow(Window):
 
 
 class SteppedBlockWindow(Window):
-    """Blocks of equal length and equally many steps, whatever is still masked.
+    """Blocks of equal length and equally many of the ``steps``, whatever is still masked.
 
-    Step ``t`` belongs to block ``t // (steps / blocks)``, and to the last block from there on; a
-    step may commit masks left of its block's end. Where a block is full before its steps are used
-    up, the rest of them commit nothing and count all the same: the TraceLock release (arXiv
-    2605.24697) decodes its baselines so, with 128 steps for each block of 128. :class:`BlockWindow`
-    moves on.
+    Step ``t`` belongs to block ``t // (steps / blocks)``; a step may commit masks left of its
+    block's end. Where a block is full before its steps are used up, the rest of them commit nothing
+    and count all the same: the TraceLock release (arXiv 2605.24697) decodes its baselines so, with
+    128 steps for each block of 128. :class:`BlockWindow` moves on.
     """
 
     def __init__(self, block_length: int = 128, *, steps: int = 256) -> None:
-        """Sets the blocks.
-
-        Args:
-            block_length: in tokens; the response must be a multiple.
-            steps: for the whole response; a multiple of its blocks.
-        """
         at_least(1, block_length=block_length, steps=steps)
         self.block_length = block_length
         self.steps = steps
@@ -226,10 +199,4 @@ class SteppedBlockWindow(Window):
             columns=columns[state.start : end].expand(b, -1),
             block=number,
             num_blocks=num_blocks,
-        )
-
-    def bounds(self, column: int, *, start: int, length: int, first: int) -> tuple[int, int]:
-        # A cache asks for the block of a mask, and here the step decides.
-        raise ValueError(
-            "cache: SteppedBlockWindow follows the step number; expected BlockWindow or FullWindow"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,28 +17,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.vision import TokenVision
-from lit_dlm.decoding import (
-    Decoder,
-    DecodeResult,
-    FillCurves,
-    NotANumberError,
-    Observer,
-    RegionFill,
-    decode_prompts,
-)
-from lit_dlm.decoding.endings import text_cells
-from lit_dlm.decoding.queue import (
-    Occupancy,
-    WorkQueue,
-    decode_queued_prompts,
-    joined_results,
+from lit_dlm.decoding import Decoder, DecodeResult, FillCurves, Observer, RegionFill
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import (
+    DecodedRows,
+    DecodePrompt,
+    Detokenizer,
+    decode_stream,
 )
 from lit_dlm.decoding.sweep import Sweep, expanded
 from lit_dlm.modules.checkpoint import ADAPTERS_KEY, adapter_settings, require_own_checkpoint
@@ -46,7 +36,7 @@ from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.resuming import drop_half_update, seed_batch
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import Picture, as_text, seeing
+from lit_dlm.pictures import Picture, seeing
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
@@ -60,12 +50,9 @@ class PromptBatch:
     """Prompts of one task for one decoding method."""
 
     examples: list[PromptExample]
-    prompt_ids: list[list[int]]
-    """Token ids after the chat template, one list per example."""
-    method: str
-    """Name of the decoder to use."""
-    response_length: int
-    """Cells to fill."""
+    prompt_ids: list[list[int]]  # Token ids after the chat template, one list per example
+    method: str  # Name of the decoder to use
+    response_length: int  # Cells to fill
 
 
 class PromptStream:
@@ -117,15 +104,12 @@ class DecodedBatch:
 
     examples: list[PromptExample]
     method: str
-    decoder: Mapping[str, Any]
-    """Settings of the decoder, as JSON types."""
+    decoder: Mapping[str, Any]  # Settings of the decoder, as JSON types
     result: DecodeResult
     completions: list[str]
     """Text of each response, cut at its first end of text where the module does so."""
-    num_tokens: list[int]
-    """Response tokens before the first end of text (the useful ones)."""
-    captured: CapturedDecode | None = None
-    """What the records are made of, when the module captures."""
+    num_tokens: list[int]  # Response tokens before the first end of text (the useful ones)
+    captured: CapturedDecode | None = None  # What the records are made of, when the module captures
     fill: list[FillCurves] | None = None
     """How the regions were filled, one per example; ``None`` for a decoder without a layout."""
 
@@ -199,20 +183,6 @@ def image_facts(example: PromptExample) -> dict[str, Any]:
 def decode_uid(example: PromptExample, method: str) -> str:
     """Key of one decode, ``{example uid}@{method}``."""
     return f"{example.uid}@{method}"
-
-
-@contextmanager
-def _named_rows(examples: Sequence[PromptExample], method: str) -> Iterator[None]:
-    """Names the decodes whose probabilities are not numbers.
-
-    Raises:
-        ValueError: there are some.
-    """
-    try:
-        yield
-    except NotANumberError as error:
-        uids = [decode_uid(examples[row], method) for row in error.rows]
-        raise ValueError(f"{', '.join(uids)}: {error}") from error
 
 
 class DecodeModule(LightningModule):
@@ -345,28 +315,31 @@ class DecodeModule(LightningModule):
             )
         return self.decoders[method]
 
-    def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodeResult:
-        """Decodes one batch of prompts.
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """Makes texts of responses as graders take them."""
+        return Detokenizer(self.backbone, self.tokenizer, cut_at_eos=self.cut_at_eos)
 
-        Args:
-            batch: the prompts and the name of the method.
-            observers: read-only callbacks.
+    def decode(self, batch: PromptBatch, observers: Sequence[Observer] = ()) -> DecodedRows:
+        """Decodes one batch of prompts."""
 
-        Returns:
-            The final canvas and the counts of every row.
+        def prompt(number: int) -> DecodePrompt:
+            return self._prompt(batch.examples[number], batch.prompt_ids[number], batch.method)
 
-        Raises:
-            ValueError: the batch names a method that has no decoder.
-        """
-        with _named_rows(batch.examples, batch.method):
-            return decode_prompts(
-                self.backbone,
-                self._decoder(batch.method),
-                batch.prompt_ids,
-                response_length=batch.response_length,
-                seeds=[sample_seed(self.seed, example.uid) for example in batch.examples],
-                observers=observers,
-            )
+        (rows,) = decode_stream(
+            self.backbone,
+            self._decoder(batch.method),
+            WorkQueue(len(batch.examples)),
+            prompt,
+            response_length=batch.response_length,
+            batch_size=len(batch.examples),
+            detokenizer=self.detokenizer,
+            observers=observers,
+        )
+        return rows
+
+    def _prompt(self, example: PromptExample, ids: list[int], method: str) -> DecodePrompt:
+        return DecodePrompt(decode_uid(example, method), ids, sample_seed(self.seed, example.uid))
 
     def predict_step(
         self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
@@ -384,63 +357,46 @@ class DecodeModule(LightningModule):
         decoder = self._decoder(stream.method)
         capture, occupancy = self.capture(), Occupancy()
         fill = None if decoder.layout is None else RegionFill()
-        numbers: list[int] = []
-        results: list[DecodeResult] = []
 
-        def ended() -> DecodedBatch:
-            result = joined_results(results, pad_id=self.backbone.spec.pad_id)
-            completions, num_tokens = self.completions(result)
-            examples = [stream.examples[number] for number in numbers]
-            numbers.clear()
-            results.clear()
-            return DecodedBatch(
-                examples=examples,
+        def prompt(number: int) -> DecodePrompt:
+            example = stream.examples[number]
+            return self._prompt(example, stream.encode(example), stream.method)
+
+        num_ended = num_tokens = 0
+        seconds = 0.0
+        for rows in decode_stream(
+            self.backbone,
+            decoder,
+            stream.queue,
+            prompt,
+            response_length=stream.response_length,
+            batch_size=stream.batch_size,
+            detokenizer=self.detokenizer,
+            observers=[one for one in (capture, fill, occupancy) if one is not None],
+        ):
+            num_ended += len(rows.numbers)
+            num_tokens += sum(rows.responses.num_tokens)
+            seconds += float(rows.result.seconds.sum())
+            stream.is_done = rows.is_last
+            if rows.is_last:
+                logger.info(
+                    "%s, %s: %d responses, %.0f tokens/s, %.0f %% of the batch at work",
+                    stream.examples[0].task,
+                    stream.method,
+                    num_ended,
+                    num_tokens / max(seconds, 1e-9),
+                    100.0 * occupancy.share,
+                )
+            yield DecodedBatch(
+                examples=[stream.examples[number] for number in rows.numbers],
                 method=stream.method,
                 decoder=decoder.describe(),
-                result=result,
-                completions=completions,
-                num_tokens=num_tokens,
+                result=rows.result,
+                completions=rows.responses.texts,
+                num_tokens=rows.responses.num_tokens,
                 captured=None if capture is None else capture.captured(),
                 fill=None if fill is None else fill.curves(),
             )
-
-        num_begun = num_ended = num_tokens = 0
-        seconds = 0.0
-
-        def prompt(number: int) -> tuple[list[int], int]:
-            nonlocal num_begun
-            num_begun += 1
-            example = stream.examples[number]
-            return stream.encode(example), sample_seed(self.seed, example.uid)
-
-        with _named_rows(stream.examples, stream.method):
-            for found, result in decode_queued_prompts(
-                self.backbone,
-                decoder,
-                stream.queue,
-                prompt,
-                response_length=stream.response_length,
-                num_slots=stream.batch_size,
-                observers=[one for one in (capture, fill, occupancy) if one is not None],
-            ):
-                numbers += found
-                results.append(result)
-                num_ended += len(found)
-                seconds += float(result.seconds.sum())
-                stream.is_done = num_ended == num_begun
-                if len(numbers) >= stream.batch_size or stream.is_done:
-                    batch = ended()
-                    num_tokens += sum(batch.num_tokens)
-                    if stream.is_done:
-                        logger.info(
-                            "%s, %s: %d responses, %.0f tokens/s, %.0f %% of the batch at work",
-                            stream.examples[0].task,
-                            stream.method,
-                            num_ended,
-                            num_tokens / max(seconds, 1e-9),
-                            100.0 * occupancy.share,
-                        )
-                    yield batch
 
     def prompt_ids(self, example: PromptExample) -> list[int]:
         """Token ids of one prompt: a user turn through the chat template, and the answer's start.
@@ -485,44 +441,9 @@ class DecodeModule(LightningModule):
         """
         return self.placed(example, self.prompt_ids(example))
 
-    def completions(self, result: DecodeResult) -> tuple[list[str], list[int]]:
-        """Texts of a decode's responses as graders take them.
-
-        Args:
-            result: the decode.
-
-        Returns:
-            The texts, cut at the first end of text (with a layout, that of every part of it) unless
-            ``cut_at_eos`` is off, and the numbers of tokens before that end. A response of picture
-            tokens becomes the picture (:func:`~lit_dlm.pictures.as_text`).
-        """
-        given = None if result.given is None else result.given[:, result.start :].cpu()
-        return self._texts(result.ids[:, result.start :].cpu(), given)
-
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:
-        """:meth:`completions` of decodes that were recorded.
-
-        Args:
-            records: with equally long responses.
-        """
+        """Texts of decodes that were recorded, with equally long responses, and their tokens."""
         tokens = torch.from_numpy(np.stack([record.tokens for record in records])).long()
         given = [np.zeros_like(r.tokens) if r.given is None else r.given for r in records]
-        return self._texts(tokens, torch.from_numpy(np.stack(given)).bool())
-
-    def _texts(self, response: Tensor, given: Tensor | None) -> tuple[list[str], list[int]]:
-        spec = self.backbone.spec
-        is_text = text_cells(response, spec.eos_ids, given)
-        kept = response != spec.mask_id
-        if self.cut_at_eos:
-            kept &= is_text
-        texts = [
-            str(self.tokenizer.decode(row[cells], skip_special_tokens=True))
-            for row, cells in zip(response, kept, strict=True)
-        ]
-        vision = getattr(self.backbone, "vision", None)
-        if isinstance(vision, TokenVision):
-            for number in (response >= vision.first_id).any(1).nonzero()[:, 0].tolist():
-                # The mark of the end is no part of the picture.
-                (image,) = vision.pictures(response[number : number + 1, :-1])
-                texts[number] = as_text(image)
-        return texts, is_text.sum(1).tolist()
+        found = self.detokenizer(tokens, torch.from_numpy(np.stack(given)).bool())
+        return found.texts, found.num_tokens

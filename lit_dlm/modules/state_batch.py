@@ -1,7 +1,7 @@
 """Batches of intermediate canvases taken from trajectories.
 
-A state is the input of one forward: a canvas with masks, together with the tokens that the trace
-ended with. It comes from a step of the trace, or from masking a finished trace again at random.
+A state is the input of one forward: the canvas before a step of a trace, together with the tokens
+that the trace ended with.
 """
 
 from __future__ import annotations
@@ -67,20 +67,6 @@ def states_at(traces: Sequence[Trajectory], steps: Sequence[int]) -> list[NDArra
     shown = np.repeat(np.asarray(steps, dtype=commit_step.dtype), lengths)
     np.putmask(states, commit_step >= shown, traces[0].mask_id)
     return np.split(states, np.cumsum(lengths)[:-1])
-
-
-def remasked(trace: Trajectory, rng: np.random.Generator) -> NDArray[np.int32]:
-    """The final response of a trace with a random part of what was written masked again.
-
-    The number of masks is uniform in ``1 .. n`` over the ``n`` written positions, of which there
-    must be one. Such states are not on the trace's own path: they teach the policy about canvases
-    that other orders of commitment lead to, its own among them.
-    """
-    written = np.flatnonzero((trace.commit_step >= 0) & (trace.tokens != trace.mask_id))
-    count = int(rng.integers(1, len(written) + 1))
-    response = trace.tokens.copy()
-    response[rng.permutation(written)[:count]] = trace.mask_id
-    return response
 
 
 def collate_states(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Self
 
@@ -62,19 +62,3 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
         batches.append(order[first : first + max(1, fitting)])
         first += max(1, fitting)
     return batches
-
-
-def split_batches(batches: Sequence[NDArray[np.int64]], count: int) -> list[NDArray[np.int64]]:
-    """Cuts the batches with the most rows in two until there are so many.
-
-    Returns:
-        ``count`` batches, or fewer where each has one row left; more where more were given.
-    """
-    found = list(batches)
-    while len(found) < count:
-        largest = max(range(len(found)), key=lambda number: len(found[number]))
-        rows = found[largest]
-        if len(rows) < 2:
-            break
-        found[largest : largest + 1] = np.array_split(rows, 2)
-    return found

@@ -36,12 +36,9 @@ _SMALLEST_SLICE = 256
 class TokenStats(NamedTuple):
     """What losses need of each scored token."""
 
-    ce: Tensor
-    """``(N,)`` float32 (float64 from float64 inputs): cross-entropy of the target, in nats."""
-    entropy: Tensor
-    """``(N,)`` of the same dtype: entropy of the prediction, in nats."""
-    is_top: Tensor
-    """``(N,)`` bool: whether no id is more probable than the target. Without gradient."""
+    ce: Tensor  # (N,) float32 (float64 from float64 inputs): cross-entropy of the target, in nats
+    entropy: Tensor  # (N,) of the same dtype: entropy of the prediction, in nats
+    is_top: Tensor  # (N,) bool: whether no id is more probable than the target. Without gradient
 
     @property
     def log_prob(self) -> Tensor:

@@ -96,14 +96,10 @@ class TwoCopyLayout:
     ``N`` is the length of the training row, ``S`` its shape's batch (1 where rows agree).
     """
 
-    source: Tensor
-    """``(N,)`` int64 canvas column that each slot of the row holds."""
-    copy: Tensor
-    """``(N,)`` int64 number of the noisy copy from 0, -1 on the clean one."""
-    blocks: Tensor
-    """``(S, N)`` int64 block numbers; a noisy slot has that of its clean twin."""
-    real: Tensor | None
-    """``(S or B, N)`` bool, ``True`` on slots that take part; ``None`` when all do."""
+    source: Tensor  # (N,) int64 canvas column that each slot of the row holds
+    copy: Tensor  # (N,) int64 number of the noisy copy from 0, -1 on the clean one
+    blocks: Tensor  # (S, N) int64 block numbers; a noisy slot has that of its clean twin
+    real: Tensor | None  # (S or B, N) bool, True on slots that take part; None when all do
 
     @classmethod
     def trace(
@@ -276,10 +272,8 @@ def wants_block_mask(length: int, device: torch.device) -> bool:
 class TimeDelayMask(NamedTuple):
     """What a state of a recorded decode shows, and what is learnt from it."""
 
-    hidden: Tensor
-    """``(B, L)`` bool: positions that the model sees as mask."""
-    supervised: Tensor
-    """``(B, L)`` bool: positions whose token is to be predicted, all of them hidden."""
+    hidden: Tensor  # (B, L) bool: positions that the model sees as mask
+    supervised: Tensor  # (B, L) bool: positions whose token is to be predicted, all of them hidden
 
 
 def time_delay_mask(steps: Tensor, maskable: Tensor, cut: Tensor, *, window: int) -> TimeDelayMask:

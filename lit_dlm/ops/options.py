@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 def at_least(least: float, *, of: str = "", **options: float | None) -> None:
     """Refuses options below a bound; ``None`` passes."""
@@ -26,7 +30,15 @@ def within(bounds: str, *, of: str = "", **options: float | None) -> None:
 
 def one_of(*choices: object, of: str = "", **options: object) -> None:
     """Refuses options that are none of some values."""
-    *others, last = map(repr, choices)
+    names = [*map(repr, choices)] or ["nothing"]
+    wanted = " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     for name, value in options.items():
         if value not in choices:
-            raise ValueError(f"{of}{name}: expected {', '.join(others)} or {last}, got {value!r}")
+            raise ValueError(f"{of}{name}: expected {wanted}, got {value!r}")
+
+
+def of_kind(value: object, kind: type[T], *, option: str) -> T:
+    """The value, refused where it is of another class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{option}: expected {kind.__name__}, got {type(value).__name__}")
+    return value

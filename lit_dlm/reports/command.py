@@ -1,69 +1,49 @@
-"""``lit-dlm report``: tables, a plot and a page from the results of several runs."""
+"""``lit-dlm report``: tables, a plot, and a page with failures first, of several runs."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from rich.console import Console
 
-from lit_dlm.reports.page import (
-    Disagreement,
-    Picture,
-    ReportContent,
-    SampleGroup,
-    disagreement,
-    failures_first,
-    report_html,
-    report_markdown,
-    trace_link,
-)
-from lit_dlm.reports.results import ResultFolder, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
 from lit_dlm.reports.samples import SampleSet, load_samples
-from lit_dlm.reports.summary import MethodSummary, summarise_run, write_summary
-from lit_dlm.reports.tables import by_task, markdown_tables, terminal_tables
+from lit_dlm.reports.summary import (
+    MethodSummary,
+    by_task,
+    markdown_tables,
+    summarise_run,
+    table_rows,
+    write_report,
+)
+from lit_dlm.reports.template import fill, render
 
 logger = logging.getLogger(__name__)
 
 TRACES_PAGE = "traces.html"
+MAX_TEXT = 1200
+"""Characters of a completion that the page shows."""
 NUM_SAMPLES = 20
 """Samples shown of each method on each task."""
 MAX_CURVES = 9
 """Training curves shown of each run."""
 
 
-def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
-    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
-
-    ``front_dark.png`` is the plot for dark pages.
-    """
-    # Here: matplotlib takes a second to import.
-    from lit_dlm.reports.plots import plot_front
-
-    write_summary(folder / "summary.json", summaries)
-    write_atomically(folder / "summary.md", markdown_tables(summaries))
-    plot_front(summaries, folder / "front.png")
-    plot_front(summaries, folder / "front_dark.png", theme="dark")
-    for table in terminal_tables(summaries):
-        console.print(table)
-    console.print(f"Summary, table and plot: {folder}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReportedRun:
-    """One run of a report, and the samples that are shown of it."""
+    """One run of a report."""
 
     folder: Path
-    summaries: list[MethodSummary]
-    labels: dict[tuple[str, str], str]
+    summaries: Sequence[MethodSummary]
+    labels: Mapping[tuple[str, str], str]
     """Names of its methods in the tables, by task and own name."""
-    best: list[SampleGroup] = field(default_factory=list)
-    others: list[SampleGroup] = field(default_factory=list)
-    disagreements: list[Disagreement] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -73,142 +53,30 @@ class ReportedRun:
     def results(self) -> ResultFolder:
         return ResultFolder(self.folder / "results")
 
-    def choose_samples(self) -> None:
-        """Failures of every method, and where the two most accurate ones differ."""
-        for task, group in by_task(self.summaries):
-            ordered = _by_accuracy(group)
-            rows = {one.method: self.results.rows(task, one.method) for one in group}
-            for name in rows:
-                label = self.labels[task, name]
-                groups = self.best if name in ordered[:1] else self.others
-                groups.append(failures_first(task, label, rows[name], limit=NUM_SAMPLES))
-            if len(ordered) > 1:
-                pair = [(self.labels[task, name], rows[name]) for name in ordered[:2]]
-                split = disagreement(task, *pair[0], *pair[1], NUM_SAMPLES)
-                self.disagreements.extend([split] if split.pairs else [])
 
-    def traces(self) -> SampleSet | None:
-        """The shown prompts with all their decodes, where the trajectories are here."""
-        shown = {row.uid for group in (*self.best, *self.others) for row in group.rows}
-        shown |= {row.uid for split in self.disagreements for row, _ in split.pairs}
-        folders = {
-            self.folder / row.trajectory["set"]
-            for pair in self.results.pairs()
-            for row in self.results.rows(*pair)
-            if row.trajectory is not None
-        }
-        missing = sorted(str(folder) for folder in folders if not folder.is_dir())
-        if missing:
-            logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
-        return load_samples(self.folder, examples=shown) if folders and not missing else None
+@dataclass(frozen=True, kw_only=True)
+class SampleGroup:
+    """Samples of a task that are shown together, with their decodes by one or two methods."""
+
+    task: str
+    methods: tuple[str, ...]
+    told: str
+    num_wrong: int
+    """All of them, for one method; the page shows :data:`NUM_SAMPLES` at most."""
+    samples: list[tuple[ResultRow, ...]]
+    """A row of each method."""
+
+    @property
+    def failures(self) -> list[ResultRow]:
+        return [rows[0] for rows in self.samples if is_wrong(rows[0])]
 
 
-def write_pages(
-    runs: Sequence[ReportedRun], merged: Sequence[MethodSummary], folder: Path, *, title: str
-) -> list[Path]:
-    """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
-    for run in runs:
-        run.choose_samples()
-    notes = [
-        f"Code of {summary.task} ran in {summary.isolation} when it was graded."
-        for run in runs
-        for summary in run.summaries
-        if summary.isolation is not None
-    ]
-    found = [(run, run.traces()) for run in runs]
-    traced = [(run, samples) for run, samples in found if samples is not None]
-    if traced:
-        _write_traces(folder / TRACES_PAGE, [samples for _, samples in traced], title)
-    if without := [run.folder.name for run, samples in found if samples is None]:
-        notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
-    fronts, curves = _pictures(merged, runs)
-    content = ReportContent(
-        title=title,
-        summaries=merged,
-        best=[group for run in runs for group in run.best],
-        disagreements=[split for run in runs for split in run.disagreements],
-        others=sorted(
-            (group for run in runs for group in run.others), key=lambda group: -group.num_wrong
-        ),
-        fronts=fronts,
-        curves=curves,
-        facts={run.name: _told_facts(run) for run in runs},
-        notes=list(dict.fromkeys(notes)),
-        links=_links(traced),
-    )
-    write_atomically(folder / "report.html", report_html(content))
-    picture = "front.png" if fronts else None
-    write_atomically(folder / "report.md", report_markdown(content, front=picture))
-    names = ["report.html", "report.md", *([TRACES_PAGE] if traced else [])]
-    return [folder / name for name in names]
+class Picture(NamedTuple):
+    """A PNG picture for light and for dark pages."""
 
-
-def _links(
-    traced: Sequence[tuple[ReportedRun, SampleSet]],
-) -> dict[tuple[str, str, str], str]:
-    """Addresses of traces by task, method as in the tables, and uid."""
-    links = {}
-    for number, (run, samples) in enumerate(traced):
-        for sample in samples.samples:
-            label = run.labels.get((sample.task, sample.method), sample.method)
-            key = (sample.task, label, sample.example)
-            links[key] = trace_link(TRACES_PAGE, sample.record.uid, number)
-    return links
-
-
-def _write_traces(path: Path, sets: Sequence[SampleSet], title: str) -> None:
-    # Here: transformers takes seconds to import.
-    from lit_dlm.reports.viewer import ViewedSet, write_viewer
-    from lit_dlm.reports.viewer_command import pieces_of
-
-    viewed = [ViewedSet(samples=one, pieces=pieces_of(one.shards, None)) for one in sets]
-    write_viewer(path, viewed, title=title)
-
-
-def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
-    """The most accurate method, the most accurate one of another kind, and the others."""
-    # Here: matplotlib takes a second to import.
-    from lit_dlm.reports.plots import family
-
-    graded = [one for one in group if one.accuracy is not None]
-    names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
-    return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
-
-
-def _told_facts(run: ReportedRun) -> dict[str, str]:
-    facts = run.results.facts()
-    versions = facts.pop("versions", {})
-    if "commit" in versions:
-        versions["commit"] = versions["commit"][:12]
-    told = {
-        key: f"{value:,}" if key == "parameters" else str(value)
-        for key, value in facts.items()
-        if value is not None
-    }
-    told |= {"versions": ", ".join(map(" ".join, versions.items()))} if versions else {}
-    return told
-
-
-def _pictures(
-    merged: Sequence[MethodSummary], runs: Sequence[ReportedRun]
-) -> tuple[list[Picture], list[Picture]]:
-    """One picture a task, and one a training curve: side by side, on a phone below each other."""
-    from lit_dlm.reports.plots import front_figure
-    from lit_dlm.reports.themes import THEMES, figure_bytes
-    from lit_dlm.reports.training_curves import curve_figure, read_curves
-
-    fronts, curves = [], []
-    for task, group in by_task(merged):
-        light, dark = (front_figure(group, theme=theme) for theme in ("light", "dark"))
-        if light is not None and dark is not None:
-            name = f"{task}: accuracy against average steps; bars are 95 % intervals"
-            fronts.append(Picture(title=name, light=figure_bytes(light), dark=figure_bytes(dark)))
-    for run in runs:
-        for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
-            drawn = [figure_bytes(curve_figure(curve, theme=t), dpi=110) for t in THEMES]
-            title = f"{name}, training of {run.name}"
-            curves.append(Picture(title=title, light=drawn[0], dark=drawn[1]))
-    return fronts, curves
+    title: str
+    light: bytes
+    dark: bytes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -221,44 +89,213 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", nargs="+", type=Path, help="run folder that has a results/ folder")
     parser.add_argument("--out", type=Path, help="where the report goes (default: the first run)")
     options = parser.parse_args(arguments)
-    found = [(run, summarise_run(run)) for run in options.run]
-    folder, console = options.out or options.run[0], Console()
-    named = [(run.resolve().name, summaries) for run, summaries in found]
-    merged = merge_runs(named)
+    runs = labelled([(run, summarise_run(run)) for run in options.run])
+    folder, console, merged = options.out or options.run[0], Console(), merge_runs(runs)
     write_report(merged, folder, console)
-    runs = [
-        ReportedRun(folder=run, summaries=summaries, labels=labels)
-        for (run, summaries), labels in zip(found, method_labels(named), strict=True)
-    ]
-    title = f"Report of {', '.join(name for name, _ in named)}"
+    title = f"Report of {', '.join(run.name for run in runs)}"
     pages = write_pages(runs, merged, folder, title=title)
-    console.print(f"Pages: {', '.join(path.name for path in pages)}")
+    console.print(f"Pages: {', '.join(pages)}")
     return 0
 
 
-def method_labels(
-    runs: Sequence[tuple[str, list[MethodSummary]]],
-) -> list[dict[tuple[str, str], str]]:
-    """Names of each run's methods in the tables, by task and own name.
+def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedRun]:
+    """Runs with the names of their methods in common tables.
 
     A method that several runs share, such as one decoder on differently trained models, gets the
     name of its run.
     """
-    uses = Counter((s.task, s.method) for _, found in runs for s in found)
-    labels = []
-    for run, found in runs:
-        pairs = [(s.task, s.method) for s in found]
-        is_alone = len({method for _, method in pairs}) == 1
-        names = {pair: run if is_alone else f"{run}/{pair[1]}" for pair in pairs}
-        labels.append({pair: names[pair] if uses[pair] > 1 else pair[1] for pair in pairs})
-    return labels
+    uses = Counter((one.task, one.method) for _, found in runs for one in found)
+    reported = []
+    for folder, found in runs:
+        run, is_alone = folder.resolve().name, len({one.method for one in found}) == 1
+        labels = {
+            (one.task, one.method): one.method
+            if uses[one.task, one.method] == 1
+            else run
+            if is_alone
+            else f"{run}/{one.method}"
+            for one in found
+        }
+        reported.append(ReportedRun(folder=folder, summaries=found, labels=labels))
+    return reported
 
 
-def merge_runs(runs: Sequence[tuple[str, list[MethodSummary]]]) -> list[MethodSummary]:
-    """The summaries of several runs under their :func:`method_labels`, task by task."""
+def merge_runs(runs: Sequence[ReportedRun]) -> list[MethodSummary]:
+    """The summaries of several runs under their names in common tables, task by task."""
     merged: dict[str, list[MethodSummary]] = {}
-    for (_, found), labels in zip(runs, method_labels(runs), strict=True):
-        for summary in found:
-            label = labels[summary.task, summary.method]
-            merged.setdefault(summary.task, []).append(replace(summary, method=label))
+    for run in runs:
+        for one in run.summaries:
+            label = run.labels[one.task, one.method]
+            merged.setdefault(one.task, []).append(replace(one, method=label))
     return [summary for group in merged.values() for summary in group]
+
+
+def is_wrong(row: ResultRow) -> bool:
+    """Whether a grader found it wrong."""
+    return not row.correct and row.verdict != "ungraded"
+
+
+def failures_first(task: str, method: str, rows: Sequence[ResultRow]) -> SampleGroup:
+    """Wrong samples, then ungraded, then right ones, each by uid."""
+    ordered = sorted(rows, key=lambda row: (not is_wrong(row), row.correct, row.uid))
+    shown, num_wrong = ordered[:NUM_SAMPLES], sum(map(is_wrong, rows))
+    told = f"{method}: {num_wrong} of {len(rows)} wrong"
+    told += f", {len(shown)} shown" * (len(shown) < len(rows))
+    samples: list[tuple[ResultRow, ...]] = [(row,) for row in shown]
+    return SampleGroup(
+        task=task, methods=(method,), told=told, num_wrong=num_wrong, samples=samples
+    )
+
+
+def disagreement(
+    task: str, methods: tuple[str, str], one: Sequence[ResultRow], two: Sequence[ResultRow]
+) -> SampleGroup:
+    """Samples that just one of two methods got right, those of the second first."""
+    other = {row.uid: row for row in two}
+    pairs = [(row, other[row.uid]) for row in one if row.uid in other]
+    split = [pair for pair in pairs if pair[0].correct != pair[1].correct]
+    split.sort(key=lambda pair: (pair[0].correct, pair[0].uid))
+    by_first = sum(pair[0].correct for pair in split)
+    told = f"{by_first} right by {methods[0]} alone, {len(split) - by_first} by {methods[1]} alone"
+    told += f", {NUM_SAMPLES} shown" * (len(split) > NUM_SAMPLES)
+    samples: list[tuple[ResultRow, ...]] = [*split[:NUM_SAMPLES]]
+    return SampleGroup(task=task, methods=methods, told=told, num_wrong=0, samples=samples)
+
+
+def write_pages(
+    runs: Sequence[ReportedRun], merged: Sequence[MethodSummary], folder: Path, *, title: str
+) -> list[str]:
+    """Writes ``report.html``, ``report.md`` and, where trajectories were kept, ``traces.html``."""
+    best, others, splits = _groups(runs)
+    shown = {row.uid for one in (*best, *others, *splits) for rows in one.samples for row in rows}
+    found = [(run, _traces(run, shown)) for run in runs]
+    traced = [(run, samples) for run, samples in found if samples is not None]
+    fronts = _fronts(merged)
+    content = {
+        "title": title,
+        "best": best,
+        "disagreements": splits,
+        "others": sorted(others, key=lambda group: -group.num_wrong),
+        "facts": {run.name: _told_facts(run) for run in runs},
+        "notes": _notes(found),
+        "links": _links(traced),
+    }
+    page = render(
+        "report",
+        scripts=["sort.js"],
+        images=True,
+        tables=[(task, table_rows(group)) for task, group in by_task(merged)],
+        max_text=MAX_TEXT,
+        fronts=fronts,
+        curves=[picture for run in runs for picture in _curves(run)],
+        **content,
+    )
+    write_atomically(folder / "report.html", page)
+    tables = markdown_tables(merged).rstrip("\n")
+    text = fill("report/page.md", tables=tables, front=bool(fronts), **content)
+    write_atomically(folder / "report.md", text)
+    if not traced:
+        return ["report.html", "report.md"]
+    # Here: transformers takes seconds to import.
+    from lit_dlm.reports.viewer import ViewedSet, write_viewer
+    from lit_dlm.reports.viewer_command import pieces_of
+
+    sets = [ViewedSet(samples=one, pieces=pieces_of(one.shards, None)) for _, one in traced]
+    write_viewer(folder / TRACES_PAGE, sets, title=title)
+    return ["report.html", "report.md", TRACES_PAGE]
+
+
+def _notes(found: Sequence[tuple[ReportedRun, SampleSet | None]]) -> list[str]:
+    notes = [
+        f"Code of {one.task} ran in {one.isolation} when it was graded."
+        for run, _ in found
+        for one in run.summaries
+        if one.isolation is not None
+    ]
+    if without := [run.folder.name for run, samples in found if samples is None]:
+        notes.append(f"There are no trajectories of {', '.join(without)}, so no traces to open.")
+    return list(dict.fromkeys(notes))
+
+
+def _groups(
+    runs: Sequence[ReportedRun],
+) -> tuple[list[SampleGroup], list[SampleGroup], list[SampleGroup]]:
+    """Samples of the best method of every task, of the others, and where the best two differ."""
+    best, others, splits = [], [], []
+    for run in runs:
+        for task, group in by_task(run.summaries):
+            ordered = _by_accuracy(group)
+            rows = {one.method: run.results.rows(task, one.method) for one in group}
+            for name in rows:
+                groups = best if name in ordered[:1] else others
+                groups.append(failures_first(task, run.labels[task, name], rows[name]))
+            if len(ordered) > 1:
+                first, second = ordered[:2]
+                names = run.labels[task, first], run.labels[task, second]
+                splits.append(disagreement(task, names, rows[first], rows[second]))
+    return best, others, [split for split in splits if split.samples]
+
+
+def _by_accuracy(group: Sequence[MethodSummary]) -> list[str]:
+    """The most accurate method, the most accurate one of another kind, and the others."""
+    from lit_dlm.reports.plots import family
+
+    graded = [one for one in group if one.accuracy is not None]
+    # Of one kind, such as two thresholds, differences say less.
+    names = [one.method for one in sorted(graded, key=lambda s: (-(s.accuracy or 0.0), s.nfe))]
+    return names[:1] + sorted(names[1:], key=lambda name: family(name) == family(names[0]))
+
+
+def _traces(run: ReportedRun, shown: set[str]) -> SampleSet | None:
+    """The shown prompts with all their decodes, where the trajectories are here."""
+    rows = [row for pair in run.results.pairs() for row in run.results.rows(*pair)]
+    folders = {run.folder / row.trajectory["set"] for row in rows if row.trajectory is not None}
+    if missing := sorted(str(folder) for folder in folders if not folder.is_dir()):
+        logger.warning("%s: not here, so there are no traces to open", ", ".join(missing))
+    return load_samples(run.folder, examples=shown) if folders and not missing else None
+
+
+def _links(traced: Sequence[tuple[ReportedRun, SampleSet]]) -> dict[tuple[str, str, str], str]:
+    """Addresses in the viewer page by task, method as in the tables, and uid."""
+    links = {}
+    for number, (run, samples) in enumerate(traced):
+        for sample in samples.samples:
+            label = run.labels.get((sample.task, sample.method), sample.method)
+            address = f"{TRACES_PAGE}#uid={quote(sample.record.uid, safe='')}"
+            links[sample.task, label, sample.example] = address + f"&set={number}" * (number > 0)
+    return links
+
+
+def _told_facts(run: ReportedRun) -> dict[str, str]:
+    facts: dict[str, Any] = {k: v for k, v in run.results.facts().items() if v is not None}
+    versions = facts.pop("versions", {})
+    if "commit" in versions:
+        versions["commit"] = versions["commit"][:12]
+    if "parameters" in facts:
+        facts["parameters"] = f"{facts['parameters']:,}"
+    if versions:
+        facts["versions"] = ", ".join(map(" ".join, versions.items()))
+    return {key: str(value) for key, value in facts.items()}
+
+
+def _fronts(merged: Sequence[MethodSummary]) -> list[Picture]:
+    """One picture a task: side by side, on a phone below each other."""
+    from lit_dlm.reports.plots import THEMES, figure_bytes, front_figure
+
+    pictures = []
+    for task, group in by_task(merged):
+        drawn = [figure for theme in THEMES if (figure := front_figure(group, theme=theme))]
+        if drawn:
+            title = f"{task}: accuracy against average steps; bars are 95 % intervals"
+            pictures.append(Picture(title, *map(figure_bytes, drawn)))
+    return pictures
+
+
+def _curves(run: ReportedRun) -> list[Picture]:
+    from lit_dlm.reports.plots import THEMES, curve_figure, figure_bytes, read_curves
+
+    pictures = []
+    for name, curve in list(read_curves(run.folder).items())[:MAX_CURVES]:
+        drawn = (figure_bytes(curve_figure(curve, theme=theme), dpi=110) for theme in THEMES)
+        pictures.append(Picture(f"{name}, training of {run.name}", *drawn))
+    return pictures

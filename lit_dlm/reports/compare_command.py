@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,22 +15,20 @@ from rich.table import Table
 
 from lit_dlm.reports.results import ResultFolder, setting_differences, write_atomically
 from lit_dlm.reports.significance import PairedComparison, compare_rows, holm
-from lit_dlm.reports.tables import markdown_table
+from lit_dlm.reports.summary import markdown_table
 
-HEADERS = (
-    "method", "n", "accuracy A", "accuracy B", "B - A (95 %)", "only A", "only B", "p", "p (Holm)",
-    "steps A", "steps B", "B - A (95 %)",
-)  # fmt: skip
+HEADERS = ("method", "right, %", "only one", "B - A (95 %)", "p (Holm)", "steps")
 NOTE = (
     "Paired on the samples that both have; of several responses to a prompt, the first. p: exact "
     "McNemar test, two-sided; p (Holm): adjusted for all rows. Intervals: paired bootstrap, 10,000 "
-    "resamples. only A, only B: samples that just this one got right. Steps: mean forwards of the "
+    "resamples. only one: samples that just this one got right. Steps: mean forwards of the "
     "backbone."
 )
 MAX_DIFFERENCES = 8
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command on what follows its name; returns the exit status."""
     command = argparse.ArgumentParser(
         prog="lit-dlm compare",
         description="Compares two benchmark runs on the samples that both have: accuracy with an "
@@ -45,24 +43,26 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the table as Markdown"
     )
-    return command
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command on what follows its name; returns the exit status."""
-    options = _parser().parse_args(list(arguments))
-    if (options.a is None) != (options.b is None):
-        raise ValueError("--a and --b: give both, or neither to pair methods of equal name")
-    if options.a is None and options.first.resolve() == options.second.resolve():
-        raise ValueError("A and B are the same run; name two of its methods with --a and --b")
-    first, second = (_results(path) for path in (options.first, options.second))
+    options = command.parse_args(list(arguments))
+    is_one_run = options.first.resolve() == options.second.resolve()
+    if (options.a is None) != (options.b is None) or (is_one_run and options.a is None):
+        command.error("--a and --b: give both, as for two methods of one run, or neither")
+    first, second = (
+        ResultFolder(path if path.name == "results" else path / "results")
+        for path in (options.first, options.second)
+    )
     pairs = method_pairs(first, second, a=options.a, b=options.b)
     found = compare_methods(first, second, pairs)
     console = Console()
     if options.json:
         console.print_json(json.dumps([asdict(comparison) for comparison in found]))
         return 0
-    for table in _tables(found):
+    for title, rows in tables(found):
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for number, header in enumerate(HEADERS):
+            table.add_column(header, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
     console.print(f"A: {options.first}   B: {options.second}", style="bold", highlight=False)
     console.print(NOTE, highlight=False)
@@ -82,30 +82,33 @@ def method_pairs(
     Without ``a`` and ``b``, methods of equal name, or else the only ones of a task.
     """
     of_a, of_b = _methods(first), _methods(second)
-    for results, found in ((first, of_a), (second, of_b)):
-        if not found:
-            raise ValueError(f"{results.folder}: expected results, found none")
-    tasks = sorted(of_a.keys() & of_b.keys())
-    if not tasks:
-        raise ValueError(
-            f"no task in common: {first.folder} has {', '.join(sorted(of_a))}, "
-            f"{second.folder} has {', '.join(sorted(of_b))}"
-        )
-    if a is not None and b is not None:
-        pairs = [(task, a, b) for task in tasks if a in of_a[task] and b in of_b[task]]
+    both = [(task, of_a[task], of_b[task]) for task in of_a if task in of_b]
+    if a and b:
+        pairs = [(task, a, b) for task, one, two in both if a in one and b in two]
     else:
-        pairs = [(task, name, name) for task in tasks for name in of_a[task] if name in of_b[task]]
-        if not pairs:
-            alone = [task for task in tasks if len(of_a[task]) == len(of_b[task]) == 1]
-            pairs = [(task, of_a[task][0], of_b[task][0]) for task in alone]
+        pairs = [(task, name, name) for task, one, two in both for name in one if name in two]
+        alone = [(task, *one, *two) for task, one, two in both if len(one) == len(two) == 1]
+        pairs = pairs or alone
     if not pairs:
-        known = [", ".join(sorted({m for t in tasks for m in of[t]})) for of in (of_a, of_b)]
-        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name"
+        wanted = f"{a!r} of A and {b!r} of B" if a else "methods of equal name, or --a and --b,"
         raise ValueError(
-            f"expected {wanted} on one of {', '.join(tasks)}; A has {known[0]}; B has {known[1]}. "
-            "Name a pair with --a and --b"
+            f"expected {wanted} on a common task; {first.folder.parent} has {_told(of_a)}; "
+            f"{second.folder.parent} has {_told(of_b)}"
         )
     return pairs
+
+
+def _methods(results: ResultFolder) -> dict[str, list[str]]:
+    """Methods that have rows, by task."""
+    found: dict[str, list[str]] = {}
+    for task, method in results.pairs():
+        if results.completed(task, method):
+            found.setdefault(task, []).append(method)
+    return found
+
+
+def _told(found: dict[str, list[str]]) -> str:
+    return "; ".join(f"{task}: {', '.join(names)}" for task, names in found.items()) or "no results"
 
 
 def compare_methods(
@@ -119,34 +122,24 @@ def compare_methods(
     ]
 
 
-def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
-    """The comparisons, sorted by task, as one Markdown table per task."""
-    tables = (
-        markdown_table(task, HEADERS, *map(cells, group), heading="##")
-        for task, group in groupby(found, key=lambda one: one.task)
-    )
-    return "\n".join(["# Comparison", "", f"A: `{a}`, B: `{b}`", "", *tables, NOTE, ""])
+def tables(found: Sequence[PairedComparison]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Title and rows of the table of each task; a row is a line of A and one of B."""
+    for task, compared in groupby(found, key=lambda one: one.task):
+        group = list(compared)
+        counts = sorted({comparison.n for comparison in group})
+        title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
+        yield title, [_row(one) for one in group]
 
 
-def cells(found: PairedComparison) -> tuple[str, ...]:
-    """A comparison as the texts of :data:`HEADERS`."""
-    a, b = found.method_a, found.method_b
-    gain = 100 * (found.accuracy_b - found.accuracy_a)
-    low, high = (100 * bound for bound in found.accuracy_interval)
+def _row(one: PairedComparison) -> tuple[str, ...]:
+    low, high = (100 * bound for bound in one.accuracy_interval)
     return (
-        a if a == b else f"{a} / {b}",
-        str(found.n),
-        f"{100 * found.accuracy_a:.1f} %",
-        f"{100 * found.accuracy_b:.1f} %",
-        f"{gain:+.1f} ({low:+.1f} to {high:+.1f})",
-        str(found.only_a),
-        str(found.only_b),
-        _spoken_p(found.p_value),
-        _spoken_p(found.p_adjusted),
-        f"{found.nfe_a:.1f}",
-        f"{found.nfe_b:.1f}",
-        f"{found.nfe_b - found.nfe_a:+.1f} "
-        f"({found.nfe_interval[0]:+.1f} to {found.nfe_interval[1]:+.1f})",
+        f"A {one.method_a}\nB {one.method_b}",
+        f"{100 * one.accuracy_a:.1f}\n{100 * one.accuracy_b:.1f}",
+        f"{one.only_a}\n{one.only_b}",
+        f"{100 * (one.accuracy_b - one.accuracy_a):+.1f}\n({low:+.1f} to {high:+.1f})",
+        f"{_spoken_p(one.p_value)}\n({_spoken_p(one.p_adjusted)})",
+        f"{one.nfe_a:.1f}\n{one.nfe_b:.1f}",
     )
 
 
@@ -154,29 +147,13 @@ def _spoken_p(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _tables(found: Sequence[PairedComparison]) -> list[Table]:
-    """Tables with a line for A and one for B, which fit into 80 columns."""
-    tables = []
-    for task, compared in groupby(found, key=lambda one: one.task):
-        group = list(compared)
-        counts = sorted({comparison.n for comparison in group})
-        title = f"{task}, n = {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))}"
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        table.add_column("method", no_wrap=True)
-        for header in ("right, %", "only one", "B - A (95 %)", "p (Holm)", "steps"):
-            table.add_column(header, justify="right", no_wrap=True)
-        for comparison in group:
-            _, _, a, b, gain, only_a, only_b, p, adjusted, steps_a, steps_b, _ = cells(comparison)
-            table.add_row(
-                f"A {comparison.method_a}\nB {comparison.method_b}",
-                f"{a.removesuffix(' %')}\n{b.removesuffix(' %')}",
-                f"{only_a}\n{only_b}",
-                gain.replace(" ", "\n", 1),
-                f"{p}\n({adjusted})",
-                f"{steps_a}\n{steps_b}",
-            )
-        tables.append(table)
-    return tables
+def markdown(found: Sequence[PairedComparison], a: Path, b: Path) -> str:
+    """The same tables as Markdown."""
+    texts = []
+    for title, rows in tables(found):
+        cells = [[text.replace("\n", "<br>") for text in row] for row in rows]
+        texts.append(markdown_table(title, HEADERS, *cells, heading="##"))
+    return "\n".join(["# Comparison", "", f"A: `{a}`, B: `{b}`", "", *texts, NOTE, ""])
 
 
 def _setting_lines(
@@ -193,20 +170,3 @@ def _setting_lines(
     if len(lines) > len(shown):
         shown.append(f"  and {len(lines) - len(shown)} more")
     return ["Settings that differ, of A, now of B:", *shown]
-
-
-def _results(path: Path) -> ResultFolder:
-    folder = path if path.name == "results" else path / "results"
-    results = ResultFolder(folder)
-    if not folder.is_dir() or not results.pairs():
-        raise ValueError(f"{path}: expected a run folder with results/, found no results")
-    return results
-
-
-def _methods(results: ResultFolder) -> dict[str, list[str]]:
-    """Methods that have rows, by task."""
-    found: dict[str, list[str]] = {}
-    for task, method in results.pairs():
-        if results.completed(task, method):
-            found.setdefault(task, []).append(method)
-    return found

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lit_dlm.reports.animation import write_gif
-from lit_dlm.reports.decode_statistics import statistics_figure
-from lit_dlm.reports.fill_order import fill_order_figure, order_figure
+from lit_dlm.reports.order import fill_order_figure, order_figure, statistics_figure
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.plots import plot_style, save_figure
 from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.samples import Sample
-from lit_dlm.reports.themes import plot_style, save_figure
+
+FIGURES = {
+    "fill_order": fill_order_figure,
+    "order": order_figure,
+    "statistics": statistics_figure,
+}
 
 
 def write_pictures(
@@ -23,7 +28,7 @@ def write_pictures(
     method: Mapping[str, Any] | None = None,
     theme: str = "light",
 ) -> None:
-    """Writes pictures, by kind: ``gif``, ``fill_order``, ``order``, ``statistics``.
+    """Writes pictures, by kind: ``gif`` and those of :data:`FIGURES`.
 
     The animation shows all decodes, which have one prompt, the others show the first. ``method``
     describes the decoder of the first, for its blocks.
@@ -33,20 +38,13 @@ def write_pictures(
         if path.suffix.lower() not in suffixes:
             wanted = " or ".join(suffixes)
             raise ValueError(f"{kind}: expected a file name that ends in {wanted}, got {path}")
-    for sample in samples:
-        if sample.record.num_generated == 0:
-            raise ValueError(f"trajectory {sample.record.uid!r}: an empty response has no picture")
     record = samples[0].record
+    if not all(sample.record.num_generated for sample in samples):
+        raise ValueError(f"trajectory {record.uid!r}: an empty response has no picture")
     regions = regions_of(record, method)
     for kind, path in files.items():
         if kind == "gif":
             write_gif(path, samples, pieces, theme=theme)
             continue
-        with plot_style(theme) as colours:  # colours are looked up while the style holds
-            if kind == "fill_order":
-                figure = fill_order_figure(record, regions, pieces, colours)
-            elif kind == "order":
-                figure = order_figure(record, regions, pieces, colours)
-            else:
-                figure = statistics_figure(record, regions, colours)
-            save_figure(figure, path)
+        with plot_style(theme) as colours:
+            save_figure(FIGURES[kind](record, regions, pieces, colours), path)

@@ -107,11 +107,8 @@ class TokenPieces:
 
     def _decode(self, ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
-        return str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
 
     def _decode_one(self, token: int) -> str:
         if self._tokenizer is None or not 0 <= token < self._size:
@@ -120,11 +117,10 @@ class TokenPieces:
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):
             return text or f"⟨{token}⟩"
-        if _LOST in text:
-            data = _bytes_of(name)
-            if data is not None and not _is_text(data):
-                self._partial.add(token)
-                return f"⟨{data.hex(' ').upper()}⟩"
+        data = _bytes_of(name) if _LOST in text else None
+        if data is not None and _LOST in data.decode(errors="replace"):
+            self._partial.add(token)
+            return f"⟨{data.hex(' ').upper()}⟩"
         # A decoder drops the space before the first word of a text; inside one it stands.
         if name.startswith(_METASPACE) and not text.startswith(" "):
             text = " " + text
@@ -133,18 +129,7 @@ class TokenPieces:
 
 def _bytes_of(name: str) -> bytes | None:
     """Bytes of a token of a byte-level vocabulary, or of one that falls back to bytes."""
-    fallback = _BYTE_FALLBACK.fullmatch(name)
-    if fallback is not None:
+    if fallback := _BYTE_FALLBACK.fullmatch(name):
         return bytes.fromhex(fallback[1])
     alphabet = _byte_alphabet()
-    if all(character in alphabet for character in name):
-        return bytes(alphabet[character] for character in name)
-    return None
-
-
-def _is_text(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return bytes(alphabet[character] for character in name) if set(name) <= set(alphabet) else None

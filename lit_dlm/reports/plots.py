@@ -1,88 +1,116 @@
-"""Speed-quality plots, curves over decode steps, and calibration."""
+"""Plots: speed against quality, curves over steps, calibration; light and dark."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
+from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lit_dlm.reports.results import write_json
-from lit_dlm.reports.summary import MethodSummary
-from lit_dlm.reports.tables import by_task
-from lit_dlm.reports.themes import plot_style, save_figure
+from lit_dlm.reports.results import write_atomically, write_json
+from lit_dlm.reports.summary import MethodSummary, by_task
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
+Curve = Sequence[tuple[int, float]]
+"""(optimiser step, value), by step."""
 _NUMBER = re.compile(r"[-_ ]?([0-9]*\.?[0-9]+)$")
 
 
-def family(method: str) -> str:
-    """Name of a method without its trailing setting: ``threshold_09`` is a ``threshold``."""
-    return _NUMBER.sub("", method) or method
+@dataclass(frozen=True)
+class Theme:
+    """Colours as ``#rrggbb``."""
+
+    background: str
+    text: str
+    muted: str
+    line: str
+    mask: str
+    """A cell that is not written yet."""
+    accent: str
+    """What was written last."""
+    accent_text: str
+    series: tuple[str, ...]
+    """Curves and regions, told apart by colour-blind readers too."""
 
 
-def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "light") -> None:
-    """Accuracy against average steps, one panel per task, as a file.
+THEMES: dict[str, Theme] = {
+    "light": Theme(
+        background="#ffffff",
+        text="#1b1c20",
+        muted="#5a5d66",
+        line="#d9dadf",
+        mask="#dfe1e7",
+        accent="#0a5bb5",
+        accent_text="#ffffff",
+        series=(
+            "#0072B2", "#D55E00", "#009E73", "#CC79A7",
+            "#56B4E9", "#E69F00", "#777777", "#8B1A4A",
+        ),
+    ),
+    "dark": Theme(
+        background="#121316",
+        text="#e9eaee",
+        muted="#a6aab6",
+        line="#343842",
+        mask="#33373f",
+        accent="#74b5ff",
+        accent_text="#0c1420",
+        series=(
+            "#56B4E9", "#F0883E", "#3FC79A", "#E29BC4",
+            "#8CC8F0", "#F2C14E", "#B0B4BD", "#D9667F",
+        ),
+    ),
+}  # fmt: skip
+COLOURS = THEMES["light"].series
 
-    Ungraded methods are left out, and nothing is written without others.
-    """
-    figure = front_figure(summaries, theme=theme)
-    if figure is not None:
-        save_figure(figure, path)
+
+@contextmanager
+def plot_style(name: str) -> Iterator[Theme]:
+    """Colours of matplotlib figures that are built, and drawn once, inside; by a theme's name."""
+    theme = THEMES[name]
+    style: Any = {
+        **dict.fromkeys(
+            ("figure.facecolor", "savefig.facecolor", "axes.facecolor"), theme.background
+        ),
+        **dict.fromkeys(("xtick.color", "ytick.color", "axes.edgecolor"), theme.muted),
+        **dict.fromkeys(
+            ("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor",
+             "ytick.labelcolor"), theme.text,
+        ),
+        "axes.prop_cycle": cycler(color=theme.series),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": theme.line,
+        "text.parse_math": False,  # tokens may well be dollar signs
+        "legend.frameon": False,
+        "font.size": 10,
+    }  # fmt: skip
+    with mpl.rc_context(style):
+        yield theme
 
 
-def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
-    """The figure of :func:`plot_front`; ``None`` when nothing was graded.
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure to a file, whose suffix gives the format."""
+    write_atomically(path, figure_bytes(figure, suffix=path.suffix))
 
-    Steps have a logarithmic axis. Methods that differ only in a trailing number are points of one
-    curve; bars are 95 % intervals.
-    """
-    summaries = [summary for summary in summaries if summary.accuracy is not None]
-    if not summaries:
-        return None
-    tasks = list(by_task(summaries))
-    names = list(dict.fromkeys(family(summary.method) for summary in summaries))
-    with plot_style(theme) as colours:
-        figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
-        axes = figure.subplots(1, len(tasks), squeeze=False)
-        for axis, (task, group) in zip(axes[0], tasks, strict=True):
-            for number, name in enumerate(names):
-                points = sorted(
-                    (s for s in group if family(s.method) == name), key=lambda summary: summary.nfe
-                )
-                if points:
-                    draw_shares(
-                        axis,
-                        [point.nfe for point in points],
-                        points,
-                        label=name,
-                        linestyle="-" if len(points) > 1 else "none",
-                        color=colours.series[number % len(colours.series)],
-                        marker="os^Dv"[number % 5],
-                    )
-            axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.grid(alpha=0.5)
-        axes[0][0].set_ylabel("accuracy, %")
-        handles: dict[str, Any] = {}
-        for axis in axes[0]:  # a method may lack in the first task
-            handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        figure.legend(
-            handles.values(),
-            handles,
-            loc="outside lower center",
-            ncols=min(len(handles), 4 * len(tasks) if len(tasks) > 1 else 3),
-        )
-        # Colours that are not yet settled are looked up while the style holds.
-        figure.canvas.draw()
-    return figure
+
+def figure_bytes(figure: Figure, *, suffix: str = ".png", dpi: int = 150) -> bytes:
+    """A figure as a file in memory."""
+    data = io.BytesIO()
+    figure.savefig(data, format=suffix.removeprefix("."), dpi=dpi)
+    return data.getvalue()
 
 
 def tidy_axes(*axes: Axes) -> None:
@@ -92,6 +120,109 @@ def tidy_axes(*axes: Axes) -> None:
         axis.spines[["top", "right"]].set_visible(False)
 
 
+# -- methods ---------------------------------------------------------------------------------------
+
+
+def family(method: str) -> str:
+    """Name of a method without its trailing setting: ``threshold_09`` is a ``threshold``."""
+    return _NUMBER.sub("", method) or method
+
+
+def draw_methods(
+    axis: Axes,
+    group: Sequence[MethodSummary],
+    families: Sequence[str],
+    x: Callable[[MethodSummary], float],
+    y: Callable[[MethodSummary], float] | None = None,
+    colours: Sequence[str] = COLOURS,
+) -> None:
+    """A line for each family of methods; without ``y`` accuracies with their 95 % intervals."""
+    for number, name in enumerate(families):
+        line = [one for one in group if family(one.method) == name]
+        line.sort(key=lambda one: one.nfe)
+        if not line:
+            continue
+        shares = [(one.accuracy or 0.0, *(one.interval or (0.0, 0.0))) for one in line]
+        accuracies, lows, highs = 100 * np.array(shares).T
+        axis.errorbar(
+            [x(one) for one in line],
+            [y(one) for one in line] if y else accuracies,
+            yerr=None if y else (accuracies - lows, highs - accuracies),
+            label=name,
+            color=colours[number % len(colours)],
+            marker="os^Dv"[number % 5],
+            linestyle="-" if len(line) > 1 else "none",
+            capsize=2,
+            markersize=5,
+            linewidth=1.3,
+        )
+
+
+def common_legend(figure: Figure, columns: int) -> None:
+    """One legend below all panels; a method may lack in some of them."""
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=min(len(handles), columns)
+    )
+
+
+def plot_front(summaries: Sequence[MethodSummary], path: Path, *, theme: str = "light") -> None:
+    """Writes :func:`front_figure` to a file, if there is one."""
+    figure = front_figure(summaries, theme=theme)
+    if figure is not None:
+        save_figure(figure, path)
+
+
+def front_figure(summaries: Sequence[MethodSummary], *, theme: str = "light") -> Figure | None:
+    """Accuracy against average steps, one panel per task; ``None`` when nothing was graded.
+
+    Steps have a logarithmic axis. Methods that differ only in a trailing number are points of one
+    curve; bars are 95 % intervals.
+    """
+    graded = [summary for summary in summaries if summary.accuracy is not None]
+    if not graded:
+        return None
+    tasks = list(by_task(graded))
+    names = list(dict.fromkeys(family(summary.method) for summary in graded))
+    with plot_style(theme) as colours:
+        figure = Figure(figsize=(4.6 * len(tasks), 3.8), layout="constrained")
+        axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+        for axis, (task, group) in zip(axes, tasks, strict=True):
+            draw_methods(axis, group, names, lambda one: one.nfe, colours=colours.series)
+            axis.set(title=f"{task} (n = {group[0].n})", xlabel="average steps", xscale="log")
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.grid(alpha=0.5)
+        axes[0].set_ylabel("accuracy, %")
+        common_legend(figure, 4 * len(tasks) if len(tasks) > 1 else 3)
+        # Ticks and texts look their colours up when they are first drawn.
+        figure.canvas.draw()
+    return figure
+
+
+# -- curves ----------------------------------------------------------------------------------------
+
+
+def draw_curves(
+    axis: Axes,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    faint: str = "",
+    colours: Sequence[str] = COLOURS,
+) -> None:
+    """Curves as ``(x, y)`` by label, "" for none; one without points keeps its colour."""
+    for number, (label, (x, y)) in enumerate(curves.items()):
+        if len(x):
+            colour, alpha = colours[number % len(colours)], 0.5 if label == faint else 1.0
+            axis.plot(x, y, color=colour, label=label, linewidth=1.3, alpha=alpha)
+    tidy_axes(axis)
+    if all(curves):
+        axis.legend(fontsize="small")
+
+
 def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str) -> None:
     """Curves over decode steps in one panel, by label; ``ylabel`` names the values' unit."""
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
@@ -99,6 +230,50 @@ def plot_steps(curves: Mapping[str, Sequence[float]], path: Path, *, ylabel: str
     draw_curves(axis, {label: (range(len(y)), y) for label, y in curves.items()})
     axis.set(xlabel="decode step", ylabel=ylabel, xlim=(0, None), ylim=(0, None))
     save_figure(figure, path)
+
+
+def curve_figure(curve: Curve, *, theme: str = "light") -> Figure:
+    """A small panel of one metric over the steps."""
+    with plot_style(theme) as colours:
+        figure = Figure(figsize=(3.6, 2.3), layout="constrained")
+        axis = figure.subplots()
+        x, y = zip(*curve, strict=True)
+        draw_curves(axis, {"": (x, y)}, colours=colours.series)
+        axis.set_xlabel("step")
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        figure.canvas.draw()
+    return figure
+
+
+def read_curves(run: Path) -> dict[str, Curve]:
+    """Curves of Lightning's CSV logger with two finite values or more; losses and rewards first."""
+    values: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    # Each part of a resumed run has its own file; where they overlap, the later one counts.
+    for path in sorted(run.glob("**/metrics.csv"), key=_version):
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                step = int(row.pop("step"))
+                row.pop("epoch", None)
+                found = {name: float(text) for name, text in row.items() if text}
+                for name, value in found.items():
+                    if math.isfinite(value):
+                        values[name][step] = value
+    curves = {name: sorted(points.items()) for name, points in values.items() if len(points) > 1}
+    return {name: curves[name] for name in sorted(curves, key=_rank)}
+
+
+def _version(path: Path) -> tuple[int, str]:
+    found = re.search(r"version_(\d+)", str(path))
+    return (int(found[1]) if found else -1, str(path))
+
+
+def _rank(name: str) -> tuple[int, str]:
+    first = ("loss", "reward", "accuracy", "correct")
+    found = [place for place, word in enumerate(first) if word in name]
+    return (min(found, default=len(first)), name)
+
+
+# -- calibration -----------------------------------------------------------------------------------
 
 
 def write_calibration(path: Path, curve: Mapping[str, Any], *, step: int) -> None:
@@ -119,46 +294,12 @@ def plot_calibration(curve: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.2, 4.6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
-    points = [
-        (prob, right)
-        for prob, right, number in zip(curve["prob"], curve["accuracy"], count, strict=True)
-        if number
-    ]
-    if points:
-        above.plot(*zip(*points, strict=True), "o-", color="#0072B2", markersize=4, linewidth=1.3)
-    above.set(
-        ylabel="share that is final", ylim=(0, 1), title=f"calibration error {curve['ece']:.4f}"
-    )
-    below.bar(edges, count, width=1 / len(count), align="edge", color="#56B4E9")
+    filled = [number for number, here in enumerate(count) if here]
+    x, y = ([curve[name][number] for number in filled] for name in ("prob", "accuracy"))
+    above.plot(x, y, "o-", color=COLOURS[0], markersize=4, linewidth=1.3)
+    title = f"calibration error {curve['ece']:.4f}"
+    above.set(ylabel="share that is final", ylim=(0, 1), title=title)
+    below.bar(edges, count, width=1 / len(count), align="edge", color=COLOURS[4])
     below.set(xlabel="acceptance probability", ylabel="positions", xlim=(0, 1), yscale="symlog")
     tidy_axes(above, below)
     save_figure(figure, path)
-
-
-def draw_shares(
-    axis: Axes, x: Sequence[float], line: Sequence[MethodSummary], **style: Any
-) -> None:
-    """Accuracies of graded methods in percent, with their 95 % intervals."""
-    shares = [one.accuracy or 0.0 for one in line]
-    intervals = [one.interval or (0.0, 0.0) for one in line]
-    bars = [
-        [100 * (share - low) for share, (low, _) in zip(shares, intervals, strict=True)],
-        [100 * (high - share) for share, (_, high) in zip(shares, intervals, strict=True)],
-    ]
-    values = [100 * share for share in shares]
-    axis.errorbar(x, values, yerr=bars, capsize=2, markersize=5, linewidth=1.3, **style)
-
-
-def draw_curves(
-    axis: Axes,
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    *,
-    faint: str = "",
-) -> None:
-    """Curves as ``(x, y)`` by label, with a legend; a curve without points keeps its colour."""
-    for number, (label, (x, y)) in enumerate(curves.items()):
-        if len(x):
-            colour, alpha = COLOURS[number % len(COLOURS)], 0.5 if label == faint else 1.0
-            axis.plot(x, y, color=colour, label=label, linewidth=1.3, alpha=alpha)
-    tidy_axes(axis)
-    axis.legend(fontsize="small")

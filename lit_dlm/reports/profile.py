@@ -12,26 +12,22 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, draw_shares, family, tidy_axes
+from lit_dlm.reports.plots import common_legend, draw_methods, family, save_figure, tidy_axes
 from lit_dlm.reports.results import write_atomically
-from lit_dlm.reports.summary import MethodSummary
-from lit_dlm.reports.tables import by_task, markdown_table, percent
-from lit_dlm.reports.themes import save_figure
+from lit_dlm.reports.summary import Columns, MethodSummary, by_task, markdown_tables, percent
 
-_HEADERS = (
-    "method", "quality", "forwards", "tokens/forward", "tokens/s", "useful tokens/s", "ms/sample",
-    "lockstep", "n",
-)  # fmt: skip
+
+def tokens_per_second(one: MethodSummary) -> float:
+    """Response cells filled per second of decoding in one process, all rows of a batch together."""
+    return one.tokens_per_step * (one.nfe / max(one.seconds, 1e-12))
 
 
 def profile_row(one: MethodSummary) -> dict[str, Any]:
     """A line of ``profile.csv``; ``None`` where nothing was graded or has a layout.
 
-    Tokens per second are response cells filled per second of decoding in one process, all rows of a
-    batch together; useful ones stand before the first end of text.
+    Useful tokens stand before the first end of text.
     """
     low, high = one.interval or (None, None)
-    forwards_per_second = one.nfe / max(one.seconds, 1e-12)
     return {
         "task": one.task,
         "method": one.method,
@@ -42,8 +38,9 @@ def profile_row(one: MethodSummary) -> dict[str, Any]:
         "accuracy_high": high,
         "nfe": one.nfe,
         "tokens_per_forward": one.tokens_per_step,
-        "tokens_per_second": one.tokens_per_step * forwards_per_second,
-        "useful_tokens_per_second": one.useful_tokens_per_step * forwards_per_second,
+        "tokens_per_second": tokens_per_second(one),
+        "useful_tokens_per_second": one.useful_tokens_per_step
+        * (one.nfe / max(one.seconds, 1e-12)),
         "ms_per_sample": 1000.0 * one.seconds,
         "policy_share": one.policy_share,
         "lockstep": one.lockstep,
@@ -57,37 +54,28 @@ def write_profile(summaries: Sequence[MethodSummary], folder: Path) -> None:
     writer.writeheader()
     writer.writerows(map(profile_row, summaries))
     write_atomically(folder / "profile.csv", file.getvalue())
-    write_atomically(folder / "profile.md", profile_tables(summaries))
+    write_atomically(folder / "profile.md", markdown_tables(summaries, COLUMNS))
     plot_profile(summaries, folder / "profile.png")
 
 
-def profile_tables(summaries: Sequence[MethodSummary]) -> str:
-    """One Markdown table per task."""
-    return "\n".join(
-        markdown_table(task, _HEADERS, *map(_cells, group)) for task, group in by_task(summaries)
-    )
-
-
-def _cells(one: MethodSummary) -> tuple[str, ...]:
-    row = profile_row(one)
-    return (
-        one.method,
-        percent(one.accuracy, one.interval),
-        f"{one.nfe:.1f}",
-        f"{one.tokens_per_step:.2f}",
-        f"{row['tokens_per_second']:.0f}",
-        f"{row['useful_tokens_per_second']:.0f}",
-        f"{row['ms_per_sample']:.1f}",
-        "-" if one.lockstep is None else f"{one.lockstep:.2f}",
-        str(one.n),
-    )
+COLUMNS: Columns = {
+    "method": lambda one: one.method,
+    "quality": lambda one: percent(one.accuracy, one.interval),
+    "forwards": lambda one: f"{one.nfe:.1f}",
+    "tokens/forward": lambda one: f"{one.tokens_per_step:.2f}",
+    "tokens/s": lambda one: f"{tokens_per_second(one):.0f}",
+    "useful tokens/s": lambda one: f"{profile_row(one)['useful_tokens_per_second']:.0f}",
+    "ms/sample": lambda one: f"{1000 * one.seconds:.1f}",
+    "lockstep": lambda one: "-" if one.lockstep is None else f"{one.lockstep:.2f}",
+    "n": lambda one: str(one.n),
+}
 
 
 def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
     """Quality against forwards and against tokens per second, one row of panels per task.
 
-    Methods that differ only in their number of steps are one curve. Bars are 95 % intervals.
-    Where nothing was graded the panels show speed against forwards instead.
+    Methods that differ only in their number of steps are one curve. Where nothing was graded the
+    panels show speed against forwards and against tokens per forward instead.
     """
     tasks = list(by_task(summaries))
     curves = list(dict.fromkeys(family(one.method) for one in summaries))
@@ -95,33 +83,18 @@ def plot_profile(summaries: Sequence[MethodSummary], path: Path) -> None:
     axes = figure.subplots(len(tasks), 2, squeeze=False)
     for (left, right), (task, group) in zip(axes, tasks, strict=True):
         is_graded = all(one.accuracy is not None for one in group)
-        for number, curve in enumerate(curves):
-            line = sorted((s for s in group if family(s.method) == curve), key=lambda s: s.nfe)
-            rows = [profile_row(one) for one in line]
-            forwards, speed = ([row[name] for row in rows] for name in ("nfe", "tokens_per_second"))
-            style: dict[str, Any] = {
-                "color": COLOURS[number % len(COLOURS)],
-                "marker": "os^Dv"[number // len(COLOURS) % 5],
-                "label": curve,
-            }
-            if is_graded:
-                draw_shares(left, forwards, line, **style)
-                draw_shares(right, speed, line, **style)
-            else:
-                style |= {"linewidth": 1.3, "markersize": 5}
-                left.plot(forwards, speed, **style)
-                right.plot([row["tokens_per_forward"] for row in rows], speed, **style)
-        quality = "quality, %" if is_graded else "tokens per second"
-        left.set(title=task, xlabel="forwards per sample", ylabel=quality, xlim=(0, None))
-        faster = "tokens per second" if is_graded else "tokens per forward"
-        right.set(xlabel=faster, ylabel=quality, xlim=(0, None))
+        y, name = (None, "quality, %") if is_graded else (tokens_per_second, "tokens per second")
+        draw_methods(left, group, curves, lambda one: one.nfe, y)
+        left.set(title=task, xlabel="forwards per sample", ylabel=name, xlim=(0, None))
+        if is_graded:
+            draw_methods(right, group, curves, tokens_per_second)
+            right.set(xlabel="tokens per second", ylabel=name, xlim=(0, None))
+        else:
+            draw_methods(right, group, curves, lambda one: one.tokens_per_step, y)
+            right.set(xlabel="tokens per forward", ylabel=name, xlim=(0, None))
         tidy_axes(left, right)
-    handles, labels = axes[0][0].get_legend_handles_labels()
     # About a hundred characters fit below the panels, and a line's mark takes the width of eight.
-    columns = max(1, min(len(labels), 100 // (max(map(len, labels)) + 8)))
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False
-    )
+    common_legend(figure, max(1, 100 // (max(map(len, curves)) + 8)))
     save_figure(figure, path)
 
 
@@ -134,13 +107,12 @@ def log_profile(logger: Logger, summaries: Sequence[MethodSummary], picture: Pat
     rows = [profile_row(one) for one in sorted(summaries, key=lambda one: one.nfe)]
     unlogged = ("task", "method", "curve", "n", "accuracy_low", "accuracy_high")
     for row in rows:
-        prefix = f"{row['task']}/{row['curve']}"
         found = {name: x for name, x in row.items() if name not in unlogged and x is not None}
-        metrics = {f"{prefix}/{name}": value for name, value in found.items()}
+        metrics = {f"{row['task']}/{row['curve']}/{name}": value for name, value in found.items()}
         logger.log_metrics(metrics, step=round(row["nfe"]))
     if isinstance(logger, TensorBoardLogger):
         writer: Any = logger.experiment
-        writer.add_text("profile", profile_tables(summaries))
+        writer.add_text("profile", markdown_tables(summaries, COLUMNS))
         if picture is not None:
             writer.add_image("profile", image.imread(picture)[..., :3], dataformats="HWC")
     elif isinstance(logger, WandbLogger):

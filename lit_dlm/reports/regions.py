@@ -40,17 +40,14 @@ def regions_of(record: Trajectory, method: Mapping[str, Any] | None = None) -> l
 
 
 def _named(record: Trajectory) -> list[Region]:
-    entries = record.meta[REGIONS_KEY]
-    regions = []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        match entry:
-            case [str(name), int(start), int(end)] if 0 <= start < end <= record.num_generated:
-                regions.append(Region(name, start, end))
-            case _:
-                raise ValueError(
-                    f"trajectory {record.uid!r}: meta '{REGIONS_KEY}' must be a list of "
-                    f"[name, first, end] inside 0..{record.num_generated}, got {entry!r}"
-                )
+    try:
+        regions = [Region(str(name), start, end) for name, start, end in record.meta[REGIONS_KEY]]
+        assert all(0 <= one.start < one.end <= record.num_generated for one in regions)
+    except (TypeError, ValueError, AssertionError):
+        raise ValueError(
+            f"trajectory {record.uid!r}: meta '{REGIONS_KEY}' must be a list of [name, first, end] "
+            f"inside 0..{record.num_generated}, got {record.meta[REGIONS_KEY]!r:.80}"
+        ) from None
     return sorted(regions, key=lambda region: region.start)
 
 

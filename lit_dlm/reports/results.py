@@ -16,8 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -106,12 +105,11 @@ class ResultFolder:
                     "method name, or remove the folder"
                 )
             return
-        write_json(path, _with_digest(wanted))
+        write_json(path, {**wanted, "digest": _digest(wanted)})
 
     def settings(self, task: str, method: str) -> dict[str, Any]:
         path = self.method_folder(task, method) / "settings.json"
-        with _located(str(path)):
-            return _parsed(path.read_bytes())
+        return _parsed(path.read_bytes(), str(path))
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         """Notes what a reader wants to know of a run and what does not decide its results."""
@@ -125,41 +123,34 @@ class ResultFolder:
     def completed(self, task: str, method: str) -> set[str]:
         return {row["uid"] for row in self._lines(self.method_folder(task, method))}
 
-    def keep_only(self, uids: Collection[str]) -> int:
-        """Removes rows whose trajectory is not among those on disk, ``uids``; returns how many.
+    def decode_uids(self) -> set[str]:
+        """Keys ``{uid}@{method}`` of all decodes in the folder."""
+        return {
+            f"{uid}@{method}"
+            for task, method in self.pairs()
+            for uid in self.completed(task, method)
+        }
 
-        A run that was killed between the two writers has such rows. They are decoded again, so
-        that every row has the trajectory that belongs to it. No other process may write meanwhile.
+    def repair(self, records: Collection[str] | None) -> int:
+        """Removes rows that a crash left, and returns how many; no other process may write.
+
+        These are second rows of a sample, as two processes in one folder left them, and those whose
+        trajectory is not among ``records``: a run that was killed between the two writers has such.
         """
-        return self._remove(lambda _, row: (row.get("trajectory") or {}).get("uid") not in uids)
-
-    def drop_doubles(self) -> int:
-        """Removes the second rows of samples, as two processes in one folder left them.
-
-        Returns how many. No other process may write meanwhile.
-        """
-        seen: set[tuple[Path, str]] = set()
-
-        def is_double(path: Path, row: Mapping[str, Any]) -> bool:
-            key = (path.parent, row["uid"])
-            is_known = key in seen
-            seen.add(key)
-            return is_known
-
-        return self._remove(is_double)
-
-    def _remove(self, is_bad: Callable[[Path, Mapping[str, Any]], bool]) -> int:
         num_removed = 0
+        seen: set[tuple[Path, str]] = set()
         for path in sorted(self.folder.glob("*/*/part-r*.jsonl")):
-            kept, removed = [], 0
-            for row in self._rows_of(path):
-                if is_bad(path, row):
-                    removed += 1
-                else:
-                    kept.append(_line(row))
-            if removed:
-                write_atomically(path, "".join(kept))
-            num_removed += removed
+            rows = list(self._rows_of(path))
+            kept = []
+            for row in rows:
+                key = (path.parent, row["uid"])
+                uid = (row.get("trajectory") or {}).get("uid")
+                if key not in seen and (records is None or uid in records):
+                    kept.append(row)
+                    seen.add(key)
+            if len(kept) < len(rows):
+                write_atomically(path, "".join(map(_line, kept)))
+            num_removed += len(rows) - len(kept)
         return num_removed
 
     def append(self, rows: Iterable[ResultRow], *, rank: int = 0) -> None:
@@ -207,13 +198,7 @@ class ResultFolder:
         lines = path.read_bytes().split(b"\n")
         # A process that was killed while writing leaves a last line without its end.
         for number, line in enumerate(lines[:-1], start=1):
-            with _located(f"{path}, line {number}"):
-                row = _parsed(line)
-            yield row
-
-
-def _with_digest(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "digest": _digest(row)}
+            yield _parsed(line, f"{path}, line {number}")
 
 
 def _digest(row: Mapping[str, Any]) -> str:
@@ -221,28 +206,21 @@ def _digest(row: Mapping[str, Any]) -> str:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_with_digest(row), ensure_ascii=False) + "\n"
+    return json.dumps({**row, "digest": _digest(row)}, ensure_ascii=False) + "\n"
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object, whose digest is checked and taken out."""
+def _parsed(text: bytes, place: str) -> dict[str, Any]:
+    """A JSON object, whose digest is checked and taken out; errors name its ``place``."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {text[:40].decode(errors='replace')!r}")
+        start = text[:40].decode(errors="replace")
+        raise ValueError(f"{place}: expected a JSON object, got {start!r}")
     if value.pop("digest", None) != _digest(value):
-        raise ValueError("damaged, or written by an older version: it has another digest")
+        raise ValueError(f"{place}: damaged, or written by an older version: it has another digest")
     return value
-
-
-@contextmanager
-def _located(place: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

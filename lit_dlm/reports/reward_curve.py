@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lit_dlm.reports.plots import COLOURS, draw_curves, tidy_axes
+from lit_dlm.reports.plots import COLOURS, draw_curves, save_figure, tidy_axes
 from lit_dlm.reports.results import write_atomically
-from lit_dlm.reports.themes import save_figure
 
 Point = Mapping[str, float]
 """One RL step: ``step`` and logged values by their names."""
 
 PHASES = ("rollout", "wait", "reward", "value", "old_log_prob", "train")
 """Phases of an RL step in their order, as in ``time/{phase}``."""
+REWARDS = {
+    "rollouts": "rollout/reward",
+    "rollouts, smoothed": "rollout/reward_smoothed",
+    "held-out prompts": "val/reward",
+}
 
 
 def write_points(points: Sequence[Point], path: Path) -> None:
@@ -36,36 +39,23 @@ def plot_run(points: Sequence[Point], path: Path) -> None:
     """Reward of rollouts and of held-out prompts, and the time of every phase."""
     figure = Figure(figsize=(9.2, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_rewards(left, points)
-    _draw_time(right, points)
-    save_figure(figure, path)
-
-
-def _draw_rewards(axis: Axes, points: Sequence[Point]) -> None:
-    names = {
-        "rollouts": "rollout/reward",
-        "rollouts, smoothed": "rollout/reward_smoothed",
-        "held-out prompts": "val/reward",
-    }
     curves = {}
-    for label, name in names.items():
+    for label, name in REWARDS.items():
         chosen = [point for point in points if name in point]
         curves[label] = ([point["step"] for point in chosen], [point[name] for point in chosen])
-    draw_curves(axis, curves, faint="rollouts")
-    axis.set(xlabel="RL step", ylabel="reward")
-
-
-def _draw_time(axis: Axes, points: Sequence[Point]) -> None:
-    chosen = [point for point in points if "time/train" in point]
-    if chosen:
-        names = [name for name in PHASES if any(f"time/{name}" in point for point in chosen)]
-        axis.stackplot(
-            [point["step"] for point in chosen],
-            [[point.get(f"time/{name}", 0.0) for point in chosen] for name in names],
+    draw_curves(left, curves, faint="rollouts")
+    left.set(xlabel="RL step", ylabel="reward")
+    if timed := [point for point in points if "time/train" in point]:
+        known = set().union(*timed)
+        names = [name for name in PHASES if f"time/{name}" in known]
+        right.stackplot(
+            [point["step"] for point in timed],
+            [[point.get(f"time/{name}", 0.0) for point in timed] for name in names],
             labels=[name.replace("_", " ") for name in names],
             colors=COLOURS[: len(names)],
             alpha=0.85,
         )
-        axis.legend(fontsize="small", loc="upper right")
-    axis.set(xlabel="RL step", ylabel="seconds")
-    tidy_axes(axis)
+        right.legend(fontsize="small", loc="upper right")
+    right.set(xlabel="RL step", ylabel="seconds")
+    tidy_axes(right)
+    save_figure(figure, path)

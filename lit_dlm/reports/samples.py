@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,6 @@ from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store.files import shard_paths, shards_in
 from lit_dlm.trajectories.store.provenance import run_of_shard
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
-
-
-class NoSampleError(ValueError):
-    """No sample of a source fits what was asked for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,19 +67,13 @@ def load_samples(
     rows, shards = _open(path)
     reader = TrajectoryShardReader(shards, features=False)
     known = [uid for uid in reader.uids if rows is None or uid in rows]
-    if not known:
-        raise ValueError(f"{path}: expected trajectories, found a set without records")
-    _require("sample", names, {*known, *map(_example, known)}, path)
-    _require("method", methods, set(map(_method, known)), path)
-    fitting = [
-        uid
-        for uid in known
-        if (not names or uid in names or _example(uid) in names)
-        and (not methods or _method(uid) in methods)
-        and (examples is None or _example(uid) in examples)
-    ]
+    fitting = _fitting(known, names, methods, path)
+    if examples is not None:
+        fitting = [uid for uid in fitting if _example(uid) in examples]
     if not fitting:
-        raise NoSampleError(f"{path}: no sample fits, of {len(known)} such as {known[0]!r}")
+        raise ValueError(
+            f"{path}: no decode of the prompts asked for, such as {min(examples or ['?'])!r}"
+        )
     kept = _chosen(fitting, limit)
     records = {record.uid: record for record in reader.find(set(kept))}
     return SampleSet(
@@ -95,43 +86,46 @@ def load_samples(
     )
 
 
-def is_run_folder(path: Path) -> bool:
-    """Whether it has results."""
-    return (path / "results").is_dir()
+def _fitting(
+    known: Sequence[str], names: Sequence[str], methods: Collection[str], path: Path
+) -> list[str]:
+    """Of known uids those of some samples, or prompts, and methods; of all where none are named."""
+    there = {*known, *map(_example, known)}
+    of_method = set(map(_method, known))
+    for kind, wanted, held in (("sample", names, there), ("method", methods, of_method)):
+        if missing := [name for name in wanted if name not in held]:
+            raise ValueError(f"{path}: no {kind} {missing[0]!r}{nearest(missing[0], held)}")
+    chosen = [uid for uid in known if not methods or _method(uid) in methods]
+    return [uid for uid in chosen if not names or uid in names or _example(uid) in names]
 
 
 def _open(path: Path) -> tuple[dict[str, ResultRow] | None, list[Path]]:
     """Result rows by the uid of their trajectory, if there are results; and the shards."""
-    if path.is_dir() and not shards_in(path) and not is_run_folder(path):
-        if is_run_folder(path.parent) and path.name == "results":
-            return _open(path.parent)
-        inside = sorted(
-            {found.parent for found in (*path.glob("*/*.tar"), *path.glob("*/results"))}
-        )
+    run = path.parent if path.name == "results" else path
+    if (run / "results").is_dir():
+        return _of_results(run)
+    is_set = path.suffix == ".tar" or (path.is_dir() and shards_in(path))
+    if path.exists() and not is_set:
+        inside = sorted({one.parent for one in (*path.glob("*/*.tar"), *path.glob("*/results"))})
         hint = f"; did you mean {' or '.join(map(str, inside[:3]))}?" if inside else ""
         raise ValueError(
-            f"{path}: expected trajectory shards or a run folder with results/, found neither{hint}"
+            f"{path}: expected a shard (.tar), a folder of shards or a run folder with results/, "
+            f"found neither{hint}"
         )
-    if path.is_file() and path.suffix != ".tar":
-        raise ValueError(f"{path}: expected a shard (.tar), a folder of shards or a run folder")
-    if not path.is_dir() or not is_run_folder(path):
-        return None, shard_paths([path])
-    results = ResultFolder(path / "results")
-    rows: dict[str, ResultRow] = {}
-    sets: dict[str, None] = {}
-    num_rows = 0
-    for task, method in results.pairs():
-        for row in results.rows(task, method):
-            num_rows += 1
-            if row.trajectory is not None:
-                rows[row.trajectory["uid"]] = row
-                sets[row.trajectory["set"]] = None
+    return None, shard_paths([path])
+
+
+def _of_results(run: Path) -> tuple[dict[str, ResultRow], list[Path]]:
+    results = ResultFolder(run / "results")
+    found = [row for pair in results.pairs() for row in results.rows(*pair)]
+    rows = {row.trajectory["uid"]: row for row in found if row.trajectory is not None}
     if not rows:
         raise ValueError(
-            f"{path}: {num_rows} results, but none names a trajectory; decode with model.level and "
-            "data.trajectories_dir set to keep them"
+            f"{run}: {len(found)} results, but none names a trajectory; decode with model.level "
+            "set to keep them"
         )
-    return rows, shard_paths([path / name for name in sets])
+    sets = dict.fromkeys(row.trajectory["set"] for row in rows.values() if row.trajectory)
+    return rows, shard_paths([run / name for name in sets])
 
 
 def _example(uid: str) -> str:
@@ -143,33 +137,19 @@ def _method(uid: str) -> str:
     return uid.rpartition("@")[2].partition("/")[0] if "@" in uid else ""
 
 
-def _require(kind: str, wanted: Collection[str], known: set[str], path: Path) -> None:
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"{path}: no {kind} {name!r}{nearest(name, known)}")
-
-
 def _chosen(uids: Sequence[str], limit: int | None) -> list[str]:
     """Prompts in turn from all tasks, each with all its decodes, until the limit is reached."""
     groups: dict[str, dict[str, list[str]]] = {}
     for uid in uids:
         example = _example(uid)
-        task = example.partition("/")[0]
-        groups.setdefault(task, {}).setdefault(example, []).append(uid)
-    if limit is None or len(uids) <= limit:
-        return [uid for task in groups.values() for group in task.values() for uid in group]
-    queues = {task: iter(group.values()) for task, group in groups.items()}
-    taken: dict[str, list[str]] = {task: [] for task in groups}
-    left = limit
-    while left > 0 and queues:
-        for task, queue in list(queues.items()):
-            decodes = next(queue, None)
-            if decodes is None:
-                del queues[task]
-                continue
-            taken[task] += decodes[:left]
-            left -= len(decodes[:left])
-    return [uid for group in taken.values() for uid in group]
+        groups.setdefault(example.partition("/")[0], {}).setdefault(example, []).append(uid)
+    # A task in turn gives a prompt, so that few samples show something of each task.
+    turns = zip_longest(*(task.values() for task in groups.values()), fillvalue=[])
+    in_turn = [uid for prompts in turns for decodes in prompts for uid in decodes]
+    taken = set(in_turn[:limit])
+    # They are shown task by task again.
+    ordered = (uid for task in groups.values() for decodes in task.values() for uid in decodes)
+    return [uid for uid in ordered if uid in taken]
 
 
 def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
@@ -184,10 +164,7 @@ def _sample(record: Trajectory, row: ResultRow | None) -> Sample:
         )
     assert row.trajectory is not None
     if record.digest().hex() != row.trajectory["digest"]:
-        raise ValueError(
-            f"{record.uid}: the results name another decode than the trajectories hold "
-            f"(digest {row.trajectory['digest']}, found {record.digest().hex()})"
-        )
+        raise ValueError(f"{record.uid}: the results name another decode than the shards hold")
     return Sample(
         record=record,
         example=row.uid,

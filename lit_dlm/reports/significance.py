@@ -25,14 +25,13 @@ class PairedComparison:
     method_a: str
     method_b: str
     n: int
-    """Samples that both have."""
     left_out_a: int
     """Samples that only A has."""
     left_out_b: int
     accuracy_a: float
     accuracy_b: float
     accuracy_interval: tuple[float, float]
-    """95 % interval of the difference in accuracy, paired bootstrap."""
+    """95 % interval of the difference, paired bootstrap."""
     only_a: int
     """Samples that only A got right."""
     only_b: int
@@ -44,7 +43,6 @@ class PairedComparison:
     """Mean forwards of the backbone per sample."""
     nfe_b: float
     nfe_interval: tuple[float, float]
-    """95 % interval of the difference in mean forwards, paired bootstrap."""
 
 
 def exact_mcnemar(only_a: int, only_b: int) -> float:
@@ -109,24 +107,19 @@ def compare_rows(rows_a: Sequence[ResultRow], rows_b: Sequence[ResultRow]) -> Pa
     first, second = (
         {row.uid: row for row in rows if row.response == 0} for rows in (rows_a, rows_b)
     )
-    common = sorted(first.keys() & second.keys())
-    task = rows_a[0].task
+    task, common = rows_a[0].task, sorted(first.keys() & second.keys())
     if not common:
         raise ValueError(
             f"task {task!r}: no sample in common; A has {len(first)} such as {min(first)!r}, "
             f"B has {len(second)} such as {min(second)!r}"
         )
     pairs = [(first[uid], second[uid]) for uid in common]
-    ungraded = next((row for pair in pairs for row in pair if row.verdict == "ungraded"), None)
-    if ungraded is not None:
-        raise ValueError(
-            f"task {task!r}: sample {ungraded.uid!r} of {ungraded.method!r} was not graded, so "
-            "there is no accuracy to compare"
-        )
+    if ungraded := [row for pair in pairs for row in pair if row.verdict == "ungraded"]:
+        one = ungraded[0]
+        raise ValueError(f"task {task!r}: sample {one.uid!r} of {one.method!r} was not graded")
     right = np.array([(a.correct, b.correct) for a, b in pairs], dtype=np.int64)
     nfe = np.array([(a.nfe, b.nfe) for a, b in pairs], dtype=np.int64)
-    only_a = int((right[:, 0] > right[:, 1]).sum())
-    only_b = int((right[:, 1] > right[:, 0]).sum())
+    only_a, only_b = (int((right[:, k] > right[:, 1 - k]).sum()) for k in (0, 1))
     p_value = exact_mcnemar(only_a, only_b)
     return PairedComparison(
         task=task,

@@ -1,16 +1,20 @@
-"""Condenses a result folder: one record per task and method, with standard errors."""
+"""Benchmark results as one record per task and method, as tables, and as the files of a run."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_json
+from rich.console import Console
+from rich.table import Table
+
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,10 @@ class MethodSummary:
     pass_at: dict[str, float] | None = None
     """pass@k by ``k``, for the powers of two up to the responses to a prompt and their number;
     ``None`` with one response, or where nothing was graded."""
+
+
+Columns = Mapping[str, Callable[[MethodSummary], str]]
+"""Text of a cell of each column of a table."""
 
 
 def pass_at_k(num_responses: int, num_right: int, k: int) -> float:
@@ -134,16 +142,13 @@ def _pass_at(grades: Sequence[Sequence[bool]]) -> dict[str, float] | None:
 
 
 def summarise_folder(folder: Path, order: Sequence[str] = ()) -> list[MethodSummary]:
-    """Summaries of all tasks and methods in a ``results`` folder, tasks in alphabetical order.
-
-    Methods come in the order wanted, others after them alphabetically.
-    """
+    """Summaries of a ``results`` folder by task; methods as ordered, others behind them."""
     results = ResultFolder(folder)
-    place = {name: number for number, name in reversed(list(enumerate(order)))}
-    pairs = sorted(results.pairs(), key=lambda pair: (pair[0], place.get(pair[1], len(place))))
+    ordered = dict.fromkeys([*order, *(method for _, method in results.pairs())])
+    place = {method: number for number, method in enumerate(ordered)}
     return [
         replace(summarise(rows), isolation=results.settings(*pair).get("isolation"))
-        for pair in pairs
+        for pair in sorted(results.pairs(), key=lambda pair: (pair[0], place[pair[1]]))
         if (rows := results.rows(*pair))
     ]
 
@@ -154,10 +159,88 @@ def summarise_run(run: Path) -> list[MethodSummary]:
     order = [record["method"] for record in json.loads(path.read_text())] if path.exists() else []
     summaries = summarise_folder(run / "results", order)
     if not summaries:
-        raise ValueError(f"{run}: expected results in {run / 'results'}, found none")
+        raise ValueError(f"{run}: expected a run folder with results, found none")
     return summaries
 
 
-def write_summary(path: Path, summaries: Sequence[MethodSummary]) -> None:
-    """Writes ``summary.json``: one object per task and method."""
-    write_json(path, [asdict(summary) for summary in summaries])
+def by_task(summaries: Sequence[MethodSummary]) -> Iterator[tuple[str, list[MethodSummary]]]:
+    """Groups of a task, in their order."""
+    for task, group in groupby(summaries, key=lambda summary: summary.task):
+        yield task, list(group)
+
+
+def percent(share: float | None, interval: tuple[float, float] | None) -> str:
+    """A share with an interval, such as ``81.2 % [79.0, 83.2]``; ``-`` where there is none."""
+    if share is None or interval is None:
+        return "-"
+    return f"{100 * share:.1f} % [{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+
+
+COLUMNS: Columns = {
+    "method": lambda one: one.method,
+    "accuracy [95 %]": lambda one: percent(one.accuracy, one.interval),
+    "steps": lambda one: f"{one.nfe:.1f}",
+    "tokens/step": lambda one: f"{one.tokens_per_step:.2f}",
+    "ms/sample": lambda one: f"{1000 * one.seconds:.1f}",
+    "n": lambda one: str(one.n),
+}
+"""Accuracy is in percent with its 95 % interval, over all responses (avg@k); ``steps`` are mean
+forwards of the backbone per sample."""
+
+
+def table_rows(
+    summaries: Sequence[MethodSummary], columns: Columns = COLUMNS
+) -> list[tuple[str, ...]]:
+    """The texts of the table of a task: names of columns, then one row per method.
+
+    Methods with several responses to a prompt add a column, the largest k of pass@k.
+    """
+    if any(one.pass_at is not None for one in summaries):
+        columns = {**columns, "pass@k": _pass_cell}
+    cells = [tuple(tell(one) for tell in columns.values()) for one in summaries]
+    return [tuple(columns), *cells]
+
+
+def _pass_cell(one: MethodSummary) -> str:
+    k, value = max((one.pass_at or {}).items(), key=lambda item: int(item[0]), default=("", 0.0))
+    return f"{100 * value:.1f} % (k = {k})" if k else "-"
+
+
+def markdown_tables(summaries: Sequence[MethodSummary], columns: Columns = COLUMNS) -> str:
+    """One Markdown table per task."""
+    tables = (
+        markdown_table(task, *table_rows(group, columns)) for task, group in by_task(summaries)
+    )
+    return "\n".join(tables)
+
+
+def markdown_table(
+    title: str, headers: Sequence[str], *rows: Sequence[str], heading: str = "###"
+) -> str:
+    """A Markdown table under a heading; all columns but the first stand to the right."""
+    rule = "|---|" + "---:|" * (len(headers) - 1)
+    lines = [f"| {' | '.join(row)} |" for row in (headers, *rows)]
+    return "\n".join([f"{heading} {title}", "", lines[0], rule, *lines[1:]]) + "\n"
+
+
+def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
+    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
+
+    ``front_dark.png`` is the plot for dark pages; without grades there is none.
+    """
+    # Here: matplotlib takes a second to import.
+    from lit_dlm.reports.plots import plot_front
+
+    write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
+    write_atomically(folder / "summary.md", markdown_tables(summaries))
+    plot_front(summaries, folder / "front.png")
+    plot_front(summaries, folder / "front_dark.png", theme="dark")
+    for task, group in by_task(summaries):
+        headers, *rows = table_rows(group)
+        table = Table(title=task, title_justify="left", title_style="bold")
+        for number, header in enumerate(headers):
+            table.add_column(header, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"Summary, table and plot: {folder}")

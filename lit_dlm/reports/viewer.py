@@ -3,24 +3,45 @@
 Texts of models are hostile: a token may well be ``</script>``. They travel as JSON with every ``<``
 escaped, the page shows them by ``textContent`` alone, and its content security policy allows its
 own script and style by digest and nothing else, not even a request.
+
+Long columns are base64 of little-endian arrays, decoded by the page when it first shows a sample:
+
+===========  ===========  =============================================================
+key          type         content
+===========  ===========  =============================================================
+``prompt``   token        prompt tokens
+``tokens``   token        response after the last step
+``commit``   u16          step of the last write, 65535 where no step wrote
+``signals``  f16 each     values per response position, NaN where there is none
+``seen``     token        proposal at every masked position of every step, by step
+``sure``     u8           probability of that proposal in 1/254, 255 where unknown
+``frames``   u8 each      drawn picture, square RGB, after no step and after each
+===========  ===========  =============================================================
+
+``token`` is u16 or u32 and indexes the page's table of tokens, which holds only what occurs.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.regions import regions_of
 from lit_dlm.reports.results import write_atomically
-from lit_dlm.reports.samples import SampleSet
+from lit_dlm.reports.samples import Sample, SampleSet
 from lit_dlm.reports.template import render
-from lit_dlm.reports.viewer_columns import TokenTable, num_proposals, sample_columns
+from lit_dlm.trajectories.record import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +49,21 @@ SCRIPTS = ("columns.js", "colours.js", "canvas.js", "details.js", "samples.js", 
 """In the order in which they are put into the page."""
 MAX_PROPOSALS = 2_000_000
 """Proposals of single steps that a page holds; 4 bytes each. Beyond this they are left out."""
+MAX_SIDE = 64
+"""Pixels on each side of a drawn picture in the page; larger ones are made smaller."""
+NEVER = 0xFFFF
+"""Commit step of a position that no step wrote."""
+COMMIT_SIGNALS = {
+    "confidence": "commit_prob",
+    "margin": "commit_margin",
+    "policy_score": "commit_score",
+    "log_prob": "commit_log_prob",
+    "value": "commit_value",
+    "advantage": "commit_advantage",
+}
+META_SIGNALS = ("value", "advantage", "token_rewards")
+"""Entries of a record's ``meta`` that hold a number (or null) per response position, from the first
+on; a shorter list leaves the others without one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,8 +86,9 @@ def write_viewer(path: Path, sets: Sequence[ViewedSet], *, title: str) -> None:
 
 
 def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
-    """Everything the page shows, as JSON types; samples as in :mod:`.viewer_columns`."""
-    proposals = sum(num_proposals(viewed.samples.samples) for viewed in sets)
+    """Everything the page shows, as JSON types."""
+    steps = [one.record.signals for viewed in sets for one in viewed.samples.samples]
+    proposals = sum(len(signals.get("step_proposal", ())) for signals in steps)
     if proposals > MAX_PROPOSALS:
         logger.warning(
             "%d proposals of single steps are too many for one page (%d) and left out; show fewer "
@@ -63,29 +100,22 @@ def page_data(sets: Sequence[ViewedSet], *, title: str) -> dict[str, Any]:
     for number, viewed in enumerate(sets):
         shown = viewed.samples
         table = TokenTable(viewed.pieces, (sample.record for sample in shown.samples))
+        used = {sample.method for sample in shown.samples}
         content["sets"].append(
             {
                 "label": shown.label,
                 "source": str(shown.source),
                 "available": shown.num_available,
                 "tokens": table.as_json(),
-                "methods": {
-                    name: method_line(method)
-                    for name, method in shown.methods.items()
-                    if any(sample.method == name for sample in shown.samples)
-                },
+                "methods": {k: method_line(v) for k, v in shown.methods.items() if k in used},
             }
         )
-        content["samples"] += [
-            sample_columns(
-                sample,
-                table,
-                method=shown.methods.get(sample.method),
-                number=number,
-                proposals=proposals <= MAX_PROPOSALS,
-            )
-            for sample in shown.samples
-        ]
+        for sample in shown.samples:
+            # They are most of a page; all sets have them or none, so that they can be compared.
+            columns = sample_columns(sample, table, shown.methods.get(sample.method))
+            if proposals <= MAX_PROPOSALS:
+                columns |= proposal_columns(sample.record, table)
+            content["samples"].append({"set": number, **columns})
     return content
 
 
@@ -103,10 +133,8 @@ def method_line(method: Any) -> str:
             if key not in ("name", "weights", "score_dtype")
             and isinstance(value, (str, int, float))
         ]
-        regions = settings.get("regions") or []
-        values += [str(region["name"]) for region in regions]
-        told = ", ".join(values)
-        parts.append(f"{settings['name']}({told})" if told else str(settings["name"]))
+        values += [str(region["name"]) for region in settings.get("regions") or []]
+        parts.append(settings["name"] + (f"({', '.join(values)})" if values else ""))
     return ", ".join(parts)
 
 
@@ -116,3 +144,132 @@ def json_for_script(content: Any) -> str:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
+
+
+class TokenTable:
+    """The tokens that occur in a set of samples, with their texts."""
+
+    def __init__(self, pieces: TokenPieces, records: Iterable[Trajectory]) -> None:
+        self.pieces = pieces
+        parts: list[NDArray[Any]] = [np.zeros(0, dtype=np.int32)]
+        for record in records:
+            parts += [record.prompt_ids, record.tokens, np.array([record.mask_id], dtype=np.int32)]
+            if record.superseded is not None:
+                parts.append(record.superseded[:, 2])
+            if "step_proposal" in record.signals:
+                parts.append(record.signals["step_proposal"])
+        self.ids = np.unique(np.concatenate(parts))
+        self._dtype = "<u2" if len(self.ids) <= NEVER else "<u4"
+
+    def encode(self, ids: NDArray[Any]) -> str:
+        return _packed(np.searchsorted(self.ids, ids), self._dtype)
+
+    def index(self, token: int) -> int:
+        return int(np.searchsorted(self.ids, token))
+
+    def as_json(self) -> dict[str, Any]:
+        """The table: ids, texts, and rows of special tokens and of parts of characters."""
+        ids = self.ids.tolist()
+        return {
+            "ids": ids,
+            "texts": [self.pieces.text(token) for token in ids],
+            "special": [row for row, token in enumerate(ids) if self.pieces.is_special(token)],
+            "partial": [row for row, token in enumerate(ids) if self.pieces.is_partial(token)],
+            "wide": self._dtype == "<u4",
+        }
+
+
+def sample_columns(
+    sample: Sample, table: TokenTable, method: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """A sample as a JSON object; keys whose value says nothing are left out."""
+    record = sample.record
+    signals = position_signals(record).items()
+    given = [] if record.given is None else np.flatnonzero(record.given).tolist()
+    early = [] if record.superseded is None else record.superseded.tolist()
+    content: dict[str, Any] = {
+        "uid": record.uid,
+        "example": sample.example,
+        "task": sample.task,
+        "method": sample.method,
+        "correct": sample.correct,
+        "verdict": sample.verdict,
+        "detail": sample.detail,
+        "answer": sample.answer,
+        "reward": record.meta.get("reward"),
+        "status": record.status,
+        "steps": record.num_steps,
+        "mask": table.index(record.mask_id),
+        "prompt": table.encode(record.prompt_ids),
+        "tokens": table.encode(record.tokens),
+        "commit": _packed(np.where(record.commit_step < 0, NEVER, record.commit_step), "<u2"),
+        "joined": table.pieces.joined(record.tokens.tolist()),
+        "prompt_joined": table.pieces.joined(record.prompt_ids.tolist()),
+        "signals": {name: _packed(values, "<f2") for name, values in signals},
+        "regions": [[part.name, part.start, part.end] for part in regions_of(record, method)],
+        "given": given,
+        "early": [[step, position, table.index(token)] for step, position, token in early],
+        "frames": _frames(table.pieces, record),
+    }
+    return {key: value for key, value in content.items() if value not in ("", None, [], {})}
+
+
+def proposal_columns(record: Trajectory, table: TokenTable) -> dict[str, Any]:
+    """What was proposed at every step, where that was recorded."""
+    if "step_proposal" not in record.signals:
+        return {}
+    content = {"seen": table.encode(record.signals["step_proposal"])}
+    if "step_prob" in record.signals:
+        prob = record.signals["step_prob"].astype(np.float32)
+        scaled = np.where(np.isnan(prob), 255, np.rint(np.clip(prob, 0, 1) * 254))
+        content["sure"] = _packed(scaled, "u1")
+    return content
+
+
+def _frames(pieces: TokenPieces, record: Trajectory) -> list[str]:
+    from PIL import Image  # the page's other parts need none
+
+    drawn = pieces.drawn(record)
+    side = min(drawn[0].width, MAX_SIDE) if drawn else 0
+    small = (one.resize((side, side), Image.Resampling.BOX) for one in drawn)
+    return [_packed(np.array(one), "u1") for one in small]
+
+
+def position_signals(record: Trajectory) -> dict[str, NDArray[np.float32]]:
+    """What was recorded about every response position: ``(G,)`` float32, NaN without a value.
+
+    ``confidence`` (probability of the written token), ``entropy`` (nats, before the step that
+    wrote), ``margin`` (lead over the best candidate that was passed over, in the policy's own
+    score), ``policy_score`` (that score), ``log_prob``, ``value`` and ``advantage`` (of training),
+    and what the record's ``meta`` has of :data:`META_SIGNALS`.
+    """
+    found = {
+        name: record.signals[source].astype(np.float32)
+        for name, source in COMMIT_SIGNALS.items()
+        if source in record.signals
+    }
+    if "step_entropy" in record.signals:  # per (step, masked position), of the step that wrote it
+        step, position = record.masked_rows().T
+        last = record.commit_step[position] == step
+        found["entropy"] = np.full(record.num_generated, np.nan, dtype=np.float32)
+        found["entropy"][position[last]] = record.signals["step_entropy"][last]
+    for name in META_SIGNALS:
+        if name in record.meta:
+            found[name] = _of_meta(record, name)
+    return found
+
+
+def _of_meta(record: Trajectory, name: str) -> NDArray[np.float32]:
+    values, out = record.meta[name], np.full(record.num_generated, np.nan, dtype=np.float32)
+    try:
+        out[: len(values)] = [math.nan if value is None else value for value in values]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"trajectory {record.uid!r}: meta '{name}' must be a list of up to "
+            f"{record.num_generated} numbers or nulls, got {values!r:.80}"
+        ) from None
+    return out
+
+
+def _packed(values: Any, dtype: str) -> str:
+    return base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode()

@@ -10,13 +10,12 @@ from typing import Any
 
 from lit_dlm.ops.options import at_least
 from lit_dlm.reports.pieces import TokenPieces
-from lit_dlm.reports.samples import NoSampleError, SampleSet, load_samples
+from lit_dlm.reports.samples import load_samples
 from lit_dlm.reports.viewer import ViewedSet, write_viewer
 from lit_dlm.trajectories.commands import run_of_shard, tokenizer_of
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMIT = 1000
 KINDS = ("gif", "fill_order", "order", "statistics")
 MAX_TOGETHER = 3
 """Decodes in one animation."""
@@ -50,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--limit",
         type=int,
-        default=DEFAULT_LIMIT,
-        help=f"most samples of each source, 0 for all (default: {DEFAULT_LIMIT})",
+        default=1000,
+        help="most samples of each source, 0 for all (default: 1000)",
     )
     command.add_argument(
         "--sample",
@@ -85,13 +84,12 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command on what follows its name; returns the exit status."""
     options = _parser().parse_args(list(arguments))
     at_least(0, of="--", limit=options.limit)
-    shown = load_samples(
-        options.source,
-        limit=options.limit or None,
-        names=options.sample,
-        methods=options.method,
-    )
-    found = [shown] if options.compare is None else [shown, _beside(shown, options)]
+    limit, methods = options.limit or None, options.method
+    shown = load_samples(options.source, limit=limit, names=options.sample, methods=methods)
+    found = [shown]
+    if options.compare is not None:
+        examples = {sample.example for sample in shown.samples}
+        found.append(load_samples(options.compare, methods=methods, examples=examples))
     sets = [
         ViewedSet(samples=one, pieces=pieces_of(one.shards, options.tokenizer)) for one in found
     ]
@@ -103,11 +101,8 @@ def main(arguments: Sequence[str]) -> int:
         if path == options.source or path.is_dir():
             path = (path if path.is_dir() else path.parent) / "traces.html"
         write_viewer(path, sets, title=f"Decodes of {shown.label}")
-        counts = ", ".join(
-            f"{len(viewed.samples.samples):,} of {viewed.samples.num_available:,} samples"
-            for viewed in sets
-        )
-        print(f"{path}: {counts}, {path.stat().st_size / 1e6:.1f} MB")  # noqa: T201
+        counts = [f"{len(one.samples):,} of {one.num_available:,} samples" for one in found]
+        print(f"{path}: {', '.join(counts)}, {path.stat().st_size / 1e6:.1f} MB")  # noqa: T201
     return 0
 
 
@@ -117,11 +112,11 @@ def _write_pictures(viewed: ViewedSet, files: dict[str, Path], options: argparse
 
     shown = viewed.samples
     first = shown.samples[0]
-    decodes = [sample for sample in shown.samples if sample.example == first.example]
     wanted = options.method or [first.method]
-    decodes = [sample for sample in decodes if sample.method in wanted]
-    decodes.sort(key=lambda sample: wanted.index(sample.method))
-    decodes = decodes[:MAX_TOGETHER]
+    decodes = [
+        one for one in shown.samples if one.example == first.example and one.method in wanted
+    ]
+    decodes = sorted(decodes, key=lambda sample: wanted.index(sample.method))[:MAX_TOGETHER]
     method = shown.methods.get(decodes[0].method)
     write_pictures(decodes, viewed.pieces, files, method=method, theme=options.theme)
     for kind, path in files.items():
@@ -149,14 +144,3 @@ def pieces_of(shards: Sequence[Path], tokenizer: str | None) -> TokenPieces:
     except ValueError as error:
         logger.warning("drawn pictures are shown as tokens: %s", error)
         return TokenPieces(loaded)
-
-
-def _beside(shown: SampleSet, options: argparse.Namespace) -> SampleSet:
-    examples = {sample.example for sample in shown.samples}
-    try:
-        return load_samples(options.compare, methods=options.method, examples=examples)
-    except NoSampleError as error:
-        raise ValueError(
-            f"--compare: {options.compare} has no decode of the prompts shown from "
-            f"{options.source}, such as {min(examples)!r}"
-        ) from error

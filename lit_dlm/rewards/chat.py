@@ -5,18 +5,18 @@ vLLM, SGLang and llama.cpp servers do.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
-import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
+
+from lit_dlm.ops.options import at_least, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +52,18 @@ class ChatEndpoint:
         deadline_s: float = 0.0,
         api_key_env: str | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url: expected http:// or https://, got {url!r}")
-        if deadline_s < 0:
-            raise ValueError(f"deadline_s: expected 0 or more, got {deadline_s}")
-        if api_key_env is not None and not os.environ.get(api_key_env):
+        at_least(0, deadline_s=deadline_s)
+        one_of("http", "https", url=urlsplit(url).scheme)
+        token = os.environ.get(api_key_env) if api_key_env else None
+        if api_key_env and not token:
             raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
         self.url = url
         self.model = model
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.headers = {"Content-Type": "application/json"}
-        if api_key_env is not None:
-            self.headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
-        self._opener = urllib.request.build_opener(_Http, _Https)
+        if token:
+            self.headers["Authorization"] = f"Bearer {token}"
         self._silent_since: float | None = None
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
@@ -88,8 +86,7 @@ class ChatEndpoint:
         while True:
             begin = time.monotonic()
             try:
-                with self._opener.open(request, timeout=self.timeout_s) as response:
-                    reply: bytes = response.read()
+                reply = self._read(request)
             except (OSError, HTTPException) as error:
                 told = f"judge: {self.url} did not answer: {error}"
                 if _is_refusal(error):
@@ -104,61 +101,15 @@ class ChatEndpoint:
                 self._silent_since = None
                 return reply
 
-
-class _Bounded(urllib.request.AbstractHTTPHandler):
-    """Opens addresses whose whole replies, headers too, must come within the timeout.
-
-    A timeout of a socket alone counts for each of its reads.
-    """
-
-    def do_open(
-        self, http_class: Callable[..., HTTPConnection], req: urllib.request.Request, **given: Any
-    ) -> HTTPResponse:
-        seconds = req.timeout
-        assert seconds is not None
-
-        def connection(*args: Any, **kwargs: Any) -> HTTPConnection:
-            made = http_class(*args, **kwargs)
-            made.response_class = partial(_Reply, seconds=seconds)  # type: ignore[assignment]
-            return made
-
-        return super().do_open(connection, req, **given)
-
-
-class _Http(_Bounded, urllib.request.HTTPHandler):
-    pass
-
-
-class _Https(_Bounded, urllib.request.HTTPSHandler):
-    pass
-
-
-class _Reply(HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, seconds: float, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_Timed(self.fp.detach(), sock, seconds))
-
-
-class _Timed(io.RawIOBase):
-    """What a socket receives, up to a moment."""
-
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket, seconds: float) -> None:
-        self.raw, self.sock, self.seconds = raw, sock, seconds
-        self.end = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self.sock.settimeout(max(self.end - time.monotonic(), 1e-3))
-        try:
-            return self.raw.readinto(buffer)
-        except TimeoutError as error:
-            raise TimeoutError(f"no whole reply in {self.seconds:g} s") from error
-
-    def close(self) -> None:
-        self.raw.close()
-        super().close()
+    def _read(self, request: urllib.request.Request) -> bytes:
+        reply, end = b"", time.monotonic() + self.timeout_s
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+            # The timeout of a socket counts for each of its reads, and a reply may drip.
+            while part := response.read1(1 << 16):
+                reply += part
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no whole reply in {self.timeout_s:g} s")
+        return reply
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 Grade = Literal[1, -1]
 
+_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 10_000}
+"""Of dLLM-RL; the longest reply has its thinking in it."""
+
 _INSTRUCTION = (
     "You check the working of a solution to a problem, part by part. You are given the problem, "
     "its true answer, the whole solution, whether the solution's final answer is right, and the "
@@ -62,8 +65,6 @@ class HttpStepJudge(Judge):
     Args:
         url: such as ``http://localhost:8000/v1/chat/completions``.
         model: its name there.
-        temperature: of its sampling, as ``top_p``.
-        max_tokens: longest reply, thinking included.
         timeout_s: seconds to wait for one reply.
         deadline_s: seconds for which an endpoint that does not answer is asked again; less than
             the timeout of the group of processes (30 minutes by default), which wait.
@@ -77,9 +78,6 @@ class HttpStepJudge(Judge):
         *,
         url: str,
         model: str,
-        temperature: float = 0.6,
-        top_p: float = 0.95,
-        max_tokens: int = 10_000,
         timeout_s: float = 600.0,
         deadline_s: float = 900.0,
         on_silence: Literal["error", "outcome"] = "error",
@@ -89,9 +87,6 @@ class HttpStepJudge(Judge):
             url, model=model, timeout_s=timeout_s, deadline_s=deadline_s, api_key_env=api_key_env
         )
         self.on_silence = on_silence
-        self.temperature = temperature
-        self.top_p = top_p
-        self.max_tokens = max_tokens
 
     def grade(self, question: StepQuestion, sample: int) -> Grade | None:
         # Each request has a seed of its own: servers that honour seeds then reply the same again.
@@ -102,9 +97,7 @@ class HttpStepJudge(Judge):
                     {"role": "system", "content": _INSTRUCTION},
                     {"role": "user", "content": write_question(question)},
                 ],
-                temperature=self.temperature,
-                top_p=self.top_p,
-                max_tokens=self.max_tokens,
+                **_SAMPLING,
                 seed=int.from_bytes(hashlib.sha256(key).digest()[:4], "little") >> 1,
             )
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,74 +65,56 @@ class ProcessReward(Reward):
         self.block_size = block_size
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        chunks = [self._chunks(rollout) for rollout in group]
+        ends = [self._ends(rollout) for rollout in group]
         pictures = tuple(as_text(picture.decoded()) for picture in group[0].example.images)
-        asked = [(row, part) for row, ends in enumerate(chunks) for part in range(len(ends))]
-        opinions = self._ask(
-            [
-                (_question(group[row], part, chunks[row][part], pictures), sample)
-                for row, part in asked
-                for sample in range(self.k_sample)
-            ]
-        )
+        asked = [(row, part) for row, own in enumerate(ends) for part in range(len(own))]
+        questions = [_question(group[row], part, ends[row][part], pictures) for row, part in asked]
         grades: dict[tuple[int, int], tuple[Grade, bool]] = {}
-        for at, (row, part) in enumerate(asked):
-            own = opinions[at * self.k_sample : (at + 1) * self.k_sample]
-            grades[row, part] = _settle(own, is_correct=group[row].is_correct)
-        numbers = _standardise({key: float(value) for key, (value, _) in grades.items()})
-        return [
-            self._place(
-                rollout,
-                ends,
-                [numbers[row, part] for part in range(len(ends))],
-                [grades[row, part] for part in range(len(ends))],
-            )
-            for row, (rollout, ends) in enumerate(zip(group, chunks, strict=True))
-        ]
+        for (row, part), opinions in zip(asked, self._ask(questions), strict=True):
+            grades[row, part] = _settle(opinions, is_correct=group[row].is_correct)
+        numbers = _standardise({key: float(grade) for key, (grade, _) in grades.items()})
+        scores = []
+        for row, rollout in enumerate(group):
+            rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
+            for part in range(len(ends[row])):
+                first, last = self._final_cells(rollout, part, ends[row])
+                rewards[_written_last(rollout, first, last)] += np.float32(numbers[row, part])
+            own = [grades[row, part] for part in range(len(ends[row]))]
+            value, agreement = np.mean(own, axis=0).tolist() if own else (0.0, 1.0)
+            parts = {"process": value, "process_agreement": agreement}
+            scores.append(RewardScore(total=0.0, token_rewards=rewards, parts=parts))
+        return scores
 
-    def _chunks(self, rollout: Rollout) -> list[int]:
+    def _ends(self, rollout: Rollout) -> list[int]:
         """Where each chunk ends: the cell behind its last token."""
-        length = rollout.num_tokens
-        return [
-            min(start + self.reward_chunk_length, length)
-            for start in range(0, length, self.reward_chunk_length)
-        ]
+        length, chunk = rollout.num_tokens, self.reward_chunk_length
+        return [min(first + chunk, length) for first in range(0, length, chunk)]
 
-    def _ask(self, questions: Sequence[tuple[StepQuestion, int]]) -> list[Grade | None]:
-        futures = [self._pool.submit(self.judge.grade, *question) for question in questions]
+    def _ask(self, questions: Sequence[StepQuestion]) -> list[list[Grade | None]]:
+        """``k_sample`` opinions on each."""
+        futures = [
+            [self._pool.submit(self.judge.grade, one, sample) for sample in range(self.k_sample)]
+            for one in questions
+        ]
         try:
-            return [future.result() for future in futures]
+            return [[future.result() for future in of_one] for of_one in futures]
         finally:
             # The first error ends it: what has not been asked yet is not asked any more.
-            for future in futures:
+            for future in chain.from_iterable(futures):
                 future.cancel()
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="judge")
 
-    def _place(
-        self,
-        rollout: Rollout,
-        ends: Sequence[int],
-        numbers: Sequence[float],
-        grades: Sequence[tuple[Grade, bool]],
-    ) -> RewardScore:
-        rewards = np.zeros(rollout.trajectory.num_generated, dtype=np.float32)
-        for part, (end, number) in enumerate(zip(ends, numbers, strict=True)):
-            if self.block_size is None:
-                first, last = part * self.reward_chunk_length, end
-            elif part == len(ends) - 1:
-                first, last = 0, end
-            else:
-                first, last = self._final_block(rollout, end, self.block_size)
-            rewards[_written_last(rollout, first, last)] += np.float32(number)
-        value, agreement = np.mean(grades, axis=0).tolist() if grades else (0.0, 1.0)
-        parts = {"process": value, "process_agreement": agreement}
-        return RewardScore(total=0.0, token_rewards=rewards, parts=parts)
-
-    def _final_block(self, rollout: Rollout, end: int, size: int) -> tuple[int, int]:
-        """First cell of the block that holds a chunk's last token, and the cell behind it."""
+    def _final_cells(self, rollout: Rollout, part: int, ends: Sequence[int]) -> tuple[int, int]:
+        """First cell of those whose last written tokens are paid, and the cell behind them."""
+        end, size = ends[part], self.block_size
+        if size is None:
+            return part * self.reward_chunk_length, end
+        if part == len(ends) - 1:
+            return 0, end
+        # The block that holds the chunk's last token; blocks are counted from the prompt's begin.
         offset = rollout.trajectory.num_prompt
         begin = (offset + end - 1) // size * size - offset
         return max(begin, 0), min(begin + size, rollout.num_tokens)
@@ -151,7 +134,7 @@ def _standardise(grades: dict[tuple[int, int], float]) -> dict[tuple[int, int], 
     for part in {part for _, part in grades}:
         keys = [key for key in grades if key[1] == part]
         values = np.array([grades[key] for key in keys], dtype=np.float64)
-        if len(keys) > 1:
+        if len(keys) > 1:  # one alone has nothing to be compared with
             values = (values - values.mean()) / (values.std() or 1.0)
         numbers.update(zip(keys, values.tolist(), strict=True))
     return numbers

@@ -50,93 +50,78 @@ class Rewarder:
         num_workers: int = 1,
         require_isolation: IsolationLevel = "namespaces",
     ) -> None:
-        rewards = [checked_plug(reward, Reward, option="rewards") for reward in rewards]
-        names = [reward.name for reward in rewards]
-        if not names:
-            raise ValueError("rewards: expected at least one reward, got none")
-        if len(set(names)) < len(names):
-            raise ValueError(f"rewards: names must differ, got {', '.join(names)}")
-        at_least(1, num_workers=num_workers)
-        require_code_execution(tasks.values(), isolation=require_isolation)
-        for task in tasks.values():
-            for keep in filters:
-                if keep.needs_verdict and not task.is_graded:
-                    raise ValueError(
-                        f"filters: {type(keep).__name__} looks at what is right, which task "
-                        f"{task.name!r} cannot tell"
-                    )
-        self.rewards = tuple(rewards)
+        self.rewards = tuple(checked_plug(one, Reward, option="rewards") for one in rewards)
         self.tasks = dict(tasks)
         self.filters = tuple(filters)
         self.overlong_is_wrong = overlong_is_wrong
+        self._check()
+        at_least(1, num_workers=num_workers)
+        require_code_execution(tasks.values(), isolation=require_isolation)
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+
+    def _check(self) -> None:
+        """Refuses rewards and filters that cannot be told apart or cannot be answered."""
+        names = [reward.name for reward in self.rewards]
+        blind = [
+            f"{type(keep).__name__} looks at what is right, which task {task.name!r} cannot tell"
+            for task in self.tasks.values()
+            for keep in self.filters
+            if keep.needs_verdict and not task.is_graded
+        ]
+        for is_wrong, message in (
+            (not names, "rewards: expected at least one reward, got none"),
+            (len(set(names)) < len(names), f"rewards: names must differ, got {', '.join(names)}"),
+            (bool(blind), f"filters: {', '.join(blind)}"),
+        ):
+            if is_wrong:
+                raise ValueError(message)
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[list[RewardScore]]:
         """Scores groups, each of all responses to one prompt, in the order given.
 
         A group that the filters drop has no share of the rewards that come after them.
         """
-        groups = self._graded(groups)
+        graded = self._graded(groups)
         early = [reward for reward in self.rewards if not reward.after_filters]
         late = [reward for reward in self.rewards if reward.after_filters]
-        scored = []
-        for group in groups:
-            scores = [
-                RewardScore(total=0.0, verdict=rollout.verdict, is_correct=rollout.is_correct)
-                for rollout in group
-            ]
-            for reward in early:
-                scores = _add(reward, scores, group)
-            scored.append(scores)
+        scored = [_added(early, _unpaid(group), group) for group in graded]
 
         def with_late(scores: list[RewardScore], group: list[Rollout]) -> list[RewardScore]:
-            if all(keep.keep(scores) for keep in self.filters):
-                for reward in late:
-                    scores = _add(reward, scores, group)
-            return scores
+            is_kept = all(keep.keep(scores) for keep in self.filters)
+            return _added(late, scores, group) if is_kept else scores
 
-        if not late or not groups:
+        if not late or not graded:
             return scored
         # They wait for others, so all groups wait together.
-        with ThreadPoolExecutor(min(len(groups), _GROUPS), thread_name_prefix="late") as pool:
-            return list(pool.map(with_late, scored, groups))
+        with ThreadPoolExecutor(min(len(graded), _GROUPS), thread_name_prefix="late") as pool:
+            return list(pool.map(with_late, scored, graded))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def _graded(self, groups: Sequence[Sequence[Rollout]]) -> list[list[Rollout]]:
+        """The groups with their verdicts, where anything looks at these."""
         askers: tuple[Reward | GroupFilter, ...] = (*self.rewards, *self.filters)
         if not any(asker.needs_verdict for asker in askers):
             return [list(group) for group in groups]
+        unread: Future[Verdict] = Future()
+        unread.set_result(Verdict(status="wrong", detail=OVERLONG))
         # By the problem itself, not its name: what two tasks call alike is graded apart.
         futures: dict[tuple[int, str], Future[Verdict]] = {}
-        for rollout in (rollout for group in groups for rollout in group):
-            key = (id(rollout.example), rollout.text)
-            if key not in futures and not self._is_wrong_unread(rollout):
-                futures[key] = self._pool.submit(self._grade, rollout)
-        return [
-            [
-                replace(
-                    rollout,
-                    verdict=Verdict(status="wrong", detail=OVERLONG)
-                    if self._is_wrong_unread(rollout)
-                    else futures[id(rollout.example), rollout.text].result(),
-                )
-                for rollout in group
-            ]
-            for group in groups
-        ]
 
-    def _is_wrong_unread(self, rollout: Rollout) -> bool:
-        return self.overlong_is_wrong and rollout.is_overlong
+        def verdict(rollout: Rollout) -> Future[Verdict]:
+            if self.overlong_is_wrong and rollout.is_overlong:
+                return unread
+            key = (id(rollout.example), rollout.text)
+            if key not in futures:
+                futures[key] = self._pool.submit(self._grade, rollout)
+            return futures[key]
+
+        waiting = [[(one, verdict(one)) for one in group] for group in groups]
+        return [[replace(one, verdict=found.result()) for one, found in row] for row in waiting]
 
     def _grade(self, rollout: Rollout) -> Verdict:
-        task = self.tasks.get(rollout.example.task)
-        if task is None:
-            raise ValueError(
-                f"{rollout.example.uid}: the task {rollout.example.task!r} is not in the run "
-                f"({', '.join(self.tasks)})"
-            )
+        task = self.tasks[rollout.example.task]
         if not task.is_graded:
             return Verdict(status="ungraded", answer=rollout.text)
         try:
@@ -145,33 +130,44 @@ class Rewarder:
             raise type(error)(f"{rollout.trajectory.uid}: {error}") from error
 
 
-def _add(reward: Reward, scores: list[RewardScore], group: Sequence[Rollout]) -> list[RewardScore]:
-    shares = reward.score(group)
-    if len(shares) != len(group):
-        raise ValueError(
-            f"{group[0].example.uid}: reward {reward.name!r} gave {len(shares)} scores for "
-            f"{len(group)} responses"
-        )
-    return [_sum(reward, *pair) for pair in zip(scores, shares, group, strict=True)]
+def _unpaid(group: Sequence[Rollout]) -> list[RewardScore]:
+    return [
+        RewardScore(total=0.0, verdict=rollout.verdict, is_correct=rollout.is_correct)
+        for rollout in group
+    ]
+
+
+def _added(
+    rewards: Sequence[Reward], scores: list[RewardScore], group: Sequence[Rollout]
+) -> list[RewardScore]:
+    """The scores of a group with what some rewards pay on top."""
+    for reward in rewards:
+        shares = reward.score(group)
+        if len(shares) != len(group):
+            raise ValueError(
+                f"{group[0].example.uid}: reward {reward.name!r} gave {len(shares)} scores for "
+                f"{len(group)} responses"
+            )
+        rows = zip(scores, shares, group, strict=True)
+        scores = [_sum(reward, score, share, rollout) for score, share, rollout in rows]
+    return scores
 
 
 def _sum(reward: Reward, score: RewardScore, share: RewardScore, rollout: Rollout) -> RewardScore:
-    uid, name = rollout.trajectory.uid, reward.name
-    if not math.isfinite(share.total):
-        raise ValueError(f"{uid}: reward {name!r} is {share.total!r}")
+    shape, paid = (rollout.trajectory.num_generated,), share.token_rewards
+    is_sound = paid is None or (paid.shape == shape and bool(np.isfinite(paid).all()))
+    if not (math.isfinite(share.total) and is_sound):
+        raise ValueError(
+            f"{rollout.trajectory.uid}: reward {reward.name!r} must give finite numbers, those per "
+            f"token of shape {shape}; got {share.total!r} and shape {getattr(paid, 'shape', None)}"
+        )
     token_rewards = score.token_rewards
-    if share.token_rewards is not None:
-        shape = (rollout.trajectory.num_generated,)
-        if share.token_rewards.shape != shape or not np.isfinite(share.token_rewards).all():
-            raise ValueError(
-                f"{uid}: reward {name!r} must give finite numbers of shape {shape}, got shape "
-                f"{share.token_rewards.shape}"
-            )
-        weighted = np.float32(reward.weight) * share.token_rewards.astype(np.float32)
+    if paid is not None:
+        weighted = np.float32(reward.weight) * paid.astype(np.float32)
         token_rewards = weighted if token_rewards is None else token_rewards + weighted
     return replace(
         score,
         total=score.total + reward.weight * share.total,
         token_rewards=token_rewards,
-        parts={**score.parts, name: share.total, **share.parts},
+        parts={**score.parts, reward.name: share.total, **share.parts},
     )

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lit_dlm.losses.grouping import step_groups
+from lit_dlm.ops.options import one_of
 from lit_dlm.plugs import Plug, checked_plug
 
 
@@ -24,21 +26,13 @@ class Advantage(Plug):
 
     @abstractmethod
     def compute(self, rewards: Tensor) -> Tensor:
-        """Advantages of one group.
-
-        Args:
-            rewards: ``(n,)`` float32, one reward per response to the same prompt.
-
-        Returns:
-            ``(n,)`` float32.
-        """
+        """``(n,)`` float32 advantages of one group's responses, from as many float32 rewards."""
 
 
 class GroupZScore(Advantage):
     """Rewards less their mean, in population standard deviations (GRPO, arXiv:2402.03300)."""
 
     def compute(self, rewards: Tensor) -> Tensor:
-        """Zeros where all rewards of the group are equal."""
         centred = rewards - rewards.mean(-1, keepdim=True)
         # Equal rewards can have a tiny deviation after rounding, but never a range.
         is_flat = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
@@ -50,7 +44,6 @@ class LeaveOneOut(Advantage):
     """Each reward less the mean of the others (RLOO, arXiv:2402.14740; coupled-GRPO 2506.20639)."""
 
     def compute(self, rewards: Tensor) -> Tensor:
-        """Zeros for a group of one."""
         n = rewards.shape[-1]
         if n == 1:
             return torch.zeros_like(rewards)
@@ -61,7 +54,6 @@ class RawReward(Advantage):
     """The rewards themselves, without a baseline (REINFORCE)."""
 
     def compute(self, rewards: Tensor) -> Tensor:
-        """The rewards."""
         return rewards
 
 
@@ -73,21 +65,11 @@ _BY_NAME: dict[str, type[Advantage]] = {
 
 
 def as_advantage(advantage: Advantage | str) -> Advantage:
-    """The advantage that a setting names.
-
-    Args:
-        advantage: an object with a method ``compute``, or ``group_zscore``, ``leave_one_out`` or
-            ``none``.
-    """
-    found = advantage
-    if isinstance(found, str):
-        if found not in _BY_NAME:
-            raise ValueError(
-                f"advantage: expected {', '.join(map(repr, _BY_NAME))} or the import path of a "
-                f"class with a method 'compute', got {advantage!r}"
-            )
-        found = _BY_NAME[found]()
-    return checked_plug(found, Advantage, option="advantage")
+    """The advantage that a setting names, or the object that it is."""
+    if isinstance(advantage, str):
+        one_of(*_BY_NAME, advantage=advantage)
+        advantage = _BY_NAME[advantage]()
+    return checked_plug(advantage, Advantage, option="advantage")
 
 
 def outcome_rewards(totals: Tensor, steps: Tensor, members: Tensor) -> Tensor:
@@ -146,47 +128,35 @@ class StepGAE:
         Returns:
             In the dtype of ``values``, 0 outside the members.
         """
-        B = len(members)
-        number = torch.where(members, steps, torch.iinfo(torch.long).max)
-        ordered, order = number.sort(dim=1, stable=True)
-        is_new = torch.ones_like(members)
-        is_new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        # (B, G) place of each cell's step among the row's distinct ones; cells left out come last.
-        place = torch.empty_like(order).scatter_(1, order, is_new.long().cumsum(1) - 1)
-        num_steps = int(torch.where(members, place, -1).max()) + 1 if members.any() else 0
-        place = torch.where(members, place, num_steps)
+        rewards, B = rewards.to(values.dtype), len(members)
+        number = step_groups(steps, members)  # (B, G) from 0 in each row
+        num_steps = int(torch.where(members, number, -1).max()) + 1
+        number = torch.where(members, number, num_steps)
 
         def mean(cells: Tensor) -> Tensor:  # (B, num_steps + 1), the last one unused
-            total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, place, cells * members)
-            count = cells.new_zeros(B, num_steps + 1).scatter_add_(
-                1, place, members.to(cells.dtype)
-            )
+            total = cells.new_zeros(B, num_steps + 1).scatter_add_(1, number, cells * members)
+            count = torch.zeros_like(total).scatter_add_(1, number, members.to(cells.dtype))
             return total / count.clamp_min(1)
 
-        step_reward, step_value = mean(rewards.to(values.dtype)), mean(values)
-        has_step = torch.arange(num_steps + 1, device=steps.device) <= torch.where(
-            members, place, -1
-        ).amax(1, keepdim=True)
+        step_reward, step_value = mean(rewards), mean(values)
+        num_of_row = torch.where(members, number, -1).amax(1) + 1
         zero = values.new_zeros(B)
-        # What follows step t: its return, value and advantage.
-        later = [(zero, zero, zero)]
-        for t in range(num_steps - 1, -1, -1):  # a recursion in time
-            next_return, next_value, next_advantage = later[-1]
-            taken = has_step[:, t]
+        # Entry t: return, value and advantage of the step behind step t; nothing lies behind the
+        # last one and behind the cells left out, which come after it.
+        behind = [(zero, zero, zero), (zero, zero, zero)]
+        for t in range(num_steps - 1, 0, -1):  # a recursion in time
+            next_return, next_value, next_advantage = behind[0]
             bootstrap = self.gamma * next_value + self.gamma * self.lam * next_advantage
-            later.append(
-                (
-                    torch.where(taken, step_reward[:, t] + self.gamma * next_return, 0.0),
-                    torch.where(taken, step_value[:, t], 0.0),
-                    torch.where(taken, step_reward[:, t] - step_value[:, t] + bootstrap, 0.0),
-                )
+            own = (
+                step_reward[:, t] + self.gamma * next_return,
+                step_value[:, t],
+                step_reward[:, t] - step_value[:, t] + bootstrap,
             )
-        later.reverse()  # entry t: step t; the last entry: past the end
-        following = [
-            torch.stack(parts, 1) for parts in zip(*later[1:], (zero, zero, zero), strict=True)
-        ]
-        next_return, next_value, next_advantage = (part.gather(1, place) for part in following)
-        rewards = rewards.to(values.dtype)
+            has_step = t < num_of_row
+            behind.insert(0, tuple(torch.where(has_step, one, 0.0) for one in own))  # type: ignore[arg-type]
+        next_return, next_value, next_advantage = (
+            torch.stack(parts, 1).gather(1, number) for parts in zip(*behind, strict=True)
+        )
         returns = rewards + self.gamma * next_return
         advantages = (
             rewards - values + self.gamma * next_value + self.gamma * self.lam * next_advantage

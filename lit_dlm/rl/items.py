@@ -1,27 +1,25 @@
-"""From scored rollouts to training items and batches.
+"""From scored rollouts to training items, batches of them, and rows of one forward.
 
-An item is what is scored together: states of a response with their targets, weights and
-advantages. Items are a function of the records and a seed, on the host, so that every process
-builds the same ones from the same records and only their order in batches differs.
+An item is what is scored together: one state of a response, several packed in a row, or the views
+of one estimate. All items of an RL step lie in one table, :class:`Items`, a batch is a selection of
+it (:class:`RolloutBatch`), and :func:`training_rows` lays a batch out for the model.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dlm.backbones import BackboneSpec
 from lit_dlm.losses.corruption import Autoregressive
 from lit_dlm.losses.grouping import NEVER, step_groups
 from lit_dlm.losses.states import Corruption, NoisyStates, Responses
-from lit_dlm.losses.views import CoupledMasking, MaskedPrompt
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import (
     SupervisedBatch,
@@ -30,11 +28,9 @@ from lit_dlm.modules.supervised_batch import (
     collate_supervised,
     lay_out,
     responses_of,
-    row_tokens,
     whole_blocks,
 )
 from lit_dlm.ops.batches import TensorBatch
-from lit_dlm.ops.options import one_of
 from lit_dlm.trajectories.record import Trajectory
 
 Normalise = Literal["group_mean", "response_length", "max_gen_length", "reference"]
@@ -44,64 +40,163 @@ Normalise = Literal["group_mean", "response_length", "max_gen_length", "referenc
 constant. ``reference``: what dLLM-RL does, the longest answer of the RL step for block models, else
 the targets of a state, where it leaves the divergence undivided."""
 
+# Records whose states are drawn together: a corruption's tensors are much larger than the items.
 _CHUNK = 64
-"""Records whose states are drawn together: their tensors are much larger than the items."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Units:
-    """States that are scored, and what is known of their units.
+    """States that are scored, and what is known of their tokens.
 
     ``K`` states of ``G`` cells; ``N`` scored cells, state by state; ``M`` units, each a token with
-    one log-probability: the scored cells themselves, or of views the tokens they share.
+    one log-probability: the scored cells themselves, or of views the tokens that they share.
     """
 
-    hidden: Tensor
-    """``(K, G)`` bool."""
-    supervised: Tensor
-    """``(K, G)`` bool, ``N`` cells in all."""
-    weight: Tensor
-    """``(M,)`` float32 weight of each unit in the loss."""
-    kl_weight: Tensor
-    """``(M,)`` float32 weight of its divergence."""
-    unit: Tensor | None = None
-    """``(N,)`` int64 unit that each scored cell belongs to; ``None``: its own."""
-    coefficient: Tensor | None = None
-    """``(N,)`` float32 factor of each log-probability in the sum of its unit; with ``unit``."""
-    prompt_rate: float = 0.0
-    """Chance of prompt tokens to be hidden."""
-    seeds: Tensor | None = None
-    """``(K,)`` int64 seeds of that."""
+    item: Tensor  # (K,) int64 item of each state, ascending from 0
+    hidden: Tensor  # (K, G) bool
+    supervised: Tensor  # (K, G) bool, N cells in all
+    weight: Tensor  # (M,) float32 weight of each unit in the loss
+    kl_weight: Tensor  # (M,) float32 weight of its divergence
+    unit: Tensor | None = None  # (N,) int64 unit of each scored cell; None: its own
+    coefficient: Tensor | None = None  # (N,) float32 factor of each score in the sum of its unit
+    prompt_rate: float = 0.0  # chance of prompt tokens to be hidden
+    seeds: Tensor | None = None  # (K,) int64 seeds of that
     # What is filled in before training; (M,) floating point each.
     advantage: Tensor | None = None
     returns: Tensor | None = None
-    old_log_prob: Tensor | None = None  # where there is none the ratio is 1
+    old_log_prob: Tensor | None = None
     old_value: Tensor | None = None
     reference: Tensor | None = None  # of the initial policy
 
-    @property
-    def num_units(self) -> int:
-        """``M``."""
-        return len(self.weight)
+
+_FILLED = ("advantage", "returns", "old_log_prob", "old_value", "reference")
 
 
 @dataclass(eq=False, kw_only=True)
-class RolloutItem(Units):
-    """What is scored together: one state, several packed in a row, or the views of one estimate."""
+class Items(Units):
+    """All ``I`` items of an RL step, on the CPU.
 
-    record: int
-    """Number of the record."""
-    cells: Tensor
-    """``(M,)`` int64 response cell of each unit."""
-    size: float = 1.0
-    """Rows that it stands for in a mean over rows: its states, each for those that a cap left out
-    as well; the views of one estimate are one."""
-    behaviour: Tensor | None = None
-    """``(M,)`` log-probabilities under which the sampler drew them."""
+    They are a function of the records and a seed, so that every process builds the same ones and
+    only their order in batches differs.
+    """
+
+    records: Sequence[Trajectory]
+    spec: BackboneSpec  # of training rows
+    record: Tensor  # (M,) int64 number of the record that each unit is of
+    cell: Tensor  # (M,) int64 response cell of each unit
+    unit_item: Tensor  # (M,) int64 item of each unit, ascending
+    # (I,) float64 rows that an item stands for in a mean over rows: its states, each for those that
+    # a cap left out as well; the views of one estimate are one.
+    size: Tensor
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(I,)`` int64 numbers of states, units and scored cells up to the end of each item."""
+        cells = self.unit_item if self.unit is None else self.unit_item[self.unit]
+        owners = (self.item, self.unit_item, cells)
+        return tuple(one.bincount(minlength=len(self)).cumsum(0) for one in owners)  # type: ignore[return-value]
+
+    @property
+    def item_record(self) -> Tensor:
+        """``(I,)`` int64 record of each item."""
+        return self.record[self._ends[1] - 1]
+
+    def units(self, numbers: Tensor) -> Tensor:
+        """Numbers of the units of some items, one item after the other."""
+        return _ranges(self._ends[1], numbers)[0]
+
+    def batch(
+        self,
+        numbers: Tensor,
+        *,
+        factor: float = 1.0,
+        num_slots: int | None = None,
+        is_empty: bool = False,
+    ) -> RolloutBatch:
+        """The items of some ``(n,)`` int64 numbers, on the CPU, their weights times ``factor``.
+
+        Of a block model, cells that no target can see are cut off.
+        """
+        states, per_item = _ranges(self._ends[0], numbers)
+        units, _ = _ranges(self._ends[1], numbers)
+        length = self._needed_length(units)
+        used, sample = self.item_record[numbers].unique(return_inverse=True)
+        # Without steps: the items know their states, so only the tokens are needed.
+        examples = [
+            replace(one, response_ids=one.response_ids[:length], steps=None)
+            for one in _examples([self.records[number] for number in used.tolist()])
+        ]
+        filled = {name: getattr(self, name) for name in _FILLED}
+        found: dict[str, Tensor] = {
+            name: value[units] for name, value in filled.items() if value is not None
+        }
+        if self.unit is not None and self.coefficient is not None:
+            cells, _ = _ranges(self._ends[2], numbers)
+            # Units are numbered anew, by where they stand in the batch.
+            number = torch.empty(len(self.cell), dtype=torch.long)
+            number[units] = torch.arange(len(units))
+            found |= {"unit": number[self.unit[cells]], "coefficient": self.coefficient[cells]}
+        if self.seeds is not None:
+            found["seeds"] = self.seeds[states]
+        return RolloutBatch(
+            responses=collate_supervised(examples, response_length=length, spec=self.spec),
+            sample=sample.repeat_interleave(per_item),
+            item=torch.arange(len(numbers)).repeat_interleave(per_item),
+            weight=self.weight[units] * factor,
+            kl_weight=self.kl_weight[units] * factor,
+            hidden=self.hidden[states, :length],
+            supervised=self.supervised[states, :length],
+            prompt_rate=self.prompt_rate,
+            num_slots=num_slots or len(numbers),
+            num_rows=float(self.size[numbers].sum()) * factor,
+            is_empty=is_empty,
+            **found,
+        )
+
+    def _needed_length(self, units: Tensor) -> int:
+        """Response cells that take part in any prediction of some units."""
+        whole = self.hidden.shape[1]
+        if self.spec.attention != "block":
+            return whole
+        # Blocks end where the prompt says, so the last cell of each record counts.
+        last = torch.full((len(self.records),), -1)
+        last.scatter_reduce_(0, self.record[units], self.cell[units], "amax")
+        needed = [
+            whole_blocks(int(last[number]) + 1, self.records[number].num_prompt, self.spec)
+            for number in (last >= 0).nonzero()[:, 0].tolist()
+        ]
+        return min(max(needed), whole)
 
 
-def _supervised_of(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
-    """Records as examples of a pass over them: token ids and steps."""
+def _ranges(ends: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """What lies in some ranges that end at ``ends``, one behind the other, and their lengths."""
+    lengths = ends.diff(prepend=ends.new_zeros(1))[numbers]
+    shift = ends[numbers] - lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths), lengths
+
+
+def joined(parts: Sequence[Items]) -> Items:
+    """Items one behind the other, of responses with as many cells."""
+    firsts = {"item": 0, "unit_item": 0, "unit": 0}
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name in (one.name for one in fields(Items)):
+            if isinstance(value := getattr(part, name), Tensor):
+                value = value + firsts[name] if name in firsts else value
+                found.setdefault(name, []).append(value)
+        firsts = {
+            "item": firsts["item"] + len(part),
+            "unit_item": firsts["item"] + len(part),
+            "unit": firsts["unit"] + len(part.cell),
+        }
+    return replace(parts[0], **{name: torch.cat(values) for name, values in found.items()})
+
+
+def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
+    """Records as responses of a pass over them."""
     for record in records:
         if record.superseded is not None:
             raise ValueError(
@@ -147,108 +242,100 @@ class RowBuilder:
         copies: int = 1,
     ) -> None:
         is_block = spec.attention == "block"
-        normalise = normalise or ("max_gen_length" if is_block else "group_mean")
-        one_of(*get_args(Normalise), normalise=normalise)
-        if copies < 1 or (copies > 1 and not is_block):
-            raise ValueError(
-                "packing: expected at least 1, and more than 1 only for a model with block "
-                f"attention (a state with full attention is a row of its own), got {copies} for "
-                f"{spec.attention} attention"
-            )
-        _check_corruption(corruption, spec)
+        _check(corruption, spec, copies)
         self.corruption = corruption
         self.spec = spec
         self.seed = seed
         self.num_padding = num_padding
-        self.normalise = normalise
+        self.normalise = normalise or ("max_gen_length" if is_block else "group_mean")
         self.copies = copies
 
-    def batch_of(
-        self, records: Sequence[Trajectory], *, epoch: int = 0
-    ) -> tuple[SupervisedBatch, Responses]:
-        """Records as one batch of responses, and what corruptions see of it.
-
-        Args:
-            records: at least one; responses of one length.
-            epoch: pass over the records.
-        """
+    def responses(
+        self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
+    ) -> Responses:
+        """What corruptions see of records, of ``length`` cells, by default those of the longest."""
         batch = collate_supervised(
-            _supervised_of(records, epoch=epoch),
-            response_length=max(record.num_generated for record in records),
+            _examples(records, epoch=epoch),
+            response_length=length or max(record.num_generated for record in records),
             spec=self.spec,
         )
-        responses = responses_of(batch, self.spec, seed=self.seed, num_padding=self.num_padding)
-        return batch, responses
+        return responses_of(batch, self.spec, seed=self.seed, num_padding=self.num_padding)
 
-    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> list[RolloutItem]:
-        """All training items, record by record; states without a target are left out.
+    def items(self, records: Sequence[Trajectory], *, epoch: int = 0) -> Items:
+        """All items of a pass over records, one record after the other.
 
-        Args:
-            records: the rollouts of one RL step.
-            epoch: pass over them.
-
-        Returns:
-            The items, without advantages and old log-probabilities.
+        States without a target are left out; advantages and old scores are yet to come.
         """
-        longest = 1
-        found: list[RolloutItem] = []
+        length = max((record.num_generated for record in records), default=0)
+        longest, parts = 1, []
         for first in range(0, len(records), _CHUNK):
-            _, responses = self.batch_of(records[first : first + _CHUNK], epoch=epoch)
+            chunk = records[first : first + _CHUNK]
+            responses = self.responses(chunk, epoch=epoch, length=length)
             longest = max(longest, int(responses.maskable.sum(1).max()))
             states = self.corruption.states(responses)
-            found += self._items(states, responses, first)
+            parts.append(self._items(states, responses, records, first))
+        found = joined(parts)
         if self.normalise == "reference" and self.spec.attention == "block":
-            for item in found:  # known only now
-                item.weight /= longest
-                item.kl_weight /= longest
+            found.weight /= longest  # of all chunks, so known only now
+            found.kl_weight /= longest
         return found
 
-    def _items(self, states: NoisyStates, responses: Responses, first: int) -> list[RolloutItem]:
+    def _items(
+        self,
+        states: NoisyStates,
+        responses: Responses,
+        records: Sequence[Trajectory],
+        first: int,
+    ) -> Items:
+        """Items of states of the records from ``first`` on."""
         weight, kl_weight = self._weights(states, responses)
-        taken = states.supervised.any(1)
-        share = states.share
-        if share is None:
-            share = torch.ones(len(taken), dtype=torch.float32)
+        taken = states.supervised.any(1).nonzero()[:, 0]
+        sample, supervised = states.sample[taken], states.supervised[taken]
+        share = torch.ones(len(taken)) if states.share is None else states.share[taken]
+        item = self._item_of(states, taken)
+        state, cell = supervised.nonzero(as_tuple=True)
+        unit_item, unit, coefficient = item[state], None, None
+        size = torch.zeros(len(item.unique()), dtype=torch.float64)
+        size.index_add_(0, item, share.double())
+        if states.view_of is not None and states.coefficient is not None:
+            G = supervised.shape[1]
+            shared, unit = (unit_item * G + cell).unique(return_inverse=True)
+            unit_item, cell = shared // G, shared % G
+            coefficient = states.coefficient[taken][supervised]
+            # The first view of an item, which hides all, stands for its units.
+            lead = torch.searchsorted(item, torch.arange(len(size)))
+            size, state = share[lead].double(), lead[unit_item]
+        return Items(
+            records=records,
+            spec=self.spec,
+            item=item,
+            hidden=states.hidden[taken],
+            supervised=supervised,
+            record=first + sample[state],
+            cell=cell,
+            unit_item=unit_item,
+            weight=weight[taken[state], cell].float(),
+            kl_weight=kl_weight[taken[state], cell].float(),
+            size=size,
+            unit=unit,
+            coefficient=coefficient,
+            prompt_rate=states.prompt_rate,
+            seeds=None if states.seeds is None else states.seeds[taken],
+        )
+
+    def _item_of(self, states: NoisyStates, taken: Tensor) -> Tensor:
+        """``(K,)`` int64 item of each state that is taken."""
         if states.view_of is not None:
-            kind = states.view_of
-        elif self.copies > 1:
-            # Runs of at most ``copies`` states of one sample.
-            kind = states.sample * len(taken) + _rank_within(states.sample, taken) // self.copies
-        else:
-            kind = torch.arange(len(taken))
-        rows = taken.nonzero()[:, 0]
-        cuts = (kind[rows].diff() != 0).nonzero()[:, 0] + 1
-        items = []
-        for chosen in rows.tensor_split(cuts) if len(rows) else ():
-            supervised = states.supervised[chosen]
-            state, cell = supervised.nonzero(as_tuple=True)
-            unit, coefficient = None, None
-            size = share[chosen].sum()
-            cells, units = cell, (chosen[state], cell)
-            if states.view_of is not None:
-                assert states.coefficient is not None
-                cells = supervised.any(0).nonzero()[:, 0]
-                unit = torch.searchsorted(cells, cell)
-                coefficient = states.coefficient[chosen][supervised]
-                # The first view, which hides all, stands for the unit.
-                units = (chosen[:1].expand(len(cells)), cells)
-                size = share[chosen[0]]
-            items.append(
-                RolloutItem(
-                    record=first + int(states.sample[chosen[0]]),
-                    hidden=states.hidden[chosen],
-                    supervised=supervised,
-                    cells=cells,
-                    weight=weight[units].float(),
-                    kl_weight=kl_weight[units].float(),
-                    size=float(size),
-                    unit=unit,
-                    coefficient=coefficient,
-                    prompt_rate=states.prompt_rate,
-                    seeds=None if states.seeds is None else states.seeds[chosen],
-                )
+            kind = states.view_of[taken]
+        elif self.copies == 1:
+            return torch.arange(len(taken))
+        else:  # runs of at most ``copies`` states of one sample, which lie next to each other
+            _, run, lengths = states.sample[taken].unique_consecutive(
+                return_inverse=True, return_counts=True
             )
-        return items
+            number = torch.arange(len(taken)) - (lengths.cumsum(0) - lengths)[run]
+            kind = run * len(taken) + number // self.copies
+        return kind.unique_consecutive(return_inverse=True)[1]
 
     def _weights(self, states: NoisyStates, responses: Responses) -> tuple[Tensor, Tensor]:
         """``(R, G)`` weights of policy and divergence terms."""
@@ -268,58 +355,46 @@ class RowBuilder:
             weight = one / supervised.sum(1, keepdim=True).clamp_min(1)
         else:
             blocks = responses.blocks[states.sample]
-            place = blocks - blocks.amin(1, keepdim=True)
-            count = torch.zeros(R, int(place.max()) + 1, dtype=torch.float32)
-            count.scatter_add_(1, place, supervised.float())
-            weight = one / count.gather(1, place).clamp_min(1)
+            number = blocks - blocks.amin(1, keepdim=True)
+            count = torch.zeros(R, int(number.max()) + 1, dtype=torch.float32)
+            count.scatter_add_(1, number, supervised.float())
+            weight = one / count.gather(1, number).clamp_min(1)
         undivided = self.normalise == "reference" and responses.blocks is None
         return weight, one if undivided else weight
 
 
-def _check_corruption(corruption: Corruption, spec: BackboneSpec) -> None:
-    if isinstance(corruption, Autoregressive):
-        raise ValueError(
-            "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
-            "they can be seen; expected states with masks, such as TraceMasking"
-        )
-    if isinstance(corruption, MaskedPrompt) and spec.attention == "block":
-        raise ValueError(
-            "corruption: MaskedPrompt changes the prompt of every state, which rows of a block "
-            "model share; expected a model with full attention"
-        )
-    noise = corruption.noise if isinstance(corruption, CoupledMasking) else corruption
-    if getattr(noise, "level", "row") == "block" and spec.attention != "block":
-        raise ValueError(
-            "corruption.level: 'block' needs a model with block attention, got "
-            f"{spec.attention} attention"
-        )
+def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
+    """Refuses states that cannot be trained on rollouts of a model."""
+    is_block = spec.attention == "block"
     weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
-    if weight is not None and getattr(corruption, "weight", weight.default) != weight.default:
-        raise ValueError(
+    has_weight = weight and getattr(corruption, "weight", weight.default) != weight.default
+    for is_wrong, message in (
+        (
+            isinstance(corruption, Autoregressive),
+            "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
+            "they can be seen; expected states with masks, such as TraceMasking",
+        ),
+        (
+            has_weight,
             "corruption.weight: has no part in training on rollouts, whose terms "
-            "objective.normalise weighs; leave it out"
-        )
-
-
-def _rank_within(sample: Tensor, taken: Tensor) -> Tensor:
-    """Number of each taken state among those of its sample, which lie next to each other."""
-    count = taken.long().cumsum(0)
-    starts = torch.ones_like(taken)
-    starts[1:] = sample[1:] != sample[:-1]
-    before = torch.where(starts, count - taken.long(), 0).cummax(0).values
-    return (count - 1 - before).clamp_min(0)
+            "objective.normalise weighs; leave it out",
+        ),
+        (
+            copies < 1 or (copies > 1 and not is_block),
+            "packing: expected at least 1, and 1 with full attention (a state is a row of its "
+            f"own), got {copies}",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
 
 
 def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:
     """The distinct shrunk steps of responses in their order, over all blocks.
 
-    Args:
-        responses: steps and blocks.
-        shrink: consecutive distinct steps that form one; within a block for block models. Steps
-            that wrote nothing but padding count, as in the states of a decode that is replayed.
-
-    Returns:
-        ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one.
+    Returns ``(B, G)`` int64 numbers from 0 and ``(B, G)`` bool, the trained cells that have one. Of
+    ``shrink`` consecutive steps (within a block, for block models) each counts that wrote anything,
+    padding too, as in the states of a decode that is replayed.
     """
     steps = responses.steps
     members = responses.maskable & (steps >= 0)
@@ -333,174 +408,35 @@ def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, 
     return torch.where(groups == NEVER, 0, groups), members
 
 
-def pick(values: NDArray[np.float32] | Tensor, item: RolloutItem) -> Tensor:
-    """The entries of an item's units in a table of all records.
-
-    Args:
-        values: ``(num_records, G)``.
-        item: the item.
-
-    Returns:
-        ``(M,)`` float32.
-    """
-    return torch.as_tensor(values)[item.record, item.cells].float()
-
-
 @dataclass(eq=False, kw_only=True)
 class RolloutBatch(Units, TensorBatch):
     """Items of one micro-batch. The loss is the sum over a full one, divided by ``num_slots``."""
 
-    responses: SupervisedBatch
-    """The distinct responses, ``G`` cells each."""
-    sample: Tensor
-    """``(K,)`` int64 response of each state."""
-    item: Tensor
-    """``(K,)`` int64 item of each state, ascending."""
-    num_slots: int
-    """Items of a full batch."""
+    responses: SupervisedBatch  # the distinct ones, G cells each
+    sample: Tensor  # (K,) int64 response of each state
+    num_slots: int  # items of a full batch
+    # Rows that the weights stand for: in an update as many as it has slots, however they lie.
     num_rows: float
-    """Rows that the weights stand for: in an update as many as it has slots, however they lie."""
-    is_empty: bool = False
-    """Whether the RL step has nothing to learn from, so that no update may follow."""
-
-    def states(self) -> NoisyStates:
-        """The states of the batch."""
-        return NoisyStates(
-            sample=self.sample,
-            hidden=self.hidden,
-            supervised=self.supervised,
-            weight=self.supervised.float(),
-            per_row=False,
-            prompt_rate=self.prompt_rate,
-            seeds=self.seeds,
-        )
+    is_empty: bool = False  # the RL step has nothing to learn from, so no update may follow
 
     def per_unit(self, values: Tensor) -> Tensor:
-        """Adds up what the scored cells of each unit say.
-
-        Args:
-            values: ``(N,)`` floating point.
-
-        Returns:
-            ``(M,)``.
-        """
+        """``(M,)`` sums of what the scored cells of each unit say, ``(N,)`` floating point."""
         if self.unit is None or self.coefficient is None:
             return values
         weighted = values * self.coefficient.to(values.dtype)
-        return values.new_zeros(self.num_units).index_add(0, self.unit, weighted)
-
-
-def collate_items(
-    items: Sequence[tuple[RolloutItem, float]],
-    records: Sequence[Trajectory],
-    spec: BackboneSpec,
-    *,
-    num_slots: int | None = None,
-    is_empty: bool = False,
-) -> RolloutBatch:
-    """Puts items into a batch.
-
-    Args:
-        items: at least one item, each with a factor on its weights (0 on copies that only fill a
-            batch).
-        records: the rollouts that items number.
-        spec: of the model.
-        num_slots: items of a full batch; those given by default.
-        is_empty: whether the RL step has nothing to learn from.
-
-    Returns:
-        The batch, on the CPU. Of a block model, cells that no target can see are cut off.
-    """
-    numbers = sorted({item.record for item, _ in items})
-    place = {number: at for at, number in enumerate(numbers)}
-    # Without steps: the items know their states, so only the tokens are needed.
-    length = _needed_length([item for item, _ in items], records, spec)
-    examples = [
-        replace(example, response_ids=example.response_ids[:length], steps=None)
-        for example in _supervised_of([records[number] for number in numbers])
-    ]
-    responses = collate_supervised(examples, response_length=length, spec=spec)
-    states = [len(item.hidden) for item, _ in items]
-    sizes = [item.num_units for item, _ in items]
-    offsets = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-
-    def joined(name: str) -> Tensor | None:
-        parts = [getattr(item, name) for item, _ in items]
-        return None if any(part is None for part in parts) else torch.cat(parts)
-
-    advantage = joined("advantage")
-    first = items[0][0]
-    unit = None
-    if first.unit is not None:  # units are numbered within an item: move each behind the one before
-        pairs = zip(items, offsets[:-1], strict=True)
-        unit = torch.cat([item.unit + at for (item, _), at in pairs if item.unit is not None])
-    factors = torch.tensor([factor for _, factor in items]).repeat_interleave(torch.tensor(sizes))
-    return RolloutBatch(
-        responses=responses,
-        sample=torch.tensor([place[item.record] for item, _ in items]).repeat_interleave(
-            torch.tensor(states)
-        ),
-        item=torch.arange(len(items)).repeat_interleave(torch.tensor(states)),
-        hidden=torch.cat([item.hidden[:, :length] for item, _ in items]),
-        supervised=torch.cat([item.supervised[:, :length] for item, _ in items]),
-        weight=torch.cat([item.weight for item, _ in items]) * factors,
-        kl_weight=torch.cat([item.kl_weight for item, _ in items]) * factors,
-        advantage=torch.zeros(offsets[-1], dtype=torch.float32) if advantage is None else advantage,
-        num_slots=num_slots or len(items),
-        num_rows=sum(item.size * factor for item, factor in items),
-        unit=unit,
-        coefficient=joined("coefficient"),
-        seeds=joined("seeds"),
-        prompt_rate=first.prompt_rate,
-        old_log_prob=joined("old_log_prob"),
-        reference=joined("reference"),
-        returns=joined("returns"),
-        old_value=joined("old_value"),
-        is_empty=is_empty,
-    )
-
-
-def _needed_length(
-    items: Sequence[RolloutItem], records: Sequence[Trajectory], spec: BackboneSpec
-) -> int:
-    """Response cells that take part in any prediction of a batch."""
-    whole = max(records[item.record].num_generated for item in items)
-    if spec.attention != "block":
-        return whole
-    needed = 1
-    for item in items:
-        last = int(item.cells[-1]) if item.unit is not None else int(item.cells.max())
-        needed = max(needed, whole_blocks(last + 1, records[item.record].num_prompt, spec))
-    return min(needed, whole)
-
-
-def item_tokens(
-    item: RolloutItem, records: Sequence[Trajectory], spec: BackboneSpec
-) -> tuple[int, int]:
-    """Tokens of an item's training rows by part, prompts and responses.
-
-    Args:
-        item: the item.
-        records: the rollouts that items number.
-        spec: of the model.
-    """
-    num_prompt, states = records[item.record].num_prompt, len(item.hidden)
-    cells = _needed_length([item], records, spec)
-    if spec.attention == "block":  # all states of an item in one row
-        return row_tokens(num_prompt, cells, spec, copies=states)
-    return states * num_prompt, states * cells
+        return values.new_zeros(len(self.weight)).index_add(0, self.unit, weighted)
 
 
 def training_rows(batch: RolloutBatch, spec: BackboneSpec) -> TrainingRows:
-    """Lays a batch out for one forward: a row per state, or per item where states are packed.
-
-    Args:
-        batch: the batch.
-        spec: of the model.
-
-    Returns:
-        The rows; their scored slots are in the order of ``batch.supervised``.
-    """
+    """A row per state, or per item where states are packed; slots in the order of the states."""
     is_packed = spec.attention == "block" and len(batch.item) > int(batch.item[-1]) + 1
-    item = batch.item if is_packed else None
-    return lay_out(batch.responses, batch.states(), spec, item=item)
+    states = NoisyStates(
+        sample=batch.sample,
+        hidden=batch.hidden,
+        supervised=batch.supervised,
+        weight=batch.supervised.float(),
+        per_row=False,
+        prompt_rate=batch.prompt_rate,
+        seeds=batch.seeds,
+    )
+    return lay_out(batch.responses, states, spec, item=batch.item if is_packed else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,105 +12,47 @@ from torch import Tensor, nn
 
 from lit_dlm.metrics.value_fit import Quotient, ValueFit
 from lit_dlm.modules.finetune import TrainableModule
-from lit_dlm.rewards.base import Reward, RewardScore, Rollout
+from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rewards.rewarder import Rewarder
 from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.rollout import (
+    Problem,
     RolloutEngine,
-    RolloutPrompt,
-    encoded_prompts,
-    grouped_prompts,
+    encoded_problems,
     groups_of,
+    rollout_prompts,
 )
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import tasks_by_name
 from lit_dlm.trajectories.record import Trajectory
 
-
-def _validation_rewards(rewards: Sequence[Reward]) -> list[Reward]:
-    """All rewards but those after the filters, which only see groups worth training on."""
-    found = [reward for reward in rewards if not reward.after_filters]
-    if rewards and not found:
-        raise ValueError(
-            "val_tasks: validation takes the rewards that do not come after the filters, but "
-            f"{', '.join(reward.name for reward in rewards)} does; add one to rewards, such as "
-            "Graded with weight 0"
-        )
-    return found
+_FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
 
 
 class RolloutValidation:
-    """Decodes, scores and adds up.
+    """Decodes held-out prompts of all processes, scores the responses and adds up.
 
-    Args:
-        engines: what decodes, by decoder.
-        rewarder: what scores.
-        num_prompts: held-out prompts of all processes; each one's ``place`` is in its ``meta``.
+    Of the engines, by decoder, the first one is in charge.
     """
 
     def __init__(
-        self, engines: Mapping[str, RolloutEngine], rewarder: Rewarder, *, num_prompts: int
+        self,
+        engines: Mapping[str, RolloutEngine],
+        rewarder: Rewarder,
+        problems: Sequence[Problem],
+        *,
+        num_responses: int = 1,
     ) -> None:
         self.engines = dict(engines)
         self.rewarder = rewarder
-        self.num_prompts = num_prompts
+        self.prompts = {
+            method: rollout_prompts(problems, method=method, num_responses=num_responses)
+            for method in engines
+        }
+        self.num_prompts = len(problems)
         self.last: dict[str, float] = {}
         """Means of the last validation."""
-        self.prompts: dict[str, list[RolloutPrompt]] = {}
-        """Held-out responses by decoder."""
         self.begin()
-
-    @classmethod
-    def of(
-        cls,
-        module: TrainableModule,
-        methods: Sequence[str],
-        settings: RolloutSettings,
-        *,
-        limit: int | float = 1.0,
-    ) -> RolloutValidation:
-        """The validation of a run.
-
-        Args:
-            module: whose decoders are used.
-            methods: their names, the first one in charge.
-            settings: of the data module.
-            limit: share of the held-out prompts, or number of responses, that each decoder takes.
-        """
-        tasks, response_length = settings.val_tasks or [], settings.val_response_length
-        assert response_length is not None
-        rewarder = Rewarder(
-            _validation_rewards(settings.rewards),
-            tasks_by_name(tasks, option="val_tasks"),
-            overlong_is_wrong=False,
-            num_workers=settings.num_workers,
-            require_isolation=settings.require_isolation,
-        )
-        problems = encoded_prompts(
-            module,
-            tasks,
-            max_length=settings.max_prompt_length,
-            response_length=response_length,
-            option="val_response_length",
-        )
-        count = int(limit * len(problems))
-        if isinstance(limit, int):
-            count = math.ceil(limit / settings.val_responses)
-        problems = problems[: max(count, 1)]
-        engines = {
-            method: RolloutEngine.of(module, method, response_length, settings)
-            for method in methods
-        }
-        found = cls(engines, rewarder, num_prompts=len(problems))
-        for method in methods:
-            found.prompts[method] = grouped_prompts(
-                enumerate(problems), method=method, step=0, num_responses=settings.val_responses
-            )
-        return found
-
-    def close(self) -> None:
-        """Ends the grading threads."""
-        self.rewarder.close()
 
     def begin(self) -> None:
         """Starts over."""
@@ -122,28 +65,18 @@ class RolloutValidation:
         """Decodes the held-out prompts that this process takes, and scores them.
 
         Processes share them as rows of their batches end: every process must call it.
-
-        Args:
-            method: decoder.
         """
         totals = self._totals[list(self.engines).index(method)]
         rollouts = self.engines[method].generate(self.prompts[method], shared=True)
         scores = self.rewarder.score([[rollout] for rollout in rollouts])
         for rollout, (score,) in zip(rollouts, scores, strict=True):
-            totals[rollout.trajectory.meta["place"]] += _facts(rollout, score)
+            totals[rollout.trajectory.meta["prompt"]] += _facts(rollout, score)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Means over the prompts of all processes; every process must call it.
 
-        Args:
-            ranks: the processes.
-
-        Returns:
-            Of the first decoder ``reward`` and ``reward_stderr`` (one standard error over prompts,
-            where there are several), ``response_length`` in tokens, ``num_steps``, ``num_prompts``,
-            and ``accuracy`` of what was graded, if anything was; of the others the same behind
-            their name and a slash. Responses to one prompt are averaged first. A decoder without a
-            response, as when only some batches are validated, has none of it.
+        Responses to one prompt are averaged first. Scores of the first decoder have plain names,
+        those of others their decoder's and a slash in front; one without a response has none.
         """
         # In float32 where the device has nothing better.
         dtype = torch.float32 if ranks.device.type == "mps" else torch.float64
@@ -154,8 +87,53 @@ class RolloutValidation:
             self.last |= {f"{prefix}{name}": value for name, value in _means(total).items()}
         return self.last
 
+    def close(self) -> None:
+        """Ends the grading threads."""
+        self.rewarder.close()
 
-_FACTS = ("reward", "response_length", "num_steps", "correct", "graded")
+
+def validation_of(
+    module: TrainableModule, methods: Sequence[str], settings: RolloutSettings, *, limit: float
+) -> RolloutValidation:
+    """The validation of a run with some decoders.
+
+    ``limit``: share of the held-out prompts, or as an integer number of responses, of each decoder.
+    """
+    tasks, response_length = settings.val_tasks or [], settings.val_response_length
+    response_length = response_length or settings.response_length
+    # Rewards after the filters only see groups worth training on, and nothing is filtered here.
+    rewards = [reward for reward in settings.rewards if not reward.after_filters]
+    if settings.rewards and not rewards:
+        raise ValueError(
+            "val_tasks: validation takes the rewards that do not come after the filters, but "
+            f"{', '.join(reward.name for reward in settings.rewards)} does; add one to rewards, "
+            "such as Graded with weight 0"
+        )
+    problems = encoded_problems(module, tasks, max_length=settings.max_prompt_length)
+    count = int(limit * len(problems))
+    if isinstance(limit, int):
+        count = math.ceil(limit / settings.val_responses)
+    return RolloutValidation(
+        {
+            method: RolloutEngine(
+                module,
+                method=method,
+                response_length=response_length,
+                batch_size=settings.rollout_batch_size,
+                overlong_margin=settings.overlong_margin,
+            )
+            for method in methods
+        },
+        Rewarder(
+            rewards,
+            tasks_by_name(tasks, option="val_tasks"),
+            overlong_is_wrong=False,
+            num_workers=settings.num_workers,
+            require_isolation=settings.require_isolation,
+        ),
+        problems[: max(count, 1)],
+        num_responses=settings.val_responses,
+    )
 
 
 def _facts(rollout: Rollout, score: RewardScore) -> Tensor:
@@ -196,63 +174,27 @@ class UpdateScores(nn.Module):
     """
 
     def __init__(self, *, with_value: bool) -> None:
-        """Sets up the metrics.
-
-        Args:
-            with_value: whether there is a value model.
-        """
         super().__init__()
         self.loss, self.policy_loss = Quotient(), Quotient()
         if with_value:
             self.value_loss = Quotient()
             self.value_error, self.value_explained = ValueFit("error"), ValueFit("explained")
 
-    def add_policy(self, loss: Tensor, policy_loss: Tensor, num_rows: float) -> None:
-        """Adds a batch.
-
-        Args:
-            loss: scalar, the sum over rows that is trained on.
-            policy_loss: scalar, its policy term.
-            num_rows: rows that the weights of the sums stand for.
-        """
-        self.loss.update(loss, num_rows)
-        self.policy_loss.update(policy_loss, num_rows)
-
-    def add_values(
-        self, loss: Tensor, num_rows: float, values: Tensor, returns: Tensor, counted: Tensor
-    ) -> None:
-        """Adds the values of a batch.
-
-        Args:
-            loss: scalar, the sum over rows.
-            num_rows: rows that its weights stand for.
-            values: ``(M,)`` floating point.
-            returns: ``(M,)`` floating point.
-            counted: ``(M,)`` bool, tokens with weight.
-        """
-        self.value_loss.update(loss, num_rows)
-        self.value_error.update(values, returns, counted)
-        self.value_explained.update(values, returns, counted)
-
 
 def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the rollouts of all processes, dropped groups included.
+    """Means over the rollouts of all processes, dropped groups included; records in order.
 
-    Args:
-        records: ordered by prompt and response, with scores in their meta.
-
-    Returns:
-        By name: ``rollout/reward``, ``/correct`` (share of what was graded, if anything was),
-        ``/reward_std`` (mean deviation within a group), ``/overlong`` and ``/garbled`` (shares of
-        responses that fill their budget and whose text is no valid unicode), ``/response_length``
-        (tokens up to the end of text), ``/num_steps``, ``/tokens_per_step``, ``/groups`` and
-        ``/kept_groups`` (counts), and ``/reward/{name}`` of each part of the reward.
+    ``correct`` is a share of what was graded, ``reward_std`` a mean deviation within groups,
+    ``garbled`` a share of texts that are no valid unicode; lengths go up to the end of text.
     """
     metas = [record.meta for record in records]
     groups = groups_of(records)
     rewards = np.array([meta["reward"] for meta in metas], dtype=np.float64)
-    lengths = np.array([_length(record) for record in records], dtype=np.float64)
+    lengths = np.array(
+        [one.meta.get("num_tokens", one.num_committed) for one in records], dtype=np.float64
+    )
     steps = np.array([record.num_steps for record in records], dtype=np.float64)
+    parts = [meta.get("parts", {}) for meta in metas]
     facts = {
         "reward": rewards.mean(),
         "reward_std": np.mean([rewards[group].std() for group in groups]),
@@ -263,15 +205,13 @@ def rollout_facts(records: Sequence[Trajectory]) -> dict[str, float]:
         "tokens_per_step": lengths.sum() / max(steps.sum(), 1.0),
         "groups": len(groups),
         "kept_groups": sum(bool(metas[group[0]]["kept"]) for group in groups),
+        **_known_means(metas, ["correct"]),
+        **{f"reward/{k}": v for k, v in _known_means(parts, sorted(set().union(*parts))).items()},
     }
-    graded = [meta["correct"] for meta in metas if "correct" in meta]
-    if graded:
-        facts["correct"] = np.mean(graded)
-    for name in sorted({name for meta in metas for name in meta.get("parts", {})}):
-        given = [meta["parts"][name] for meta in metas if name in meta.get("parts", {})]
-        facts[f"reward/{name}"] = np.mean(given)
     return {f"rollout/{name}": float(value) for name, value in facts.items()}
 
 
-def _length(record: Trajectory) -> int:
-    return int(record.meta.get("num_tokens", record.num_committed))
+def _known_means(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Mean of each name over the tables that have it; no entry where none has."""
+    found = {name: [table[name] for table in tables if name in table] for name in names}
+    return {name: np.mean(values) for name, values in found.items() if values}

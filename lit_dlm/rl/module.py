@@ -1,17 +1,17 @@
 """TraceRL: policy optimisation on the states that a rollout went through (arXiv:2509.06949).
 
-The module scores training items and steps the optimiser; it does not know which objective drew the
-states (traces, random masks, complements, views) nor where rollouts come from. An epoch is one RL
-step: ``RolloutDataModule`` calls :func:`~lit_dlm.rl.step.rl_step` before it, and the epoch trains
-on the batches that it returns.
+An epoch is one RL step: the module calls :func:`~lit_dlm.rl.step.rl_step` when it begins, and then
+trains on the batches that this returns. It does not know which objective drew their states (traces,
+random masks, complements, views) nor where rollouts come from.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_dlm.backbones import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import Decoder
 from lit_dlm.heads.value import ValueHead
@@ -32,15 +33,23 @@ from lit_dlm.losses.views import CoupledViews
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.modules.sharding import decoding_weights, whole_weights
 from lit_dlm.modules.supervised_batch import TrainingRows
+from lit_dlm.ops.options import at_least, one_of
 from lit_dlm.rl.items import RolloutBatch, RowBuilder, training_rows
 from lit_dlm.rl.metrics import RolloutValidation, UpdateScores
 from lit_dlm.rl.policy_losses import PolicyLoss
+from lit_dlm.rl.progress import RolloutProgress
 from lit_dlm.rl.ranks import Ranks
-from lit_dlm.rl.settings import PolicyObjective, ValueObjective
-from lit_dlm.rl.step import ItemScores
+from lit_dlm.rl.rollout import RolloutSource
+from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
+from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
+
+logger = logging.getLogger(__name__)
 
 VALUE = "value"
 """Name of the value model's adapter on the policy's weights."""
+
+_PROGRESS = "rl_progress"
+"""Key of a checkpoint."""
 
 _DEFAULT_SANITY_STEPS = 2
 """Lightning's own number of validation batches before training."""
@@ -54,9 +63,9 @@ class TraceRLModule(TrainableModule):
     The learning rate is constant after a warm-up.
 
     The module sets what RL needs of the trainer: fresh batches every epoch
-    (``reload_dataloaders_every_n_epochs: 1``; another interval is refused), a validation of the
-    policy before training (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2;
-    any other number is respected), and checkpoints and early stopping at the end of RL steps.
+    (``reload_dataloaders_every_n_epochs: 1``), a validation of the policy before training
+    (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2; any other number is
+    respected), and checkpoints and early stopping at the end of RL steps.
 
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.
@@ -113,88 +122,86 @@ class TraceRLModule(TrainableModule):
             warmup_steps=warmup_steps,
             **common,
         )
-        if not self.decoders:
-            raise ValueError("decoders: expected at least one, which rolls out, got none")
-        self.method = method or next(iter(self.decoders))
         chosen = [val_method] if isinstance(val_method, str) else val_method
+        self.method = method or next(iter(self.decoders), "")
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
         """Decoders of validation, the first one in charge."""
-        for option, names in (("method", (self.method,)), ("val_method", self.val_methods)):
-            for name in names:
-                if name not in self.decoders:
-                    raise ValueError(
-                        f"{option}: expected one of {', '.join(self.decoders)}, got {name!r}"
-                    )
+        at_least(1, decoders=len(self.decoders))
+        one_of(*self.decoders, method=self.method)
+        for name in self.val_methods:
+            one_of(*self.decoders, val_method=name)
         self.objective = objective or PolicyObjective()
         self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
-        spec = backbone.spec
-        if block_size is not None:
-            if spec.attention != "block" or block_size < 1:
-                raise ValueError(
-                    "block_size: expected a positive number with block attention, got "
-                    f"{block_size} with {spec.attention} attention"
-                )
-            spec = replace(spec, block_size=block_size)
-        if block_alignment is not None:
-            if spec.attention != "block":
-                raise ValueError(
-                    f"block_alignment: only for block attention, got {spec.attention} attention"
-                )
-            spec = replace(
-                spec, block_origin="sequence" if block_alignment == "absolute" else "response"
-            )
-        self.row_spec = spec
+        self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
         """Specification of training rows."""
         self.objective.check(
-            backbone, self.corruption, row_spec=spec, decoder=self.decoders[self.method]
+            backbone,
+            self.corruption,
+            row_spec=self.row_spec,
+            decoder=self.decoders[self.method],
         )
         self.rows = RowBuilder(
             self.corruption,
-            spec,
+            self.row_spec,
             seed=self.seed,
             num_padding=self.num_padding,
             normalise=self.objective.normalise,
             copies=packing,
         )
-        self.value_backbone, self.value_head = self._build_value(value, value_backbone)
+        self._check_value(value_backbone)
+        self.value_backbone = value_backbone
+        self.value_head: ValueHead | None = None
+        if value is not None:
+            self._add_value(value)
         self.update_scores = UpdateScores(with_value=value is not None)
+        self.progress = RLProgress()
+        """Where training stands between two RL steps."""
+        self.current: RLStep | None = None
+        """The RL step that is trained on."""
+        self.validation: RolloutValidation | None = None
+        """Scores held-out prompts, if there are any."""
         self._skips_update = False
-        self.trains_value = True
-        """Whether the value model learns in this RL step."""
         self._began = time.perf_counter()
 
-    def _build_value(
-        self, value: ValueObjective | None, value_backbone: HFBackbone | None
-    ) -> tuple[HFBackbone | None, ValueHead | None]:
-        wants_own = value is not None and value.backbone == "full"
-        if wants_own != (value_backbone is not None):
-            raise ValueError(
+    def _check_value(self, value_backbone: HFBackbone | None) -> None:
+        """Refuses a value model that the policy or its states cannot have."""
+        kind = None if self.value is None else self.value.backbone
+        is_frozen = value_backbone is not None and not any(
+            parameter.requires_grad for parameter in value_backbone.parameters()
+        )
+        for is_wrong, message in (
+            (
+                (kind == "full") != (value_backbone is not None),
                 "value_backbone: needed with value.backbone 'full' and only there, got "
-                f"{'none' if value_backbone is None else 'one'} with "
-                f"{'no value' if value is None else repr(value.backbone)}"
-            )
-        if value is None:
-            return None, None
-        if isinstance(self.corruption, CoupledViews):
-            raise ValueError("value: CoupledViews has no state of its own per token; use null")
+                f"{'none' if value_backbone is None else 'one'} with {kind!r}",
+            ),
+            (is_frozen, "value_backbone: nothing is trainable; set trainable or lora"),
+            (
+                kind is not None and isinstance(self.corruption, CoupledViews),
+                "value: CoupledViews has no state of its own per token; use null",
+            ),
+            (
+                kind == "lora" and self.backbone.adapter is None,
+                "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
+                "itself; give the backbone lora settings, or use 'full' or 'head'",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+
+    def _add_value(self, value: ValueObjective) -> None:
+        """Adds what the values are read from, and their head."""
+        own = self.value_backbone
         if value.backbone == "lora":
-            if self.backbone.adapter is None:
-                raise ValueError(
-                    "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
-                    "itself; give the backbone lora settings, or use 'full' or 'head'"
-                )
             self.backbone.add_side_adapter(VALUE, value.lora)
-        if value_backbone is not None:
-            if not value_backbone.architecture.tie_embeddings:
-                # No value passes through it, and DDP waits for the gradient of all that trains.
-                value_backbone.model.lm_head.requires_grad_(False)
-            if not any(parameter.requires_grad for parameter in value_backbone.parameters()):
-                raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
-        reader = value_backbone or self.backbone
+        if own is not None and not own.architecture.tie_embeddings:
+            # No value passes through it, and DDP waits for the gradient of all that trains.
+            own.model.lm_head.requires_grad_(False)
+        reader = own or self.backbone
         if self.backbone.vision is not None and reader.vision is not None:
             reader.vision.known = self.backbone.vision.known
-        return value_backbone, ValueHead(reader.hidden_size)
+        self.value_head = ValueHead(reader.hidden_size)
 
     # -- what RL needs of the trainer ------------------------------------------------------------
 
@@ -210,23 +217,50 @@ class TraceRLModule(TrainableModule):
         trainer = self.trainer
         return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
-    @property
-    def validation(self) -> RolloutValidation | None:
-        """What the data module scores held-out prompts with; ``None`` without such prompts."""
-        found: RolloutValidation | None = self._of_data("validation")
-        return found
+    # -- RL steps --------------------------------------------------------------------------------
 
-    @property
-    def facts(self) -> dict[str, float]:
-        """What is known of the RL step, as it is logged."""
-        found: dict[str, float] = self._of_data("facts")
-        return found
+    def roll_out_from(
+        self,
+        source: RolloutSource,
+        settings: RolloutSettings,
+        validation: RolloutValidation | None,
+    ) -> None:
+        """Takes where rollouts and held-out scores come from; the data module gives them."""
+        self._source, self._settings, self.validation = source, settings, validation
 
-    def _of_data(self, name: str) -> Any:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, name):
-            raise ValueError(f"data: expected RolloutDataModule, got {type(data).__name__}")
-        return getattr(data, name)
+    def next_rl_step(self) -> RLStep:
+        """Makes the RL step that the coming epoch trains on; every process must call it."""
+        if self.current is not None and self.current.number == self.progress.step:
+            return self.current  # Lightning asks twice when it resumes
+        self.current = None  # no two RL steps in memory
+        with self.generating():
+            self.current = rl_step(
+                self,
+                self._source,
+                self._settings,
+                self.progress,
+                accumulate=self.trainer.accumulate_grad_batches,
+                version=self.trainer.global_step,
+                ranks=self.ranks,
+                report=RolloutProgress(self.trainer, self.progress.step),
+            )
+        return self.current
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        is_within = self.current is not None and self.current.number == self.progress.step
+        checkpoint[_PROGRESS] = {**asdict(self.progress), "is_within": is_within}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        progress = dict(checkpoint.get(_PROGRESS, {}))
+        if progress.pop("is_within", False):
+            logger.warning(
+                "the checkpoint was taken within RL step %d: its rollouts are drawn anew by the "
+                "policy as it is now; checkpoints at the end of epochs resume exactly",
+                progress["step"],
+            )
+        self.progress = RLProgress(**progress)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -263,14 +297,9 @@ class TraceRLModule(TrainableModule):
     # -- scores ----------------------------------------------------------------------------------
 
     def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Scores a batch with the current weights.
+        """Scores a batch, on the module's device, with the current weights; differentiable.
 
-        Args:
-            batch: on the device of the module.
-            with_value: whether values are wanted; by default when there is a value model.
-
-        Returns:
-            Log-probabilities, entropies and values, differentiable.
+        ``with_value``: whether values are wanted; by default when there is a value model.
         """
         with_value = self.value is not None if with_value is None else with_value
         rows = training_rows(batch, self.row_spec)
@@ -285,17 +314,11 @@ class TraceRLModule(TrainableModule):
             stats, hidden = self.backbone.score_with_rows(*scored, **options)
         else:
             stats = self.backbone.score_tokens(*scored, **options)
-        values = None
-        if with_value:
-            values = self._values(rows, hidden)
+        values = self._values(rows, hidden) if with_value else None
         return ItemScores(batch.per_unit(stats.log_prob), stats.entropy, values)
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """Values ``(M,)`` of a batch's tokens, without their probabilities.
-
-        Args:
-            batch: on the device of the module.
-        """
+        """``(M,)`` values of the tokens of a batch on the module's device, without their scores."""
         return self._values(training_rows(batch, self.row_spec), None)
 
     def _values(self, rows: TrainingRows, hidden: Tensor | None) -> Tensor:
@@ -323,11 +346,10 @@ class TraceRLModule(TrainableModule):
         """Policy and value loss of a batch of items."""
         scores = self.score(batch)
         assert batch.advantage is not None
-        # Without old log-probabilities the policy is its own old one: a ratio of 1.
-        old = scores.log_prob.detach() if batch.old_log_prob is None else batch.old_log_prob
+        assert batch.old_log_prob is not None
         actor = self.policy_loss.compute(
             scores.log_prob,
-            old.to(scores.log_prob.dtype),
+            batch.old_log_prob.to(scores.log_prob.dtype),
             batch.advantage,
             batch.weight,
             reference=batch.reference,
@@ -343,12 +365,11 @@ class TraceRLModule(TrainableModule):
             value = value_loss(
                 scores.value, batch.old_value, batch.returns, batch.weight, clip=self.value.clip
             )
-            # Always in the graph, so that every process reduces the same gradients.
-            total = total + value.total * float(self.trains_value)
+            total = total + value.total
             if is_logged:
-                self.update_scores.add_values(
-                    value.total, batch.num_rows, scores.value, batch.returns, counted
-                )
+                self.update_scores.value_loss.update(value.total, batch.num_rows)
+                for fit in (self.update_scores.value_error, self.update_scores.value_explained):
+                    fit.update(scores.value, batch.returns, counted)
         # Sums over states, divided by the items of a full batch: smaller updates weigh their items
         # more (``shard_items``), so every update is a mean over rows.
         loss = total / batch.num_slots
@@ -356,7 +377,8 @@ class TraceRLModule(TrainableModule):
         self._skips_update = batch.is_empty
         if is_logged:
             parts = dict(actor.parts)
-            self.update_scores.add_policy(total, parts.pop("policy"), batch.num_rows)
+            self.update_scores.loss.update(total, batch.num_rows)
+            self.update_scores.policy_loss.update(parts.pop("policy"), batch.num_rows)
             cells = counted if batch.unit is None else counted[batch.unit]
             parts["entropy"] = (scores.entropy.detach() * cells).sum() / cells.sum().clamp_min(1)
             named: dict[str, Any] = {**parts, **dict(self.update_scores.named_children())}
@@ -371,10 +393,14 @@ class TraceRLModule(TrainableModule):
 
     def on_train_epoch_start(self) -> None:
         """Logs the facts of the RL step and starts its clock."""
+        assert self.current is not None
         self._began = time.perf_counter()
-        if self.value is not None:
-            self.trains_value = self.trainer.current_epoch % self.value.train_every == 0
-        self.log_dict(self.facts, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_dict(self.current.facts, on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        """Leaves the RL step behind, before checkpoints are written."""
+        assert self.current is not None
+        self.progress = self.current.progress
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs how long the updates of the RL step take, as a mean over processes."""
@@ -446,15 +472,13 @@ class TraceRLModule(TrainableModule):
     ) -> None:
         """Clips policy and value gradients apart, each to ``trainer.gradient_clip_val``.
 
-        Parameters that this update leaves alone, all of them after an RL step without anything to
-        learn from, lose their gradient, so that neither momentum nor decay moves them.
+        After an RL step without anything to learn from parameters lose their gradient, so that
+        neither momentum nor decay moves them.
         """
-        names = ("policy", "value")
-        for name, group in zip(names, optimizer.param_groups, strict=False):
-            if self._skips_update or (name == "value" and not self.trains_value):
-                for parameter in group["params"]:
-                    parameter.grad = None
-                continue
+        if self._skips_update:
+            optimizer.zero_grad()
+            return
+        for name, group in zip(("policy", "value"), optimizer.param_groups, strict=False):
             if gradient_clip_algorithm == "value":
                 if gradient_clip_val is not None:
                     torch.nn.utils.clip_grad_value_(group["params"], gradient_clip_val)
@@ -473,18 +497,21 @@ class TraceRLModule(TrainableModule):
             )
 
 
-def set_up_trainer(trainer: Trainer) -> None:
-    """Sets what RL needs and Lightning's defaults do not give.
+def _row_spec(
+    spec: BackboneSpec, block_size: int | None, alignment: Literal["absolute", "response"] | None
+) -> BackboneSpec:
+    """The specification of training rows, whose blocks may be others than the model's."""
+    for name, value in (("block_size", block_size), ("block_alignment", alignment)):
+        if value is not None and spec.attention != "block":
+            raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
+    at_least(1, block_size=block_size)
+    origin = {"absolute": "sequence", None: spec.block_origin}.get(alignment, alignment)
+    return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)
 
-    Args:
-        trainer: of a run that fits.
-    """
-    interval = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-    if interval not in (0, 1):
-        raise ValueError(
-            "trainer.reload_dataloaders_every_n_epochs: expected 1, so that every epoch has "
-            f"rollouts of its own, got {interval}"
-        )
+
+def set_up_trainer(trainer: Trainer) -> None:
+    """Sets what RL needs and Lightning's defaults do not give, for a run that fits."""
+    # Every epoch has rollouts of its own.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
     if trainer.num_sanity_val_steps == _DEFAULT_SANITY_STEPS:
         # A reward curve begins with the policy as it was; two batches say nothing.
@@ -492,19 +519,19 @@ def set_up_trainer(trainer: Trainer) -> None:
     for saver in trainer.checkpoint_callbacks:
         # Lightning would save after validation, within the RL step, where none can be resumed.
         if isinstance(saver, ModelCheckpoint) and saver._every_n_epochs:
-            if saver._save_on_train_epoch_end is False:
-                raise ValueError(
-                    "ModelCheckpoint.save_on_train_epoch_end: expected true, since an RL step that "
-                    "is saved before its end cannot be resumed, got false"
-                )
-            saver._save_on_train_epoch_end = True
+            _set_true(saver, "_save_on_train_epoch_end")
     for stopper in trainer.early_stopping_callbacks:
         # At a validation the score of the RL step that has just been trained is not logged yet, and
         # Lightning would take that of an earlier one.
         if isinstance(stopper, EarlyStopping) and not stopper.monitor.startswith("val/"):
-            if stopper._check_on_train_epoch_end is False:
-                raise ValueError(
-                    "EarlyStopping.check_on_train_epoch_end: expected true, since "
-                    f"{stopper.monitor!r} is logged when an RL step ends, got false"
-                )
-            stopper._check_on_train_epoch_end = True
+            _set_true(stopper, "_check_on_train_epoch_end")
+
+
+def _set_true(callback: Callback, name: str) -> None:
+    """Sets an option that is left open."""
+    if getattr(callback, name) is False:
+        raise ValueError(
+            f"{type(callback).__name__}.{name.strip('_')}: expected true, since an RL step is a "
+            "whole only when its epoch ends, got false"
+        )
+    setattr(callback, name, True)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lit_dlm.losses.terms import LossTerms
-from lit_dlm.ops.options import at_least, one_of, within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import Plug
-
-KLEstimator = Literal["k3", "k1"]
 
 
 class PolicyLoss(Plug):
@@ -63,15 +60,7 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
     ``exp(-d) - 1 + d`` with ``d = log_prob - reference`` (J. Schulman, "Approximating KL
     divergence", 2020; GRPO, arXiv:2402.03300, eq. 4): never negative, 0 where both agree. Below
     ``d = -max_fall`` its tangent there, so that a token's gradient is at most ``exp(max_fall) - 1``
-    and never 0.
-
-    Args:
-        log_prob: ``(N,)`` floating point.
-        reference: ``(N,)`` log-probabilities of the same tokens elsewhere.
-        max_fall: nats, ``None`` for no tangent.
-
-    Returns:
-        ``(N,)`` nats.
+    and never 0; ``None`` for no tangent. ``(N,)`` nats.
     """
     difference = log_prob - reference
     if max_fall is None:
@@ -80,48 +69,36 @@ def k3(log_prob: Tensor, reference: Tensor, *, max_fall: float | None = 2.5) -> 
     return torch.expm1(-near) + near + math.expm1(max_fall) * (near - difference)
 
 
-def clipped_objective(
-    ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
-) -> Tensor:
-    """``min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv:1707.06347, eq. 7).
+def clipped_objective(ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
+    """``(N,)`` ``min(r A, clip(r, 1 - e, 1 + e) A)``, to be maximised (PPO, 1707.06347, eq. 7).
 
     Args:
         ratio: ``(N,)`` probability under the policy over that under the old one.
         advantage: ``(N,)``.
-        clip_low: how far a ratio may fall.
-        clip_high: how far it may rise (the same in PPO; more in DAPO, arXiv:2503.14476).
-
-    Returns:
-        ``(N,)``, to be maximised.
+        clip: how far a ratio may rise or fall, ``e``.
     """
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.minimum(ratio * advantage, clipped * advantage)
+    return torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPolicyLoss(PolicyLoss):
-    """The clipped policy objective with a divergence (TraceRL, arXiv:2509.06949).
+    """The clipped policy objective with the divergence :func:`k3` (TraceRL, arXiv:2509.06949).
 
     Args:
-        clip_low: how far a ratio may fall before its gradient is cut.
-        clip_high: how far it may rise; ``clip_low`` by default.
+        clip: how far a ratio may rise or fall before its gradient is cut.
         beta: weight of the divergence.
-        kl: ``k3``, or ``k1`` for the plain difference of log-probabilities.
-        max_fall: nats that a log-probability may fall before ``k3`` goes on as a straight line: its
-            gradient grows with the inverse probability, and a single token that the policy has
-            given up decides an update. ``null`` for no line, as in dLLM-RL.
+        max_fall: nats that a log-probability may fall before the divergence goes on as a straight
+            line: its gradient grows with the inverse probability, and a single token that the
+            policy has given up decides an update. ``null`` for no line, as in dLLM-RL.
     """
 
-    clip_low: float = 0.2
-    clip_high: float | None = None
+    clip: float = 0.2
     beta: float = 0.01
-    kl: KLEstimator = "k3"
     max_fall: float | None = 2.5
 
     def __post_init__(self) -> None:
-        within("[0, 1]", clip_low=self.clip_low)
-        at_least(0, clip_high=self.clip_high, beta=self.beta, max_fall=self.max_fall)
-        one_of("k3", "k1", kl=self.kl)
+        within("[0, 1]", clip=self.clip)
+        at_least(0, beta=self.beta, max_fall=self.max_fall)
 
     def compute(
         self,
@@ -139,30 +116,20 @@ class ClippedPolicyLoss(PolicyLoss):
             ``total``, and in ``parts`` ``policy``, and over the tokens with weight: ``ratio``
             (mean), ``clip_fraction`` (share whose gradient is cut), ``kl`` (nats a token).
         """
-        shapes = {tuple(value.shape) for value in (log_prob, old_log_prob, advantage, weight)}
-        if len(shapes) > 1 or log_prob.ndim != 1:
-            raise ValueError(
-                "policy loss: expected log_prob, old_log_prob, advantage and weight (N,), got "
-                f"{shapes}"
-            )
-        clip_low = self.clip_low
-        clip_high = clip_low if self.clip_high is None else self.clip_high
         counted = weight > 0
         # Tokens without weight may hold anything; they must not give 0 * inf.
         log_prob = torch.where(counted, log_prob, 0.0)
         difference = torch.where(counted, log_prob - old_log_prob.detach(), 0.0)
         ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        gain = clipped_objective(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+        gain = clipped_objective(ratio, advantage, clip=self.clip)
         policy = -(weight * torch.where(counted, gain, 0.0)).sum()
         anchor = old_log_prob if reference is None else reference
         anchor = torch.where(counted, anchor.detach(), 0.0)
-        divergence = log_prob - anchor
-        if self.kl == "k3":
-            divergence = k3(log_prob, anchor, max_fall=self.max_fall)
+        divergence = k3(log_prob, anchor, max_fall=self.max_fall)
         divergence_term = ((weight if kl_weight is None else kl_weight) * divergence).sum()
         count = counted.sum().clamp_min(1)
         with torch.no_grad():
-            outside = torch.where(advantage >= 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+            outside = torch.where(advantage >= 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
             parts = {
                 "policy": policy.detach(),
                 "ratio": torch.where(counted, ratio, 0.0).sum() / count,

@@ -2,9 +2,7 @@
 
 :class:`OnlineRollouts` decodes prompts with :class:`RolloutEngine`, scores the responses and marks
 the groups that the filters keep; :class:`StoredRollouts` reads what ``RolloutWriter`` wrote. Both
-give :class:`Rollouts`, the same on all processes. The engine is a plain class over the module's own
-decoder and weights, so training and validation share it; another engine needs
-:meth:`RolloutEngine.generate` and nothing else.
+give :class:`Rollouts`, the same on all processes.
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +23,8 @@ from torch import Tensor
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.decoding import DecodeResult, DecodeState, StepRecord
 from lit_dlm.decoding.observers import QueueObserver
-from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
@@ -44,19 +42,18 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
 
-_MAX_BLOCK = 60_000
-"""Records of one process and RL step: the most that travel in one block."""
-
 Report = Callable[[str, int, int], None]
 """Told which phase is running, how much of it is done and how much there is."""
+
+SAMPLED = "commit_log_prob"
+"""Signal that holds the sampler's own log-probability of every token."""
+
+Problem = tuple[PromptExample, list[int]]
+"""A problem with its token ids, chat template included, pictures numbered as in records."""
 
 
 def no_report(phase: str, done: int, total: int) -> None:
     """Takes a report and does nothing with it."""
-
-
-SAMPLED = "commit_log_prob"
-"""Signal that holds the sampler's own log-probability of every token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,61 +61,39 @@ class RolloutPrompt:
     """One response that is asked for."""
 
     example: PromptExample
-    """The problem."""
     prompt_ids: list[int]
-    """Its token ids, chat template included, pictures numbered as in records."""
-    uid: str
-    """Name of the response; its noise follows from it and the module's seed."""
-    meta: Mapping[str, Any]
-    """Facts for the record: RL step, number of the prompt in it, number of the response."""
+    uid: str  # of the response; its noise follows from it and the module's seed
+    meta: Mapping[str, Any]  # for the record: RL step, number of the prompt and of the response
 
 
 def rollout_prompts(
-    example: PromptExample,
-    prompt_ids: list[int],
-    *,
-    method: str,
-    step: int,
-    place: int,
-    num_responses: int,
+    problems: Iterable[Problem], *, method: str, step: int = 0, num_responses: int
 ) -> list[RolloutPrompt]:
-    """The responses of one prompt in one RL step.
+    """The responses to some prompts in one RL step, group by group.
 
-    Args:
-        example: the problem.
-        prompt_ids: its token ids.
-        method: decoder to use, part of the names.
-        step: number of the RL step.
-        place: number of the prompt in it.
-        num_responses: size of the group.
-
-    Returns:
-        One entry per response; names differ between RL steps, so responses do.
+    Names differ between RL steps, so responses do.
     """
     return [
         RolloutPrompt(
             example=example,
-            prompt_ids=prompt_ids,
-            uid=f"{example.uid}@{method}/{step:06d}.{place:04d}.{number:03d}",
+            prompt_ids=ids,
+            uid=f"{example.uid}@{method}/{step:06d}.{prompt:04d}.{number:03d}",
             meta={
                 "task": example.task,
                 "method": method,
                 "rl_step": step,
-                "place": place,
+                "prompt": prompt,
                 "response": number,
                 **image_facts(example),
             },
         )
+        for prompt, (example, ids) in enumerate(problems)
         for number in range(num_responses)
     ]
 
 
 def rl_step_of(uid: str) -> int:
-    """The RL step in a name that :func:`rollout_prompts` gave.
-
-    Args:
-        uid: name of a response.
-    """
+    """The RL step in a name that :func:`rollout_prompts` gave."""
     return int(uid.rpartition("/")[2].partition(".")[0])
 
 
@@ -126,7 +101,7 @@ class RolloutEngine:
     """Decodes in place with the module's weights and one of its decoders.
 
     Args:
-        module: the module; must be in evaluation mode while it generates.
+        module: in evaluation mode while it generates.
         method: name of the decoder.
         response_length: cells of every response.
         batch_size: responses decoded together, each replaced by the next one when it ends; results
@@ -143,22 +118,7 @@ class RolloutEngine:
         batch_size: int,
         overlong_margin: int = 0,
     ) -> None:
-        if method not in module.decoders:
-            raise ValueError(
-                f"method: expected one of {', '.join(module.decoders) or '(no decoders)'}, "
-                f"got {method!r}"
-            )
         module.decoders[method].check(module.backbone)
-        if response_length < 1 or batch_size < 1:
-            raise ValueError(
-                "response_length and batch size of rollouts: expected at least 1, got "
-                f"{response_length} and {batch_size}"
-            )
-        if not 0 <= overlong_margin < response_length:
-            raise ValueError(
-                f"overlong_margin: expected 0 to {response_length - 1}, less than a response has "
-                f"cells, got {overlong_margin}"
-            )
         self.module = module
         self.method = method
         self.response_length = response_length
@@ -168,109 +128,58 @@ class RolloutEngine:
         """Of the batches of this process so far."""
         self._steps: dict[str, float] = {}  # of former responses, by the prompt's uid
 
-    @classmethod
-    def of(
-        cls, module: DecodeModule, method: str, response_length: int, settings: RolloutSettings
-    ) -> RolloutEngine:
-        """The engine of a run.
+    def generate(self, prompts: Sequence[RolloutPrompt], *, shared: bool = False) -> list[Rollout]:
+        """Decodes responses, and gives them in order.
 
-        Args:
-            module: the module.
-            method: name of the decoder.
-            response_length: cells of every response.
-            settings: of the data module.
-        """
-        return cls(
-            module,
-            method=method,
-            response_length=response_length,
-            batch_size=settings.rollout_batch_size,
-            overlong_margin=settings.overlong_margin,
-        )
-
-    def generate(
-        self,
-        prompts: Sequence[RolloutPrompt],
-        *,
-        shared: bool = False,
-        report: Callable[[int], None] | None = None,
-    ) -> list[Rollout]:
-        """Decodes responses.
-
-        Args:
-            prompts: what is asked for.
-            shared: with all processes; every one must call it with the same prompts, and gets the
-                responses that it has decoded.
-            report: told now and then how many responses are done.
-
-        Returns:
-            One rollout per response, in order. Records hold the log-probability under which each
-            token was drawn (:data:`SAMPLED`; NaN where an end-of-text fill wrote).
+        Shared, all processes must call it with the same prompts, and each gets what it has decoded.
         """
         queue = WorkQueue(len(prompts), shared=shared)
-        records = {record.uid: record for record in self.records(prompts, queue, report=report)}
-        return [self.rollout(p, records[p.uid]) for p in prompts if p.uid in records]
+        records = {record.uid: record for record in self.records(prompts, queue)}
+        own = [prompt for prompt in prompts if prompt.uid in records]
+        return self.rollouts(own, [records[prompt.uid] for prompt in own])
 
     def records(
         self,
         prompts: Sequence[RolloutPrompt],
         queue: WorkQueue,
         *,
-        report: Callable[[int], None] | None = None,
+        report: Callable[[int], None] = lambda done: None,
     ) -> list[Trajectory]:
         """Decodes the responses that this process takes from a queue, longest expected first.
 
-        Args:
-            prompts: what is asked for, of all processes.
-            queue: of as many numbers; what they stand for follows from the prompts and from
-                :meth:`learn`, on all processes alike.
-            report: told now and then how many responses of this process are done.
-
-        Returns:
-            Records as rows end.
+        What a number of the queue stands for follows from the prompts of all processes and from
+        :meth:`record_step_counts`, on all alike. Records come as rows end, with the log-probability
+        under which each token was drawn (:data:`SAMPLED`).
         """
-        module = self.module
-        order = self._by_expected_steps(prompts)
+        module, order = self.module, self._by_expected_steps(prompts)
         capture = TrajectoryCapture(vocab_size=module.backbone.vocab_size)
         sampled = SampledLogProb()
         found: list[Trajectory] = []
-        waiting: list[RolloutPrompt] = []
 
-        def collect() -> None:
-            rows = zip(
-                capture.trajectories([prompt.uid for prompt in waiting]),
-                waiting,
-                sampled.ended().cpu().numpy(),
-                strict=True,
-            )
-            for record, prompt, log_prob in rows:
-                num_tokens = module.texts([record])[1][0]
-                record = record.with_meta(**prompt.meta, num_tokens=num_tokens)
-                signals = {**record.signals, SAMPLED: log_prob}
-                found.append(replace(record, signals=signals))
-            waiting.clear()
-            if report is not None:
-                report(len(found))
+        def prompt(number: int) -> DecodePrompt:
+            one = order[number]
+            ids = module.placed(one.example, one.prompt_ids)
+            return DecodePrompt(one.uid, ids, sample_seed(module.seed, one.uid))
 
-        def prompt(number: int) -> tuple[Sequence[int], int]:
-            chosen = order[number]
-            ids = module.placed(chosen.example, chosen.prompt_ids)
-            return ids, sample_seed(module.seed, chosen.uid)
-
-        for numbers, _ in decode_queued_prompts(
+        for rows in decode_stream(
             module.backbone,
             module.decoders[self.method],
             queue,
             prompt,
             response_length=self.response_length,
-            num_slots=self.batch_size,
+            batch_size=self.batch_size,
             observers=[capture, sampled, self.occupancy],
         ):
-            waiting += [order[number] for number in numbers]
-            if len(waiting) >= self.batch_size:
-                collect()
-        if waiting:
-            collect()
+            ended = [order[number] for number in rows.numbers]
+            metas = [
+                {**one.meta, "num_tokens": num_tokens}
+                for one, num_tokens in zip(ended, rows.responses.num_tokens, strict=True)
+            ]
+            records = capture.trajectories([one.uid for one in ended], metas)
+            log_probs = sampled.ended().cpu().numpy()
+            for record, log_prob in zip(records, log_probs, strict=True):
+                found.append(replace(record, signals={**record.signals, SAMPLED: log_prob}))
+            report(len(found))
         return found
 
     def _by_expected_steps(self, prompts: Sequence[RolloutPrompt]) -> list[RolloutPrompt]:
@@ -282,39 +191,35 @@ class RolloutEngine:
         mean = sum(known) / max(len(known), 1)
         return sorted(
             prompts,
-            key=lambda prompt: (
-                -self._steps.get(prompt.example.uid, mean),
-                -len(prompt.prompt_ids),
-            ),
+            key=lambda one: (-self._steps.get(one.example.uid, mean), -len(one.prompt_ids)),
         )
 
-    def learn(self, records: Sequence[Trajectory]) -> None:
-        """Notes how many steps the responses to each prompt took; speed alone depends on it.
+    def record_step_counts(self, records: Sequence[Trajectory]) -> None:
+        """Notes how many steps the responses to each prompt took, of all processes.
 
-        Args:
-            records: of one RL step, those of all processes.
+        Only the order of decoding depends on it, and so speed.
         """
         steps: dict[str, list[int]] = {}
         for record in records:
             steps.setdefault(record.uid.rpartition("@")[0], []).append(record.num_steps)
         self._steps |= {uid: sum(counts) / len(counts) for uid, counts in steps.items()}
 
-    def rollout(self, prompt: RolloutPrompt, record: Trajectory) -> Rollout:
-        """A response as rewards take it.
-
-        Args:
-            prompt: what was asked for.
-            record: what came, on whatever process.
-        """
-        (text,), (length,) = self.module.texts([record])
-        return Rollout(
-            trajectory=record,
-            example=prompt.example,
-            text=text,
-            is_overlong=length >= self.response_length - self.overlong_margin,
-            num_tokens=min(length + 1, self.response_length),  # the end of text included
-            decode=self._text,
-        )
+    def rollouts(
+        self, prompts: Sequence[RolloutPrompt], records: Sequence[Trajectory]
+    ) -> list[Rollout]:
+        """Responses, decoded on whatever process, as rewards take them."""
+        texts, lengths = self.module.texts(records) if records else ([], [])
+        return [
+            Rollout(
+                trajectory=record,
+                example=prompt.example,
+                text=text,
+                is_overlong=length >= self.response_length - self.overlong_margin,
+                num_tokens=min(length + 1, self.response_length),  # the end of text included
+                decode=self._text,
+            )
+            for prompt, record, text, length in zip(prompts, records, texts, lengths, strict=True)
+        ]
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text of response tokens, as completions are made."""
@@ -331,32 +236,29 @@ class SampledLogProb(QueueObserver):
     requires: frozenset[str] = frozenset({"drawn"})
 
     def __init__(self) -> None:
-        self._table = torch.empty(0, dtype=torch.float32)  # (B, G), by place
+        self._table = torch.empty(0, dtype=torch.float32)  # (B, G), by slot
         self._ended: list[Tensor] = []
 
     def on_start(self, state: DecodeState) -> None:
-        """Prepares the table."""
         shape = (len(state.rows), state.ids.shape[1] - state.start)
         self._table = torch.full(shape, torch.nan, dtype=torch.float32, device=state.ids.device)
         self._ended = []
 
     def on_step(self, record: StepRecord) -> None:
-        """Notes the proposals that were written."""
         state, region = record.state, slice(record.state.start, None)
         written = (record.new_ids != state.ids)[:, region]
         assert record.proposal.drawn is not None
         log_prob = record.proposal.drawn[:, region].float().log()
+        # What an end-of-text fill wrote was not drawn.
         new = torch.where(record.commit[:, region], log_prob, torch.nan)
         before: Tensor = self._table[state.rows]
         self._table.index_copy_(0, state.rows, torch.where(written, new, before))
 
     def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        """Keeps the rows that have ended."""
         self.on_end(result)
         self._table.index_fill_(0, state.rows, torch.nan)
 
     def on_end(self, result: DecodeResult) -> None:
-        """Keeps the rows that have ended."""
         index = torch.tensor(result.rows).to(self._table.device, non_blocking=True)
         self._ended.append(self._table[index])
 
@@ -374,15 +276,7 @@ def score_facts(
 ) -> dict[str, Any]:
     """What training needs of a rollout's score, as small JSON values for the record.
 
-    Args:
-        rollout: the rollout.
-        score: its score.
-        kept: whether the filters keep its group.
-        version: optimiser steps that the policy had taken.
-
-    Returns:
-        ``reward``, ``overlong``, ``kept``, ``policy_version``, the ``parts`` of the reward,
-        ``correct`` where the task told, and ``token_rewards`` where there are any.
+    ``kept``: the filters keep its group; ``version``: optimiser steps that the policy had taken.
     """
     facts: dict[str, Any] = {
         "reward": float(score.total),
@@ -401,144 +295,65 @@ def score_facts(
 
 def in_order(records: Sequence[Trajectory]) -> list[Trajectory]:
     """Records of one RL step by prompt and response, whatever process made them."""
-    return sorted(records, key=lambda record: (record.meta["place"], record.meta["response"]))
+    return sorted(records, key=lambda record: (record.meta["prompt"], record.meta["response"]))
 
 
 def groups_of(records: Sequence[Trajectory]) -> list[list[int]]:
-    """Numbers of the records of each prompt.
-
-    Args:
-        records: ordered by :func:`in_order`.
-    """
+    """Numbers of the records of each prompt, of records :func:`in_order`."""
     groups: dict[int, list[int]] = {}
     for number, record in enumerate(records):
-        groups.setdefault(record.meta["place"], []).append(number)
+        groups.setdefault(record.meta["prompt"], []).append(number)
     return list(groups.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedPrompt:
-    """A problem with its token ids, pictures numbered."""
-
-    example: PromptExample
-    ids: list[int]
-
-
-def encoded_prompts(
+def encoded_problems(
     module: TrainableModule,
     tasks: Sequence[Task],
     *,
     max_length: int,
-    response_length: int = 0,
-    option: str = "response_length",
-) -> list[EncodedPrompt]:
-    """The problems of some tasks as the model is given them.
-
-    Args:
-        module: whose tokenizer and chat template are used.
-        tasks: in their order.
-        max_length: prompts with more tokens are left out, with a warning.
-        response_length: cells of the responses.
-        option: the setting that says so.
-    """
-    found, dropped = [], 0
+) -> list[Problem]:
+    """The problems of some tasks as the model is given them, without those that are longer."""
     examples = {task.name: list(task.examples()) for task in tasks}
     check_uids(examples)
-    for example in chain.from_iterable(examples.values()):
-        ids = module.prompt_ids(example)
-        if len(ids) > max_length:
-            dropped += 1
-            continue
+    every = [(one, module.prompt_ids(one)) for one in chain.from_iterable(examples.values())]
+    found = [(example, ids) for example, ids in every if len(ids) <= max_length]
+    for example, _ in found:
         know(module.backbone, example.uid, example.images)
-        found.append(EncodedPrompt(example=example, ids=ids))
-    if dropped:
+    if len(found) < len(every):
         logger.warning(
-            "left out %d prompts with more than max_prompt_length = %d tokens", dropped, max_length
+            "left out %d prompts with more than max_prompt_length = %d tokens",
+            len(every) - len(found),
+            max_length,
         )
     if not found:
         raise ValueError(
             f"tasks: no prompt of {', '.join(task.name for task in tasks)} has at most "
             f"max_prompt_length = {max_length} tokens"
         )
-    max_positions = module.backbone.architecture.max_positions
-    num_long = sum(len(prompt.ids) + response_length > max_positions for prompt in found)
-    if num_long:
-        raise ValueError(
-            f"{option}: {num_long} of {len(found)} prompts have, with a response of "
-            f"{response_length} tokens, more than the {max_positions} positions that the model was "
-            "made for; expected shorter responses, or a smaller max_prompt_length"
-        )
     return found
 
 
-def grouped_prompts(
-    prompts: Iterable[tuple[int, EncodedPrompt]], *, method: str, step: int, num_responses: int
-) -> list[RolloutPrompt]:
-    """The responses that are asked for in one RL step, group by group.
-
-    Args:
-        prompts: problems with their place in the RL step.
-        method: decoder to use.
-        step: number of the RL step.
-        num_responses: responses to each.
-    """
-    asked: dict[str, Any] = {"method": method, "step": step, "num_responses": num_responses}
-    return [
-        response
-        for place, prompt in prompts
-        for response in rollout_prompts(prompt.example, prompt.ids, place=place, **asked)
+def draw_prompts(num_prompts: int, cursor: int, count: int, *, seed: int) -> list[int]:
+    """The next prompts of endless shuffled passes, each of which gives every one once."""
+    first, last = cursor // num_prompts, (cursor + count - 1) // num_prompts
+    passes = [
+        np.random.default_rng([seed, number, 7]).permutation(num_prompts)
+        for number in range(first, last + 1)
     ]
-
-
-class PromptSampler:
-    """Endless shuffled passes over prompts; a cursor says where it stands.
-
-    Args:
-        num_prompts: how many there are, at least 1.
-        seed: seed of the shuffles.
-    """
-
-    def __init__(self, num_prompts: int, *, seed: int) -> None:
-        if num_prompts < 1:
-            raise ValueError("PromptSampler: expected at least one prompt, got none")
-        self.num_prompts = num_prompts
-        self.seed = seed
-
-    def draw(self, cursor: int, count: int) -> list[int]:
-        """Numbers of prompts.
-
-        Args:
-            cursor: prompts drawn so far.
-            count: how many are wanted.
-
-        Returns:
-            ``count`` numbers; one pass gives each prompt once.
-        """
-        found = []
-        for at in range(cursor, cursor + count):
-            epoch, place = divmod(at, self.num_prompts)
-            found.append(int(self._order(epoch)[place]))
-        return found
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch, 7]).permutation(self.num_prompts)
+    begin = cursor - first * num_prompts
+    drawn: list[int] = np.concatenate(passes)[begin : begin + count].tolist()
+    return drawn
 
 
 @dataclass
 class Rollouts:
     """The rollouts of one RL step, the same on all processes."""
 
-    records: list[Trajectory]
-    """All of them, ordered by prompt and response; meta holds the scores."""
-    num_drawn: int
-    """Prompts that were drawn for them."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of this process by phase; ``wait``: for the rollouts of others."""
-    occupancy: float | None = None
-    """Part of the batch's places that were at work while this process decoded; ``None`` where it
-    did not, like the next."""
-    tokens_per_second: float | None = None
-    """Response tokens of this process, without fill, per second of decoding."""
+    records: list[Trajectory]  # in order; meta holds the scores
+    num_prompts: int  # drawn for them
+    # Seconds of this process by phase (``wait``: for the rollouts of others), and where it decoded
+    # ``occupancy``, the part of the batch's slots that were at work, and ``tokens_per_second``.
+    times: dict[str, float] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[Trajectory]:
@@ -546,46 +361,12 @@ class Rollouts:
         return [record for record in self.records if record.meta["kept"]]
 
 
-class RolloutSource(Protocol):
-    """Where the rollouts of an RL step come from."""
-
-    def collect(
-        self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
-    ) -> Rollouts:
-        """The rollouts of one RL step; every process must call it.
-
-        Args:
-            step: number of the RL step.
-            cursor: prompts drawn before.
-            version: optimiser steps that the policy has taken.
-            ranks: the processes.
-            report: told how far it is.
-
-        Returns:
-            All records, those of other processes included.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends what runs beside."""
-
-
-def _report_share(report: Report, share: int, done: int) -> None:
-    """Tells of this process's share, which it may exceed."""
-    report("rollout", min(done, share), share)
-
-
-class OnlineRollouts(RolloutSource):
+class OnlineRollouts:
     """Rolls out prompts with the policy in training and scores them.
 
     Processes take responses from a shared queue as rows of their batches end. A group is scored
     where its number says, on every ``world_size``-th process, since rewards and filters look at it
     as a whole.
-
-    Args:
-        module: whose decoder rolls out.
-        method: name of that decoder.
-        settings: of the data module.
     """
 
     def __init__(self, module: TrainableModule, method: str, settings: RolloutSettings) -> None:
@@ -599,14 +380,16 @@ class OnlineRollouts(RolloutSource):
             num_workers=settings.num_workers,
             require_isolation=settings.require_isolation,
         )
-        self.prompts = encoded_prompts(
-            module,
-            settings.tasks,
-            max_length=settings.max_prompt_length,
-            response_length=settings.response_length,
+        self.problems = encoded_problems(
+            module, settings.tasks, max_length=settings.max_prompt_length
         )
-        self.engine = RolloutEngine.of(module, method, settings.response_length, settings)
-        self.sampler = PromptSampler(len(self.prompts), seed=settings.seed)
+        self.engine = RolloutEngine(
+            module,
+            method=method,
+            response_length=settings.response_length,
+            batch_size=settings.rollout_batch_size,
+            overlong_margin=settings.overlong_margin,
+        )
 
     def close(self) -> None:
         """Ends the grading threads."""
@@ -615,45 +398,45 @@ class OnlineRollouts(RolloutSource):
     def collect(
         self, step: int, cursor: int, *, version: int, ranks: Ranks, report: Report = no_report
     ) -> Rollouts:
-        """Decodes, scores and filters; in further rounds makes up for the groups dropped."""
-        found = Rollouts([], 0, dict.fromkeys(("rollout", "wait", "reward"), 0.0))
-        self.engine.occupancy = Occupancy()
-        num_tokens = num_kept = 0
-        for _ in range(self.settings.max_rollout_rounds):
-            missing = self.settings.prompts_per_step - num_kept
-            first = found.num_drawn
-            numbers = self.sampler.draw(cursor + first, missing)
-            prompts = [(first + at, self.prompts[number]) for at, number in enumerate(numbers)]
-            asked = grouped_prompts(
-                prompts,
-                method=self.engine.method,
-                step=step,
-                num_responses=self.settings.responses_per_prompt,
-            )
-            share = -(-len(asked) // ranks.world_size)
-            begin = time.perf_counter()
-            own = self.engine.records(
-                asked,
-                WorkQueue(len(asked), shared=ranks.world_size > 1),
-                report=partial(_report_share, report, share),
-            )
-            decoded = time.perf_counter()
-            records = in_order(gathered(own, ranks))
-            waited = time.perf_counter()
-            found.records += self._scored(asked, records, version, ranks)
-            found.seconds["rollout"] += decoded - begin
-            found.seconds["wait"] += waited - decoded
-            found.seconds["reward"] += time.perf_counter() - waited
-            num_tokens += sum(int(record.meta["num_tokens"]) for record in own)
-            found.num_drawn += missing
-            num_kept = len({record.meta["place"] for record in found.kept})
-            if num_kept >= self.settings.prompts_per_step:
-                break
-        found.records = in_order(found.records)
-        found.occupancy = self.engine.occupancy.share
-        found.tokens_per_second = num_tokens / max(found.seconds["rollout"], 1e-9)
-        self.engine.learn(found.records)
-        return found
+        """The rollouts of one RL step, of all processes, which must all call it.
+
+        Args:
+            step: number of the RL step.
+            cursor: prompts drawn before.
+            version: optimiser steps that the policy has taken.
+            ranks: the processes.
+            report: told how far it is.
+        """
+        engine, count = self.engine, self.settings.prompts_per_step
+        drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
+        asked = rollout_prompts(
+            [self.problems[number] for number in drawn],
+            method=engine.method,
+            step=step,
+            num_responses=self.settings.responses_per_prompt,
+        )
+        engine.occupancy = Occupancy()
+        share = -(-len(asked) // ranks.world_size)  # which this process may exceed
+        begin = time.perf_counter()
+        own = engine.records(
+            asked,
+            WorkQueue(len(asked), shared=ranks.world_size > 1),
+            report=lambda done: report("rollout", min(done, share), share),
+        )
+        decoded = time.perf_counter()
+        records = in_order(gathered(own, ranks))
+        waited = time.perf_counter()
+        records = self._scored(asked, records, version, ranks)
+        engine.record_step_counts(records)
+        num_tokens = sum(int(record.meta["num_tokens"]) for record in own)
+        times = {
+            "rollout": decoded - begin,
+            "wait": waited - decoded,
+            "reward": time.perf_counter() - waited,
+            "occupancy": engine.occupancy.share,
+            "tokens_per_second": num_tokens / max(decoded - begin, 1e-9),
+        }
+        return Rollouts(records, count, times)
 
     def _scored(
         self,
@@ -662,61 +445,36 @@ class OnlineRollouts(RolloutSource):
         version: int,
         ranks: Ranks,
     ) -> list[Trajectory]:
-        """All records of a round with their scores, every group's from one process."""
+        """All records with their scores, every group's from one process."""
         size = self.settings.responses_per_prompt
         own = [
-            [
-                self.engine.rollout(prompt, record)
-                for prompt, record in zip(
-                    asked[at : at + size], records[at : at + size], strict=True
-                )
-            ]
+            self.engine.rollouts(asked[at : at + size], records[at : at + size])
             for at in range(ranks.rank * size, len(asked), ranks.world_size * size)
         ]
         facts: dict[str, dict[str, Any]] = {}
         for group, scores in zip(own, self.rewarder.score(own), strict=True):
             kept = all(keep.keep(scores) for keep in self.filters)
             for rollout, score in zip(group, scores, strict=True):
-                facts[rollout.trajectory.uid] = score_facts(
-                    rollout, score, kept=kept, version=version
-                )
+                told = score_facts(rollout, score, kept=kept, version=version)
+                facts[rollout.trajectory.uid] = told
         for part in ranks.gather(json.dumps(facts).encode()):
             facts |= json.loads(part)
         return [record.with_meta(**facts[record.uid]) for record in records]
 
 
 def gathered(records: Sequence[Trajectory], ranks: Ranks) -> list[Trajectory]:
-    """The records of all processes; every process must call it.
+    """The records of all processes, one after the other; every process must call it.
 
     They travel in the format of shards: compact, checked, and without pickles.
-
-    Args:
-        records: those of this process.
-        ranks: the processes.
-
-    Returns:
-        All of them, process by process.
     """
     if ranks.world_size == 1:
         return list(records)
-    if len(records) > _MAX_BLOCK:
-        raise ValueError(
-            f"prompts_per_step: expected at most {_MAX_BLOCK} responses per process and RL step, "
-            f"got {len(records)}"
-        )
-    block = encode_block(records, level=1) if records else b""
-    blocks = ranks.gather(block)
+    blocks = ranks.gather(encode_block(records, level=1) if records else b"")
     return [record for one in blocks if one for record in decode_block(one, strict=False)]
 
 
-class StoredRollouts(RolloutSource):
-    """Replays the RL steps that a former run wrote to trajectory shards.
-
-    Args:
-        folder: folder of the shards.
-        mask_id: of the model.
-        backbone: the model, which reads the pictures of prompts.
-    """
+class StoredRollouts:
+    """Replays the RL steps that a former run wrote to a folder of trajectory shards."""
 
     def __init__(
         self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None
@@ -725,21 +483,17 @@ class StoredRollouts(RolloutSource):
         look_in(backbone, self.folder)
         self._steps: dict[int, list[Trajectory]] = {}
         for record in TrajectoryShardReader(self.folder, features=False):
-            if record.mask_id != mask_id:
+            missing = [name for name in _NEEDED if name not in record.meta]
+            if record.mask_id != mask_id or missing:
                 raise ValueError(
-                    f"{self.folder}: record {record.uid!r} has mask id {record.mask_id}, expected "
-                    f"{mask_id}, that of the model"
+                    f"shards: {record.uid} in {self.folder}: expected rollouts that RolloutWriter "
+                    f"wrote, with mask id {mask_id} and facts {', '.join(_NEEDED)}; got mask id "
+                    f"{record.mask_id} without {', '.join(missing) or 'a missing fact'}"
                 )
             take_up(backbone, record.uid, record.meta)
-            missing = [name for name in _NEEDED if name not in record.meta]
-            if missing:
-                raise ValueError(
-                    f"{self.folder}: record {record.uid!r} has no {missing[0]!r}; expected "
-                    "rollouts of RolloutDataModule, written by RolloutWriter"
-                )
             self._steps.setdefault(int(record.meta["rl_step"]), []).append(record)
         if not self._steps:
-            raise ValueError(f"{self.folder}: expected rollouts, got no record")
+            raise ValueError(f"shards: expected rollouts in {self.folder}, got no record")
         self.steps = sorted(self._steps)
 
     def collect(
@@ -753,11 +507,12 @@ class StoredRollouts(RolloutSource):
     ) -> Rollouts:
         """The rollouts of an RL step; after the last one they begin again."""
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
-        num_drawn = len({record.meta["place"] for record in records})
-        return Rollouts(records, num_drawn, {"rollout": 0.0, "reward": 0.0})
+        return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})
 
     def close(self) -> None:
         """Nothing runs beside."""
 
 
-_NEEDED = ("rl_step", "place", "response", "reward", "kept")
+RolloutSource = OnlineRollouts | StoredRollouts
+
+_NEEDED = ("rl_step", "prompt", "response", "reward", "kept")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Literal
 
@@ -14,15 +13,13 @@ from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
-from lit_dlm.ops.options import at_least, one_of, within
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.plugs import checked_plug
 from lit_dlm.rewards import GroupFilter, Reward
-from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage
+from lit_dlm.rl.advantages import Advantage, as_advantage
 from lit_dlm.rl.items import Normalise
 from lit_dlm.rl.policy_losses import ClippedPolicyLoss, PolicyLoss
 from lit_dlm.tasks import Task
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,40 +32,29 @@ class PolicyObjective(ClippedPolicyLoss):
     normalise: Normalise | None = None
     """What sums over tokens are divided by; by default ``group_mean`` for full attention and
     ``max_gen_length`` for block models."""
-    old_log_prob: Literal["recompute", "behaviour", "detach"] = "recompute"
-    """Where the old log-probabilities come from: the training forward before the first update, the
-    sampler's own record (where states, blocks and temperature of training are the sampler's; it
-    decodes with merged adapters, so half-precision weights are rounded otherwise), or the current
-    forward itself (a ratio of 1, exact for a single update per RL step)."""
+    old_log_prob: Literal["recompute", "behaviour"] = "recompute"
+    """Where the old log-probabilities come from: the training forward before the first update, or
+    the sampler's own record (where states, blocks and temperature of training are the sampler's; it
+    decodes with merged adapters, so half-precision weights are rounded otherwise)."""
     temperature: Literal["rollout"] | float = "rollout"
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("old", "initial", kl_to=self.kl_to)
-        one_of("recompute", "behaviour", "detach", old_log_prob=self.old_log_prob)
-        if self.temperature != "rollout" and not float(self.temperature) > 0.0:
-            raise ValueError(
-                f"temperature: expected 'rollout' or a positive number, got {self.temperature}"
-            )
+        if self.temperature != "rollout":
+            within("(0, inf)", temperature=float(self.temperature))
 
     def loss(self, given: PolicyLoss | None) -> PolicyLoss:
-        """The loss that is trained on.
-
-        Args:
-            given: a loss that takes the place of the clipped one, if any.
-        """
+        """The loss that is trained on: one of the user's own, or the clipped one."""
         if given is None:
             return self
         checked_plug(given, PolicyLoss, option="policy_loss")
-        unread = [
-            one.name for one in fields(ClippedPolicyLoss) if getattr(self, one.name) != one.default
-        ]
-        if unread:
-            raise ValueError(
-                f"objective.{unread[0]}: belongs to the clipped loss, which policy_loss "
-                f"{type(given).__name__} replaces; set it there or leave it out"
-            )
+        for one in fields(ClippedPolicyLoss):
+            if getattr(self, one.name) != one.default:
+                raise ValueError(
+                    f"objective.{one.name}: belongs to the clipped loss, which policy_loss "
+                    f"{type(given).__name__} replaces; set it there or leave it out"
+                )
         return given
 
     def check(
@@ -79,7 +65,7 @@ class PolicyObjective(ClippedPolicyLoss):
         row_spec: BackboneSpec,
         decoder: Decoder,
     ) -> None:
-        """Tells whether it can be pursued with a policy and its training states.
+        """Refuses what cannot be pursued with a policy and its training states.
 
         Args:
             backbone: the policy.
@@ -87,61 +73,51 @@ class PolicyObjective(ClippedPolicyLoss):
             row_spec: of training rows.
             decoder: that of rollouts.
         """
-        if backbone.adapter is not None and backbone.adapter.dropout:
-            raise ValueError(
-                "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
-                f"compared, got {backbone.adapter.dropout}"
-            )
-        if self.kl_to == "initial" and backbone.adapter is None:
-            raise ValueError(
-                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
-                "give it lora settings or use 'old'"
-            )
-        vision = backbone.vision
-        if self.kl_to == "initial" and vision is not None and vision.settings.train != "none":
-            raise ValueError(
-                "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
-                "is not kept as it was; use 'old'"
-            )
-        if self.old_log_prob == "behaviour":
-            self._check_behaviour(corruption, backbone.spec, row_spec, decoder)
-
-    def _check_behaviour(
-        self, corruption: Corruption, spec: BackboneSpec, row_spec: BackboneSpec, decoder: Decoder
-    ) -> None:
-        """Refuses training forwards that differ from the sampler's."""
-        states = type(corruption).__name__
-        if isinstance(corruption, TraceMasking):
-            states += f" with shrink {corruption.shrink} and padding '{corruption.padding}'"
-        wanted_states = "TraceMasking with shrink 1 and padding 'replayed'"
-        temperature = decoder.sampler.temperature or 1.0  # a greedy record is the model's own
-        own = temperature if self.temperature == "rollout" else float(self.temperature)
-        window, blocks = decoder.window, "no blocks"
-        if isinstance(window, BlockWindow):
-            blocks = _blocks(window.block_length, window.origin)
-        wanted_blocks = _blocks(spec.block_size, spec.block_origin)
-        row_blocks = _blocks(row_spec.block_size, row_spec.block_origin)
-        is_block = spec.attention == "block"
-        for is_met, option, wanted, got in (
-            (states == wanted_states, "corruption", wanted_states, states),
-            (own == temperature, "objective.temperature", f"the sampler's {temperature}", own),
+        adapter, vision = backbone.adapter, backbone.vision
+        is_initial = self.kl_to == "initial"
+        for is_wrong, message in (
             (
-                not is_block or row_blocks == wanted_blocks,
-                "block_size, block_alignment",
-                wanted_blocks,
-                row_blocks,
+                adapter is not None and adapter.dropout,
+                "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
+                "compared",
             ),
-            (not is_block or blocks == wanted_blocks, "decoder's window", wanted_blocks, blocks),
+            (
+                is_initial and adapter is None,
+                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
+                "give it lora settings or use 'old'",
+            ),
+            (
+                is_initial and vision is not None and vision.settings.train != "none",
+                "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
+                "is not kept as it was; use 'old'",
+            ),
+            (
+                self.old_log_prob == "behaviour"
+                and not self._is_sampling(corruption, backbone.spec, row_spec, decoder),
+                "objective.old_log_prob: 'behaviour' is the probability in the state that the "
+                "sampler saw, which needs TraceMasking(shrink=1, padding='replayed'), "
+                "objective.temperature 'rollout', and of a block model its own blocks in training "
+                "rows and in the decoder's window; use 'recompute'",
+            ),
         ):
-            if not is_met:
-                raise ValueError(
-                    "objective.old_log_prob: 'behaviour' is the probability in the state that the "
-                    f"sampler saw, which needs {option}: {wanted}, got {got}; use 'recompute'"
-                )
+            if is_wrong:
+                raise ValueError(message)
 
-
-def _blocks(size: int | None, origin: str) -> str:
-    return f"blocks of {size} from the {origin}"
+    def _is_sampling(
+        self, corruption: Corruption, spec: BackboneSpec, row_spec: BackboneSpec, decoder: Decoder
+    ) -> bool:
+        """Whether training forwards see what the sampler saw."""
+        window, blocks = decoder.window, (spec.block_size, spec.block_origin)
+        has_blocks = isinstance(window, BlockWindow) and row_spec == spec
+        return (
+            isinstance(corruption, TraceMasking)
+            and (corruption.shrink, corruption.padding) == (1, "replayed")
+            and self.temperature == "rollout"
+            and (
+                spec.attention != "block"
+                or (has_blocks and (window.block_length, window.origin) == blocks)
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,31 +140,16 @@ class ValueObjective:
     """How far a value may move in one RL step before its gradient is cut."""
     lr: float = 5e-6
     """Learning rate of the value parameters."""
-    train_every: int = 1
-    """The values are trained in every so many RL steps."""
 
     def __post_init__(self) -> None:
-        one_of("lora", "full", "head", of="value.", backbone=self.backbone)
         within("[0, 1]", of="value.", gamma=self.gamma, lam=self.lam)
-        at_least(1, of="value.", shrink=self.shrink, train_every=self.train_every)
-        if self.clip <= 0.0 or self.lr < 0.0:
-            raise ValueError(
-                f"value.clip, value.lr: expected positive numbers, got {self.clip}, {self.lr}"
-            )
-        if self.lora.dropout:
-            raise ValueError("value.lora.dropout: expected 0, values of two forwards are compared")
-
-    @property
-    def estimator(self) -> StepGAE:
-        """Returns and advantages from values."""
-        return StepGAE(self.gamma, self.lam)
+        within("(0, inf)", of="value.", clip=self.clip)
+        within("[0, 0]", of="value.lora.", dropout=self.lora.dropout)  # two forwards are compared
+        at_least(1, of="value.", shrink=self.shrink)
+        at_least(0, of="value.", lr=self.lr)
 
     def trace(self, corruption: Corruption) -> TraceMasking:
-        """The states whose values make returns and advantages.
-
-        Args:
-            corruption: the states that are trained on.
-        """
+        """The states whose values make returns and advantages, by those that are trained on."""
         shrink = self.shrink
         if shrink is None:
             shrink = corruption.shrink if isinstance(corruption, TraceMasking) else 1
@@ -199,9 +160,6 @@ class ValueObjective:
 
         With ``gamma = lam = 1`` the values of later steps cancel, and a token's advantage is its
         return less its own value; so a cap on the rows of a response caps the values as well.
-
-        Args:
-            corruption: the states that are trained on.
         """
         return not (
             self.gamma == self.lam == 1.0
@@ -222,7 +180,7 @@ class RolloutSettings:
         tasks: training prompts.
         rewards: what responses are worth; with ``source: shards`` only used in validation.
         source: ``online`` rolls out, ``shards`` replays a folder that ``RolloutWriter`` wrote, with
-            the groups that were kept; settings of new rollouts are not read then, with a warning.
+            the groups that were kept; settings of new rollouts are not read then.
         shards: that folder.
         val_tasks: held-out prompts; none by default.
         prompts_per_step: prompts of an RL step.
@@ -231,14 +189,9 @@ class RolloutSettings:
         max_prompt_length: prompts with more tokens are left out.
         rollout_batch_size: responses decoded together.
         batch_size: training items per batch and process; rows that are packed are one.
-        max_tokens_per_batch: cuts the items of an update into batches of similar lengths with at
-            most so many tokens, padding included, instead of ``batch_size`` items each, which then
-            only says how many an update has. An item with more is a batch of its own.
         rows_per_update: most rows of one update over all processes, from which the trainer's
             ``accumulate_grad_batches`` follows for any number of them; ``null`` leaves it alone.
         filters: groups that one of them drops are not trained on.
-        max_rollout_rounds: rounds of rollouts per RL step; from the second on dropped groups are
-            made up for by new prompts.
         overlong_is_wrong: scores truncated training responses as incorrect without grading.
         overlong_margin: so many cells short of the budget count as truncated, too (5 in dLLM-RL).
         advantage: turns the rewards of a prompt's responses into advantages: ``GroupZScore``,
@@ -248,7 +201,6 @@ class RolloutSettings:
             drawn anew in each.
         val_responses: responses to each held-out prompt.
         val_response_length: cells of those; as many as in training by default.
-        smoothing: weight of the past in ``rollout/reward_smoothed``.
         num_workers: threads that grade.
         require_isolation: the least that model-written code must run in: ``namespaces``, or
             ``landlock`` where there are none (SECURITY.md).
@@ -267,60 +219,43 @@ class RolloutSettings:
     max_prompt_length: int = 784
     rollout_batch_size: int = 64
     batch_size: int = 8
-    max_tokens_per_batch: int | None = None
     rows_per_update: int | None = None
     filters: list[GroupFilter] | None = None
-    max_rollout_rounds: int = 1
     overlong_is_wrong: bool = True
     overlong_margin: int = 0
     advantage: Advantage | str = "group_zscore"
     passes: int = 1
     val_responses: int = 1
     val_response_length: int | None = None
-    smoothing: float = 0.9
     num_workers: int = 1
     require_isolation: Literal["namespaces", "landlock"] = "namespaces"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()
-        one_of("online", "shards", source=self.source)
-        if (self.source == "shards") != (self.shards is not None):
-            raise ValueError(
-                "shards: needed with source 'shards' and only there, "
-                f"got {self.shards!r} with {self.source!r}"
-            )
-        if not self.tasks:
-            raise ValueError("tasks: expected at least one task, got none")
+        super().__init__()  # of the data module
         self.val_tasks, self.filters = self.val_tasks or [], self.filters or []
         for one in self.filters:
             checked_plug(one, GroupFilter, option="filters")
-        if self.val_response_length is None:
-            self.val_response_length = self.response_length
-        at_least(1, **{name: getattr(self, name) for name in _POSITIVE})
         self.advantage = as_advantage(self.advantage)
+        at_least(1, **{name: getattr(self, name) for name in _POSITIVE})
+        within(f"[0, {self.response_length})", overlong_margin=self.overlong_margin)
         alone = self.source == "online" and self.responses_per_prompt == 1
-        if alone and not self.advantage.compute(torch.ones(1)).any():
-            raise ValueError(
+        for is_wrong, message in (
+            (not self.tasks, "tasks: expected at least one task, got none"),
+            (
+                (self.source == "shards") != (self.shards is not None),
+                "shards: needed with source 'shards' and only there, got "
+                f"{self.shards!r} with {self.source!r}",
+            ),
+            (
+                alone and not self.advantage.compute(torch.ones(1)).any(),
                 "responses_per_prompt: expected at least 2 with advantage "
                 f"{type(self.advantage).__name__}, which compares the responses to a prompt and "
-                "gives 0 to one alone, got 1; use RawReward"
-            )
-        within("[0, 1)", smoothing=self.smoothing)
-
-    def warn_of_unread(self) -> None:
-        """Names the settings of new rollouts that are set, though stored ones are trained on."""
-        defaults = {one.name: one.default for one in fields(RolloutSettings)}
-        given = [
-            name for name in _OF_NEW_ROLLOUTS if getattr(self, name) not in (defaults[name], [])
-        ]
-        if given:
-            logger.warning(
-                "source 'shards' takes rewards and kept groups as they are stored in %s: not read "
-                "are the settings %s",
-                self.shards,
-                ", ".join(given),
-            )
+                "gives 0 to one alone, got 1; use RawReward",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
 
 
 _POSITIVE = (
@@ -330,16 +265,7 @@ _POSITIVE = (
     "max_prompt_length",
     "rollout_batch_size",
     "batch_size",
-    "max_rollout_rounds",
     "passes",
     "val_responses",
     "val_response_length",
-)
-_OF_NEW_ROLLOUTS = (
-    "prompts_per_step",
-    "responses_per_prompt",
-    "filters",
-    "max_rollout_rounds",
-    "overlong_is_wrong",
-    "overlong_margin",
 )

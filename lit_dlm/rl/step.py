@@ -9,169 +9,93 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dlm.backbones import BackboneSpec
-from lit_dlm.losses.states import Corruption
-from lit_dlm.ops.batches import split_batches, token_batches
-from lit_dlm.rl.advantages import Advantage, StepGAE, outcome_rewards
-from lit_dlm.rl.items import (
-    RolloutBatch,
-    RolloutItem,
-    RowBuilder,
-    collate_items,
-    item_tokens,
-    order_of_writing,
-    pick,
-)
+from lit_dlm.losses.states import Responses
+from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
+from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
 from lit_dlm.rl.ranks import ALONE, Ranks
-from lit_dlm.rl.rollout import SAMPLED, Report, RolloutSource, groups_of, in_order, no_report
-from lit_dlm.rl.settings import PolicyObjective, ValueObjective
+from lit_dlm.rl.rollout import (
+    SAMPLED,
+    Report,
+    Rollouts,
+    RolloutSource,
+    groups_of,
+    in_order,
+    no_report,
+)
+from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
+
+if TYPE_CHECKING:
+    from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Slot:
-    """One place of a batch."""
-
-    item: int
-    """Number of the item."""
-    factor: float
-    """On its weights: 0 on a copy that only fills a batch."""
+# Weight of the past in ``rollout/reward_smoothed``, which early stopping watches.
+_SMOOTHING = 0.9
 
 
 class ItemScores(NamedTuple):
     """What the models say of a batch."""
 
-    log_prob: Tensor
-    """``(M,)`` log-probability of each unit's token."""
-    entropy: Tensor
-    """``(N,)`` entropy of each scored cell, nats."""
-    value: Tensor | None
-    """``(M,)`` value of each token before it was written."""
-
-
-class Policy(Protocol):
-    """What an RL step asks of the model in training; ``TraceRLModule`` is one."""
-
-    method: str
-    """Name of the decoder that rolls out."""
-    objective: PolicyObjective
-    """Which log-probabilities are compared."""
-    value: ValueObjective | None
-    """Settings of the value model; ``None`` without one."""
-    corruption: Corruption
-    """The states that are trained on."""
-    rows: RowBuilder
-    """Turns records into training items."""
-    row_spec: BackboneSpec
-    """Specification of training rows."""
-    num_padding: int | None
-    """Cells of fill behind an answer that are trained; ``None`` for all."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches must lie to be scored."""
-        ...
-
-    def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Log-probabilities, entropies and values of a batch with the current weights."""
-        ...
-
-    def values(self, batch: RolloutBatch) -> Tensor:
-        """Values ``(M,)`` of a batch's tokens."""
-        ...
-
-    def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
-        """Log-probabilities ``(M,)`` under the initial policy."""
-        ...
-
-    def rollout_weights(self) -> AbstractContextManager[None]:
-        """Holds the weights as decoding wants them: whole, with the adapter folded in."""
-        ...
-
-    def value_weights(self) -> AbstractContextManager[None]:
-        """Holds the value model's weights whole, for numbers of states that differ by process."""
-        ...
+    log_prob: Tensor  # (M,) of each unit's token
+    entropy: Tensor  # (N,) of each scored cell, nats
+    value: Tensor | None  # (M,) of each token before it was written
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLProgress:
     """Where training stands between two RL steps; what a checkpoint keeps."""
 
-    step: int = 0
-    """Number of the RL step to do next."""
-    cursor: int = 0
-    """Prompts drawn so far."""
-    skipped: int = 0
-    """RL steps in which the filters dropped everything."""
-    smoothed: float | None = None
-    """Running mean of the reward."""
+    step: int = 0  # number of the RL step to do next
+    cursor: int = 0  # prompts drawn so far
+    skipped: int = 0  # RL steps in which the filters dropped everything
+    smoothed: float | None = None  # running mean of the reward
+
+
+class MicroBatch(NamedTuple):
+    """Which items a batch holds."""
+
+    items: Tensor  # (n,) int64
+    factor: float  # on their weights; 0 for a copy that only fills up
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLStep:
     """What one RL step trains on."""
 
-    records: list[Trajectory]
-    """Rollouts of all processes, those of dropped groups too, by prompt and response."""
-    kept: Sequence[Trajectory]
-    """The rollouts that items number."""
-    items: Sequence[RolloutItem]
-    """States with their advantages and old log-probabilities."""
-    batches: list[list[Slot]]
-    """Which items each batch of this process holds."""
-    num_slots: int
-    """Items of a full batch."""
-    accumulate: int
-    """Batches per update."""
-    row_spec: BackboneSpec
-    """Specification of training rows."""
-    is_empty: bool
-    """Whether the filters dropped everything; then the only batch has no weight."""
-    facts: dict[str, float]
-    """What is logged of the RL step."""
-    progress: RLProgress
-    """Where training stands after it."""
+    number: int
+    records: list[Trajectory]  # of all processes, those of dropped groups too, in order
+    items: Items
+    batches: list[MicroBatch]  # of this process
+    num_slots: int  # items of a full batch
+    is_empty: bool  # the filters dropped everything; then the only batch has no weight
+    facts: dict[str, float]  # what is logged
+    progress: RLProgress  # after it
 
     def batch(self, number: int) -> RolloutBatch:
-        """Collates one batch, on the CPU.
-
-        Args:
-            number: of the batch.
-        """
-        return collate_items(
-            [(self.items[slot.item], slot.factor) for slot in self.batches[number]],
-            self.kept,
-            self.row_spec,
-            num_slots=self.num_slots,
-            is_empty=self.is_empty,
+        """Collates one of the batches, on the CPU."""
+        items, factor = self.batches[number]
+        return self.items.batch(
+            items, factor=factor, num_slots=self.num_slots, is_empty=self.is_empty
         )
 
 
 @torch.no_grad()
 def rl_step(
-    policy: Policy,
+    policy: TraceRLModule,
     source: RolloutSource,
-    advantage: Advantage,
+    settings: RolloutSettings,
     progress: RLProgress,
     *,
-    batch_size: int,
     accumulate: int = 1,
-    max_tokens: int | None = None,
-    passes: int = 1,
-    smoothing: float = 0.9,
-    seed: int = 0,
     version: int = 0,
     ranks: Ranks = ALONE,
     report: Report = no_report,
@@ -181,21 +105,12 @@ def rl_step(
     Args:
         policy: policy and value model, in evaluation mode.
         source: decodes prompts and scores the responses, or reads those of a former run.
-        advantage: compares the rewards of a prompt's responses.
+        settings: advantage, items of a batch, passes over them, and seed.
         progress: where training stands.
-        batch_size: items per batch and process.
         accumulate: batches per update.
-        max_tokens: most tokens of a batch, padding included; updates have the same items, but as
-            many batches as these need.
-        passes: passes over the items, each in updates of its own.
-        smoothing: weight of the past in ``rollout/reward_smoothed``.
-        seed: seed of the order of items.
         version: optimiser steps that the policy has taken.
         ranks: the processes.
         report: told how far it is.
-
-    Returns:
-        The batches of this process, all rollouts, and what is logged.
     """
     # Roll out: decode the prompts with the current policy, score the responses, and mark the groups
     # that the filters keep. All processes get all rollouts.
@@ -203,20 +118,20 @@ def rl_step(
         rollouts = source.collect(
             progress.step, progress.cursor, version=version, ranks=ranks, report=report
         )
-    seconds = rollouts.seconds
+    times = rollouts.times
 
     # Items: the states that each kept response went through on its way (or other states of it, as
     # the corruption says), drawn anew in each pass.
     begin = time.perf_counter()
     kept = rollouts.kept
-    items_by_pass = [policy.rows.items(kept, epoch=number) for number in range(passes)]
-    is_empty = not any(items_by_pass)
+    by_pass = [policy.rows.items(kept, epoch=n) for n in range(settings.passes) if kept]
+    is_empty = not any(map(len, by_pass))
     if is_empty:
         # Every process must run a forward and a backward all the same, so take the dropped
         # responses and give them no weight.
-        kept, items_by_pass = rollouts.records, [policy.rows.items(rollouts.records)]
-    items = [item for part in items_by_pass for item in part]
-    if not items:
+        kept, by_pass = rollouts.records, [policy.rows.items(rollouts.records)]
+    items = joined(by_pass)
+    if not len(items):
         raise ValueError(
             f"RL step {progress.step}: no response has a token to train on; look at the decoder "
             f"'{policy.method}'"
@@ -225,126 +140,110 @@ def rl_step(
     # Returns and advantages: rewards are compared within a group and, with a value model or rewards
     # per token, followed back along the steps of the decode.
     estimates = fill_advantages(
-        policy, items, kept, advantage=advantage, batch_size=batch_size, ranks=ranks
+        policy,
+        items,
+        advantage=as_advantage(settings.advantage),
+        batch_size=settings.batch_size,
+        ranks=ranks,
     )
-    seconds["value"] = time.perf_counter() - begin
+    times["value"] = time.perf_counter() - begin
 
     # Batches: shuffled, equally many on every process.
     begin = time.perf_counter()
-    batches, accumulate = shard_items(
-        *([item.size for item in part] for part in items_by_pass),
-        batch_size=batch_size,
+    batches = shard_items(
+        *(part.size.numpy() for part in by_pass),
+        batch_size=settings.batch_size,
         accumulate=accumulate,
-        lengths=np.array([item_tokens(item, kept, policy.row_spec) for item in items]),
-        max_tokens=max_tokens,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        seed=(seed, progress.step),
+        seed=(settings.seed, progress.step),
     )
     if is_empty:
-        batches = [[Slot(0, 0.0)]]
+        batches = [MicroBatch(torch.tensor([0]), 0.0)]
 
     # Old and reference log-probabilities and old values, in the very batches that are trained on,
     # so that the first ratio is 1 to the last bit.
-    differences = fill_old_scores(policy, batches, items, kept, report=report)
-    seconds["old_log_prob"] = time.perf_counter() - begin
+    differences = fill_old_scores(policy, batches, items, report=report)
+    times["old_log_prob"] = time.perf_counter() - begin
 
     # What is logged and stored: dropped rollouts count as well, with a reward and no advantage.
     dropped = [] if is_empty else [one for one in rollouts.records if not one.meta["kept"]]
     records = in_order(estimates.with_signals([*kept, *dropped]))
     facts = rollout_facts(records) | _mismatch(differences, ranks)
-    if policy.value is not None:
-        facts["rollout/value_mean"] = estimates.value_mean
-    reward = facts["rollout/reward"]
-    past = reward if progress.smoothed is None else progress.smoothed
-    smoothed = smoothing * past + (1.0 - smoothing) * reward
-    after = RLProgress(
-        step=progress.step + 1,
-        cursor=progress.cursor + rollouts.num_drawn,
-        skipped=progress.skipped + is_empty,
-        smoothed=smoothed,
-    )
+    if estimates.values is not None:
+        members = estimates.members
+        mean = (estimates.values * members).sum() / members.sum().clamp_min(1)
+        facts["rollout/value_mean"] = float(mean)
+    after = _after(progress, rollouts, reward=facts["rollout/reward"], is_empty=is_empty)
     facts |= {
-        "rollout/reward_smoothed": smoothed,
+        "rollout/reward_smoothed": after.smoothed or 0.0,
         "rollout/skipped_steps": float(after.skipped),
         "rollout/items": float(0 if is_empty else len(items)),
-        **{f"time/{name}": value for name, value in seconds.items()},
-        **{
-            f"time/{name}": value
-            for name in ("occupancy", "tokens_per_second")
-            if (value := getattr(rollouts, name)) is not None
-        },
+        **{f"time/{name}": value for name, value in times.items()},
     }
-    if is_empty:
-        logger.warning(
-            "RL step %d: the filters dropped all %d groups, nothing is learnt in this step",
-            progress.step,
-            rollouts.num_drawn,
-        )
     return RLStep(
+        number=progress.step,
         records=records,
-        kept=kept,
         items=items,
         batches=batches,
-        num_slots=batch_size,
-        accumulate=accumulate,
-        row_spec=policy.row_spec,
+        num_slots=settings.batch_size,
         is_empty=is_empty,
         facts=facts,
         progress=after,
     )
 
 
+def _after(
+    progress: RLProgress, rollouts: Rollouts, *, reward: float, is_empty: bool
+) -> RLProgress:
+    past = reward if progress.smoothed is None else progress.smoothed
+    if is_empty:
+        logger.warning(
+            "RL step %d: the filters dropped all %d groups, nothing is learnt in this step",
+            progress.step,
+            rollouts.num_prompts,
+        )
+    return RLProgress(
+        step=progress.step + 1,
+        cursor=progress.cursor + rollouts.num_prompts,
+        skipped=progress.skipped + is_empty,
+        smoothed=_SMOOTHING * past + (1.0 - _SMOOTHING) * reward,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """Per-token advantages and values of this RL step."""
+    """Per-token advantages and values of an RL step; ``(num_records, G)`` each."""
 
-    advantages: Tensor
-    """``(num_records, G)`` float32 advantage of each token."""
-    values: Tensor | None = None
-    """``(num_records, G)`` float32 value of each token before it was written."""
-    members: Tensor
-    """``(num_records, G)`` bool, the tokens that have them."""
-
-    @property
-    def value_mean(self) -> float:
-        """Mean value of the tokens; NaN without a value model."""
-        if self.values is None:
-            return float("nan")
-        return float((self.values * self.members).sum() / self.members.sum().clamp_min(1))
+    advantages: Tensor  # float32
+    members: Tensor  # bool, the tokens that have them
+    returns: Tensor | None = None  # float32, what the values are trained towards
+    values: Tensor | None = None  # float32, before each token was written; with a value model
 
     def with_signals(self, records: Sequence[Trajectory]) -> list[Trajectory]:
-        """The records with their rows as signals, for shards and the viewer.
+        """Copies of records with the signals ``commit_advantage`` and ``commit_value``.
 
-        Args:
-            records: those the estimates are of, behind them those that are not trained on.
-
-        Returns:
-            Copies with the signals ``commit_advantage``, and ``commit_value`` where there is a
-            value model; NaN where a token has none.
+        NaN where a token has none, as those of records behind the ones that are trained on.
         """
         tables = {"commit_advantage": self.advantages, "commit_value": self.values}
-        known = {
-            name: torch.where(self.members, table, torch.nan).numpy()
-            for name, table in tables.items()
-            if table is not None
-        }
         found = []
         for number, record in enumerate(records):
             signals = dict(record.signals)
-            for name, table in known.items():
+            for name, table in tables.items():
+                if table is None:
+                    continue
                 row = np.full(record.num_generated, np.nan, dtype=SIGNAL_DTYPES[name])
                 if number < len(table):
-                    row[:] = table[number, : record.num_generated]
+                    known = torch.where(self.members[number], table[number], torch.nan)
+                    row[:] = known[: record.num_generated].numpy()
                 signals[name] = row
             found.append(replace(record, signals=signals))
         return found
 
 
 def fill_advantages(
-    policy: Policy,
-    items: Sequence[RolloutItem],
-    records: Sequence[Trajectory],
+    policy: TraceRLModule,
+    items: Items,
     *,
     advantage: Advantage,
     batch_size: int,
@@ -352,137 +251,106 @@ def fill_advantages(
 ) -> Estimates:
     """Gives every unit of every item its advantage, and with a value model its return and value.
 
-    Values are those of the states that the decode went through, whatever states the items have;
-    where that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`). Every
-    process evaluates its share of the records.
-
-    Args:
-        policy: policy and value model.
-        items: what is trained on.
-        records: rollouts of one RL step, in order; their meta holds the rewards.
-        advantage: compares the rewards of a group.
-        batch_size: states per forward of the value model.
-        ranks: the processes, which share the forwards of the value model.
-
-    Returns:
-        Advantages and values of all tokens.
+    The meta of the records holds the rewards. Processes share the forwards of the value model, each
+    of ``batch_size`` items.
     """
-    rewards = torch.tensor(
-        [float(record.meta["reward"]) for record in records], dtype=torch.float32
-    )
+    records = items.records
+    rewards = torch.tensor([float(one.meta["reward"]) for one in records], dtype=torch.float32)
     compared = torch.zeros_like(rewards)
     for group in groups_of(records):
-        compared[group] = _compared(advantage, rewards[group])
-    G = max(record.num_generated for record in records)
-    value = policy.value
-    has_token_rewards = any("token_rewards" in record.meta for record in records)
-    shrink = 1 if value is None else value.trace(policy.corruption).shrink
-    _, responses = policy.rows.batch_of(records)
-    if value is None and not has_token_rewards:
-        for item in items:
-            item.advantage = compared[item.record].expand(item.num_units).clone()
-        return Estimates(
-            advantages=compared[:, None].expand(-1, G).clone(), members=responses.maskable
-        )
+        found = advantage.compute(rewards[group])
+        if found.shape != rewards[group].shape or not bool(found.isfinite().all()):
+            raise ValueError(
+                f"advantage: {type(advantage).__name__} must give {len(group)} finite numbers for "
+                f"as many rewards, got {found.tolist()}"
+            )
+        compared[group] = found
+    responses = policy.rows.responses(records)
+    if policy.value is None and not any("token_rewards" in one.meta for one in records):
+        table = compared[:, None].expand_as(responses.maskable)
+        estimates = Estimates(advantages=table.clone(), members=responses.maskable)
+    else:
+        values = None
+        if policy.value is not None:
+            values = ranks.sum(_values(policy, items, batch_size, ranks))
+        estimates = _along_steps(policy, items, responses, compared, values)
+    items.advantage = estimates.advantages[items.record, items.cell]
+    if estimates.values is not None and estimates.returns is not None:
+        items.returns = estimates.returns[items.record, items.cell]
+    return estimates
+
+
+def _along_steps(
+    policy: TraceRLModule,
+    items: Items,
+    responses: Responses,
+    compared: Tensor,
+    values: Tensor | None,
+) -> Estimates:
+    """Follows rewards back along the steps; without values these are undiscounted rewards to go."""
+    value, shrink, gae = policy.value, 1, StepGAE()
+    if value is not None:
+        shrink, gae = value.trace(policy.corruption).shrink, StepGAE(value.gamma, value.lam)
     # A response's advantage is paid when its last step is done, rewards per token where they lie.
     steps, members = order_of_writing(responses, shrink=shrink)
-    token_rewards = outcome_rewards(compared, steps, members)
-    for number, record in enumerate(records):
+    rewards = outcome_rewards(compared, steps, members)
+    for number, record in enumerate(items.records):
         given = record.meta.get("token_rewards")
         if given is not None:
-            token_rewards[number, : len(given)] += (
-                torch.tensor(given, dtype=torch.float32) * members[number, : len(given)]
-            )
-    values = torch.zeros(len(records), G, dtype=torch.float32)
-    known = members
-    if value is not None:
-        mine = range(ranks.rank, len(records), ranks.world_size)
-        if value.needs_whole_trace(policy.corruption):
-            states = _trace_items(policy, records, mine)
-        else:
-            states = [item for item in items if item.record in mine]
-            known = _cells_of(items, members)
-        with policy.value_weights():
-            values = _values(policy, states, records, G, batch_size)
-        values = ranks.sum(values)
-    # Without a value model: rewards to go, undiscounted.
-    estimator = StepGAE() if value is None else value.estimator
-    estimates = estimator.compute(token_rewards, values, steps, members)
-    for item in items:
-        item.advantage = pick(estimates.advantages, item)
-        if value is not None:
-            item.returns = pick(estimates.returns, item)
+            paid = torch.tensor(given, dtype=torch.float32)
+            rewards[number, : len(given)] += paid * members[number, : len(given)]
+    known = torch.zeros_like(rewards) if values is None else values
+    found = gae.compute(rewards, known, steps, members)
+    if value is not None and not value.needs_whole_trace(policy.corruption):
+        # Only the items' own states have been valued.
+        members = torch.zeros_like(members)
+        members[items.record, items.cell] = True
     return Estimates(
-        advantages=estimates.advantages,
-        values=None if value is None else values,
-        members=known,
+        advantages=found.advantages, returns=found.returns, values=values, members=members
     )
-
-
-def _compared(advantage: Advantage, rewards: Tensor) -> Tensor:
-    found = advantage.compute(rewards)
-    if found.shape != rewards.shape or not bool(found.isfinite().all()):
-        raise ValueError(
-            f"advantage: {type(advantage).__name__} must give {len(rewards)} finite numbers for "
-            f"as many rewards, got {found.tolist()}"
-        )
-    return found
-
-
-def _cells_of(items: Sequence[RolloutItem], members: Tensor) -> Tensor:
-    """``(num_records, G)`` bool, the cells that some item scores."""
-    found = torch.zeros_like(members)
-    for item in items:
-        found[item.record, item.cells] = True
-    return found
-
-
-def _trace_items(policy: Policy, records: Sequence[Trajectory], mine: range) -> list[RolloutItem]:
-    """The states of every step of some records."""
-    assert policy.value is not None
-    builder = RowBuilder(
-        policy.value.trace(policy.corruption),
-        policy.row_spec,
-        num_padding=policy.num_padding,
-        copies=policy.rows.copies,
-    )
-    items = builder.items([records[number] for number in mine])
-    for item in items:
-        item.record = mine[item.record]
-    return items
 
 
 @torch.no_grad()
-def _values(
-    policy: Policy,
-    items: Sequence[RolloutItem],
-    records: Sequence[Trajectory],
-    length: int,
-    batch_size: int,
-) -> Tensor:
-    """``(num_records, G)`` values of the items' tokens before they were written, else 0."""
-    values = torch.zeros(len(records), length, dtype=torch.float32)
-    for first in range(0, len(items), batch_size):
-        chosen = items[first : first + batch_size]
-        batch = collate_items([(item, 1.0) for item in chosen], records, policy.row_spec)
-        found = policy.values(batch.to(policy.device)).float().cpu()
-        parts = found.split([item.num_units for item in chosen])
-        for item, part in zip(chosen, parts, strict=True):
-            values[item.record, item.cells] = part
-    return values
+def _values(policy: TraceRLModule, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
+    """``(num_records, G)`` values of the tokens of this process's share of the records, else 0.
+
+    They are those of the states that the decode went through, whatever states the items have; where
+    that suffices, only those of the items (:meth:`ValueObjective.needs_whole_trace`).
+    """
+    assert policy.value is not None
+    records = items.records
+    found = torch.zeros(len(records), items.hidden.shape[1], dtype=torch.float32)
+    mine = torch.arange(ranks.rank, len(records), ranks.world_size)
+    numbers = torch.isin(items.item_record, mine).nonzero()[:, 0]
+    if policy.value.needs_whole_trace(policy.corruption) and len(mine):
+        rows = RowBuilder(
+            policy.value.trace(policy.corruption),
+            policy.row_spec,
+            num_padding=policy.rows.num_padding,
+            copies=policy.rows.copies,
+        )
+        items = rows.items([records[number] for number in mine.tolist()])
+        items.record = mine[items.record]
+        items.records = records
+        numbers = torch.arange(len(items))
+    # Entered by all processes, also by one that has nothing to value: weights are gathered.
+    with policy.value_weights():
+        for chosen in numbers.split(batch_size) if len(numbers) else ():
+            units = items.units(chosen)
+            values = policy.values(items.batch(chosen).to(policy.device)).float().cpu()
+            found[items.record[units], items.cell[units]] = values
+    return found
 
 
 def shard_items(
-    *sizes: Sequence[float],
+    *sizes: np.ndarray,
     batch_size: int,
     accumulate: int = 1,
-    lengths: NDArray[np.integer] | None = None,
-    max_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     seed: tuple[int, ...] = (0,),
-) -> tuple[list[list[Slot]], int]:
-    """Shards shuffled items into equal-sized batches per rank.
+) -> list[MicroBatch]:
+    """Shards shuffled items into batches, equally many on every process.
 
     Every pass is shuffled and split on its own: no update mixes two passes. Its items are spread
     evenly over as few updates as have room for them, each of at most ``batch_size * accumulate *
@@ -490,149 +358,124 @@ def shard_items(
     rows that its own stand for; batches and processes that get none hold a copy of weight 0.
 
     Args:
-        sizes: rows that each item of each pass over the RL step stands for
-            (:attr:`RolloutItem.size`); the items of a pass are numbered behind those of the passes
-            before it.
+        sizes: rows that each item of each pass stands for (:attr:`Items.size`); the items of a pass
+            are numbered behind those of the passes before it.
         batch_size: items per batch and process, however many rows they are.
-        accumulate: batches per update.
-        lengths: ``(number of items, 2)`` tokens of each item, needed with ``max_tokens``.
-        max_tokens: most tokens of a batch, padding included: the items of an update are dealt to
-            batches of similar lengths instead, as many in every update as one of them needs.
+        accumulate: batches per update; the last update has those it needs.
         rank: global rank.
         world_size: number of processes.
         seed: what the shuffles follow from, the same on all processes.
-
-    Returns:
-        The batches of this process, in order, and how many make an update; without ``max_tokens``
-        the last one has those it needs.
     """
     generator = np.random.default_rng(list(seed))
-    per_update = batch_size * accumulate * world_size
+    slots = batch_size * accumulate * world_size
     updates: list[np.ndarray] = []
-    weight = np.array([size for part in sizes for size in part])
     first = 0
     for count in filter(None, map(len, sizes)):
         order = first + generator.permutation(count)
-        updates += np.array_split(order, -(-count // per_update))
+        updates += np.array_split(order, -(-count // slots))
         first += count
-    # Items of the batches of each update, of all processes in turn.
-    parts: list[list[np.ndarray]] = []
-    if max_tokens is None:
-        for at, chosen in enumerate(updates):
-            # The trainer counts batches, so only the last update may have fewer.
-            is_last = at == len(updates) - 1
-            needed = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
-            # Batch n of all processes lie next to each other, so that one process with twice the
-            # accumulation trains on the same.
-            count = needed * world_size
-            parts.append([chosen[number::count] for number in range(count)])
-    else:
-        assert lengths is not None
-        for chosen in updates:
-            fitting = token_batches(lengths[chosen], max_tokens)
-            parts.append([chosen[numbers] for numbers in fitting])
-        accumulate = max(-(-len(part) // world_size) for part in parts)
-        count = accumulate * world_size
-        parts = [split_batches(part, count) for part in parts]
-        parts = [part + [np.empty(0, np.int64)] * (count - len(part)) for part in parts]
-    batches: list[list[Slot]] = []
-    for chosen, part in zip(updates, parts, strict=True):
-        factor = batch_size * accumulate * world_size / float(weight[chosen].sum())
-        for mine in part[rank::world_size]:
-            slots = [Slot(int(item), factor) for item in mine]
-            batches.append(slots or [Slot(int(chosen[0]), 0.0)])
-    return batches, accumulate
+    weight = np.concatenate(sizes)
+    batches: list[MicroBatch] = []
+    for at, chosen in enumerate(updates):
+        # The trainer counts batches, so only the last update may have fewer.
+        is_last = at == len(updates) - 1
+        needed = -(-len(chosen) // (batch_size * world_size)) if is_last else accumulate
+        count = needed * world_size
+        # The trainer divides by ``accumulate`` even then.
+        factor = slots / float(weight[chosen].sum())
+        # Batch n of all processes lie next to each other, so that one process with twice the
+        # accumulation trains on the same.
+        for number in range(rank, count, world_size):
+            items = torch.from_numpy(chosen[number::count])
+            if len(items):
+                batches.append(MicroBatch(items, factor))
+            else:
+                batches.append(MicroBatch(torch.from_numpy(chosen[:1]), 0.0))
+    return batches
 
 
 @torch.no_grad()
 def fill_old_scores(
-    policy: Policy,
-    batches: Sequence[Sequence[Slot]],
-    items: Sequence[RolloutItem],
-    records: Sequence[Trajectory],
+    policy: TraceRLModule,
+    batches: Sequence[MicroBatch],
+    items: Items,
     *,
     report: Report = no_report,
-) -> dict[str, Tensor]:
+) -> Tensor:
     """Scores the batches of this process before the first update.
 
     The batches are those of training, so that the first ratio is 1 to the last bit. How far the
     sampler's probabilities lie from those of the training forward is measured on the way.
 
-    Args:
-        policy: the policy.
-        batches: from :func:`shard_items`.
-        items: all items.
-        records: all records.
-        report: told after every batch.
-
     Returns:
-        Sums over this process's tokens: ``mismatch`` (absolute difference of log-probabilities),
-        ``mismatch_signed`` (sampler less training, the estimated divergence), ``num_compared``.
+        ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
+        log-probabilities (sampler less training, the estimated divergence), and how many compared.
     """
     objective = policy.objective
-    zero = torch.zeros((), dtype=torch.float64)
-    sums = {"mismatch": zero, "mismatch_signed": zero.clone(), "num_compared": zero.clone()}
-    for item in items:
-        sampled = records[item.record].signals.get(SAMPLED)
-        if sampled is not None and item.unit is None:
-            item.behaviour = torch.tensor(sampled)[item.cells]
+    sampled = _sampled(items)
     if objective.old_log_prob == "behaviour":
-        _take_behaviour(batches, items, records)
-    wants_values = policy.value is not None
-    trained = {slot.item for slots in batches for slot in slots if slot.factor}
-    for done, slots in enumerate(batches):
-        chosen = [items[slot.item] for slot in slots]
-        batch = collate_items([(item, 1.0) for item in chosen], records, policy.row_spec)
-        batch = batch.to(policy.device)
-        scores = policy.score(batch, with_value=wants_values)
-        log_prob = scores.log_prob.cpu()
-        old_value = None if scores.value is None else scores.value.cpu()
-        reference = None
+        _take_behaviour(items, sampled)
+    M = len(items.weight)
+    is_scored = torch.zeros(M, dtype=torch.bool)
+    tables: dict[str, Tensor] = {}
+    sums = torch.zeros(3, dtype=torch.float64)
+    for done, (numbers, factor) in enumerate(batches):
+        batch = items.batch(numbers).to(policy.device)
+        scores = policy.score(batch, with_value=policy.value is not None)
+        units, log_prob = items.units(numbers), scores.log_prob.cpu()
+        if factor:
+            difference = (sampled[units] - log_prob).double()
+            difference = difference[difference.isfinite()]
+            counted = difference.new_tensor(len(difference))
+            sums += torch.stack([difference.abs().sum(), difference.sum(), counted])
+        # A copy that fills up may be rounded otherwise than the batch that is trained on, whose
+        # scores are the ones to compare with. Weighted batches overwrite, copies do not.
+        is_new = torch.ones_like(is_scored[units]) if factor else ~is_scored[units]
+        found = {"old_log_prob": log_prob} if objective.old_log_prob == "recompute" else {}
+        if scores.value is not None:
+            found["old_value"] = scores.value.cpu()
         if objective.kl_to == "initial":
-            reference = policy.reference_log_prob(batch).cpu()
-        sizes = [item.num_units for item in chosen]
-        ends = np.cumsum(sizes).tolist()
-        for item, slot, end in zip(chosen, slots, ends, strict=True):
-            if not slot.factor and slot.item in trained:
-                continue  # its copy with weight, in another batch, says what is compared
-            part = slice(end - item.num_units, end)
-            if objective.old_log_prob == "recompute":
-                item.old_log_prob = log_prob[part].clone()
-            if old_value is not None:
-                item.old_value = old_value[part].clone()
-            if reference is not None:
-                item.reference = reference[part].clone()
-            if item.behaviour is not None and slot.factor > 0:
-                difference = (item.behaviour - log_prob[part]).double()
-                difference = difference[difference.isfinite()]
-                sums["mismatch"] += difference.abs().sum()
-                sums["mismatch_signed"] += difference.sum()
-                sums["num_compared"] += len(difference)
+            found["reference"] = policy.reference_log_prob(batch).cpu()
+        for name, value in found.items():
+            table = tables.setdefault(name, value.new_zeros(M))
+            table[units[is_new]] = value[is_new]
+        is_scored[units] |= factor > 0
         report("old log-probabilities", done + 1, len(batches))
+    for name, table in tables.items():
+        setattr(items, name, table)
     return sums
 
 
-def _take_behaviour(
-    batches: Sequence[Sequence[Slot]], items: Sequence[RolloutItem], records: Sequence[Trajectory]
-) -> None:
-    for slots in batches:
-        for slot in slots:
-            item = items[slot.item]
-            if item.behaviour is None:
-                raise ValueError(
-                    f"objective.old_log_prob: {records[item.record].uid} holds no probabilities of "
-                    f"its sampler ({SAMPLED}), or its states are views; use recompute"
-                )
-            # What the end-of-text fill wrote was not drawn.
-            known = item.behaviour.isfinite()
-            item.old_log_prob = torch.where(known, item.behaviour, 0.0)
-            item.weight = torch.where(known, item.weight, 0.0)
-            item.kl_weight = torch.where(known, item.kl_weight, 0.0)
+def _sampled(items: Items) -> Tensor:
+    """``(M,)`` float32 log-probabilities under which the sampler drew the units.
+
+    NaN where it did not: what the end-of-text fill wrote, and units of views, which it never saw.
+    """
+    table = torch.full((len(items.records), items.hidden.shape[1]), torch.nan)
+    if items.unit is None:
+        for number, record in enumerate(items.records):
+            if SAMPLED in record.signals:
+                table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
+    return table[items.record, items.cell]
 
 
-def _mismatch(sums: dict[str, Tensor], ranks: Ranks) -> dict[str, float]:
+def _take_behaviour(items: Items, sampled: Tensor) -> None:
+    """Makes the sampler's log-probabilities the old ones; what it did not draw has no weight."""
+    for record in items.records:
+        if SAMPLED not in record.signals:
+            raise ValueError(
+                f"objective.old_log_prob: {record.uid} holds no probabilities of its sampler "
+                f"({SAMPLED}); use recompute"
+            )
+    is_known = sampled.isfinite()
+    items.old_log_prob = torch.where(is_known, sampled, 0.0)
+    items.weight = torch.where(is_known, items.weight, 0.0)
+    items.kl_weight = torch.where(is_known, items.kl_weight, 0.0)
+
+
+def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:
     """Means over all processes of what separates the sampler from the training forward."""
-    total = ranks.sum(torch.stack(list(sums.values())).float())
-    named = dict(zip(sums, total.tolist(), strict=True))
-    count = named.pop("num_compared")
-    return {f"rollout/{name}": value / count for name, value in named.items() if count}
+    mismatch, signed, count = ranks.sum(sums.float()).tolist()
+    if not count:
+        return {}
+    return {"rollout/mismatch": mismatch / count, "rollout/mismatch_signed": signed / count}

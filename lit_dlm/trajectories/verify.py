@@ -583,7 +583,7 @@ def teacher_forced(
             f"steps: with {type(decoder.cache).__name__} a step depends on the ones before it, so "
             "all have to be executed; leave the selection of steps out"
         )
-    plugs = decoder.plugs(backbone.spec)
+    plugs = decoder.on(backbone.spec)
     requires, hidden_layers = needs(decoder.policy)
     margins = _stored_margins(records, device)
     verdicts = [RecordVerdict(uid=record.uid) for record in records]

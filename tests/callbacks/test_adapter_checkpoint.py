@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,57 +40,55 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(value, right[name]) for name, value in left.items())
 
 
+def fitted(
+    tmp_path: Path, *callbacks: Callback, model: SFTModule | None = None, given: Any = None,
+    steps: int = 3, **options: Any,
+) -> SFTModule:  # fmt: skip
+    """A run of three batches an epoch."""
+    model, given = model or module(), given or data()
+    options = {"total": steps, **options}
+    run(model, given, tmp_path, steps=steps, callbacks=callbacks, **options)
+    return model
+
+
+def names(folder: Path, pattern: str = "*") -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
 def test_every_epoch_the_last_and_the_best_have_a_folder(tmp_path: Path) -> None:
-    callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss")
-    model = module()
-    run(model, data(), tmp_path, steps=9, total=9, callbacks=(callback,))
-    scores = json.loads((tmp_path / "a" / "scores.json").read_text())["scores"]
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(
-        [*scores, "best", "last", "scores.json"]
-    )
+    folder = tmp_path / "a"
+    model = fitted(tmp_path, AdapterCheckpoint(str(folder), monitor="val/loss"), steps=9)
+    scores = json.loads((folder / "scores.json").read_text())["scores"]
+    assert names(folder) == sorted([*scores, "best", "last", "scores.json"])
     assert len(scores) >= 2
-    best = min(scores, key=lambda name: scores[name])
-    assert same(tmp_path / "a" / "best", tmp_path / "a" / best)
-    assert same(tmp_path / "a" / "last", tmp_path / "a" / max(scores))
+    assert same(folder / "best", folder / min(scores, key=lambda name: scores[name]))
+    assert same(folder / "last", folder / max(scores))
     model.export(tmp_path / "now")
-    assert same(tmp_path / "a" / "last", tmp_path / "now")
+    assert same(folder / "last", tmp_path / "now")
 
 
 def test_the_best_score_survives_a_restart(tmp_path: Path) -> None:
     """What an earlier run reached stays the best until something is better."""
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss", mode="min")
-    callback.load_state_dict({"scores": {"epoch-00": -1.0}})
-    run(module(), data(), tmp_path, steps=3, total=3, callbacks=(callback,))
-    assert not (tmp_path / "a" / "best").exists()
-    assert (tmp_path / "a" / "last").is_dir()
+    callback.load_state_dict({"scores": {"epoch-00": -1.0}, "epochs_ended": None})
+    fitted(tmp_path, callback)
+    assert names(tmp_path / "a") == ["epoch-00", "last", "scores.json"]
 
 
 def test_between_its_epochs_nothing_is_written_but_the_end_is(tmp_path: Path) -> None:
-    """Folders are due every second epoch, and the run ends in the middle of two."""
+    """Folders are due every second epoch, and the run ends in the middle of two; one that is too
+    short for a best is not refused."""
     folder = tmp_path / "a"
     callback = AdapterCheckpoint(str(folder), every_n_epochs=2, monitor="val/loss")
-    model = module()
-    run(model, data(), tmp_path, steps=100, max_epochs=3, total=-1, callbacks=(callback,))
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "best", "epoch-01", "last", "scores.json",
-    ]  # fmt: skip
+    model = fitted(tmp_path, callback, steps=100, max_epochs=3, total=-1)
+    assert names(folder) == ["best", "epoch-01", "last", "scores.json"]
     model.export(tmp_path / "now")
     assert same(folder / "last", tmp_path / "now")
     assert not same(folder / "last", folder / "epoch-01")
-
-
-def test_a_run_too_short_for_a_best_is_not_refused(tmp_path: Path) -> None:
-    callback = AdapterCheckpoint(str(tmp_path / "a"), every_n_epochs=2, monitor="val/loss")
-    run(
-        module(),
-        data(val_fraction=0.0),
-        tmp_path,
-        steps=100,
-        max_epochs=1,
-        total=-1,
-        callbacks=(callback,),
-    )
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["last"]
+    short = AdapterCheckpoint(str(tmp_path / "b"), every_n_epochs=2, monitor="val/loss")
+    bare = data(val_fraction=0.0)
+    fitted(tmp_path, short, given=bare, steps=100, max_epochs=1, total=-1)
+    assert names(tmp_path / "b") == ["last"]
 
 
 class SaveAtLastBatches(Callback):
@@ -126,32 +125,26 @@ def test_an_epoch_that_ended_in_the_checkpoint_gets_its_folder(
     assert sorted(scores) == ["epoch-00", "epoch-02"]  # the second one was not validated again
 
 
-def test_an_unknown_monitor_is_named(tmp_path: Path) -> None:
-    callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/accuracy_at_5")
-    with pytest.raises(ValueError, match="nothing was logged as 'val/accuracy_at_5'"):
-        run(module(), data(), tmp_path, steps=3, total=3, callbacks=(callback,))
-
-
-def test_a_monitor_that_no_validation_will_log_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_monitor_that_is_not_logged_is_named(tmp_path: Path) -> None:
+    """At the start where no validation will log it, else after the first one."""
     watch = Watch()
     late = {"check_val_every_n_epoch": 3, "max_epochs": 2}
     for given, options in ((data(val_fraction=0.0), {}), (data(), late)):
         callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss")
         with pytest.raises(ValueError, match="a run with validation, which logs 'val/loss'"):
-            run(module(), given, tmp_path, steps=3, callbacks=(callback, watch), **options)
+            fitted(tmp_path, callback, watch, given=given, **options)
     assert watch.batches == []
     assert not (tmp_path / "a").exists()
+    callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/accuracy_at_5")
+    with pytest.raises(ValueError, match="nothing was logged as 'val/accuracy_at_5'"):
+        fitted(tmp_path, callback)
 
 
 def test_only_epochs_that_were_validated_have_a_score(tmp_path: Path) -> None:
     """What Lightning keeps of an earlier epoch is not the score of another one's weights."""
     callback = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/loss")
-    run(
-        module(), data(), tmp_path, steps=15, total=15, callbacks=(callback,),
-        check_val_every_n_epoch=2,
-    )  # fmt: skip
-    epochs = [f"epoch-{number:02d}" for number in range(5)]
-    assert sorted(path.name for path in (tmp_path / "a").glob("epoch-*")) == epochs
+    fitted(tmp_path, callback, steps=15, check_val_every_n_epoch=2)
+    assert names(tmp_path / "a", "epoch-*") == [f"epoch-{number:02d}" for number in range(5)]
     assert list(callback.scores) == ["epoch-01", "epoch-03"]
 
 
@@ -161,26 +154,21 @@ def test_an_epoch_without_the_discrimination_score_has_none(tmp_path: Path) -> N
     model.decoders["entropy"] = Decoder(policy=EntropyPolicy())
     measure = DiscriminationScore(str(tmp_path / "tds"), num_prompts=2, every_n_epochs=2)
     best = AdapterCheckpoint(str(tmp_path / "a"), monitor="val/tds", mode="max")
-    run(model, data(val_fraction=0.0), tmp_path, steps=12, total=12, callbacks=(measure, best))
+    fitted(tmp_path, measure, best, model=model, given=data(val_fraction=0.0), steps=12)
     assert list(best.scores) == ["epoch-01"]
     assert best.scores["epoch-01"] == pytest.approx(measure.scores["epoch 1"], rel=1e-6)
 
 
 def test_the_weights_of_another_run_are_neither_mixed_nor_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    run(module(), data(), tmp_path, steps=6, total=6, callbacks=(AdapterCheckpoint(str(folder)),))
+    fitted(tmp_path, AdapterCheckpoint(str(folder)), steps=6)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     watch = Watch()
     with pytest.raises(ValueError, match=rf"{folder}: .* got epoch-00, epoch-01, last of a former"):
-        run(
-            module(), data(), tmp_path, steps=3, total=3,
-            callbacks=(AdapterCheckpoint(str(folder)), watch),
-        )  # fmt: skip
+        fitted(tmp_path, AdapterCheckpoint(str(folder)), watch)
     assert watch.batches == []
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    resume = tmp_path / "run.ckpt"
-    callback = AdapterCheckpoint(str(folder))
-    run(module(), data(), tmp_path, steps=9, total=9, resume=resume, callbacks=(callback,))
+    fitted(tmp_path, AdapterCheckpoint(str(folder)), steps=9, resume=tmp_path / "run.ckpt")
     assert (folder / "epoch-02").is_dir()
 
 
@@ -198,19 +186,14 @@ def test_a_run_cut_short_is_begun_anew_where_it_cannot_be_resumed(
 ) -> None:
     folder = tmp_path / "a"
     savers = (SaveAtLastBatches(tmp_path / "run"),) if has_checkpoint else ()
-    killed = (AdapterCheckpoint(str(folder), monitor="val/loss"), *savers, Kill())
+    killed = AdapterCheckpoint(str(folder), monitor="val/loss")
     with pytest.raises(RuntimeError, match="killed"):
-        run(module(), data(), tmp_path / "run", steps=6, total=6, callbacks=killed)
+        fitted(tmp_path / "run", killed, *savers, Kill(), steps=6)
     assert (folder / "best").is_dir()
-
-    def again() -> None:
-        anew = AdapterCheckpoint(str(folder))
-        run(module(), data(), tmp_path / "run", steps=2, total=2, callbacks=(anew,))
-
     if has_checkpoint:
         with pytest.raises(ValueError, match="resume that one with --ckpt_path last"):
-            again()
+            fitted(tmp_path / "run", AdapterCheckpoint(str(folder)), steps=2)
         assert (folder / "best").is_dir()
     else:
-        again()
-        assert sorted(path.name for path in folder.iterdir()) == ["epoch-00", "last"]
+        fitted(tmp_path / "run", AdapterCheckpoint(str(folder)), steps=2)
+        assert names(folder) == ["epoch-00", "last"]

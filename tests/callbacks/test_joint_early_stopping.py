@@ -1,7 +1,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from lit_dlm.callbacks.joint_early_stopping import JointEarlyStopping
@@ -33,8 +32,3 @@ def test_a_resumed_run_goes_on_counting() -> None:
     second = JointEarlyStopping(["a"], patience=3)
     second.load_state_dict(first.state_dict())
     assert run(second, (1.0, 0.0)) == [True]
-
-
-def test_a_score_that_is_not_logged_is_named() -> None:
-    with pytest.raises(ValueError, match="'c' was not logged; logged: a, b"):
-        run(JointEarlyStopping(["c"]), (1.0, 1.0))

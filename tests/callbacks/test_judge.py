@@ -99,27 +99,3 @@ def test_verdicts_are_kept_counted_and_asked_once(server: Server, tmp_path: Path
 )
 def test_only_strict_replies_are_verdicts(text: str, verdict: bool | None) -> None:
     assert parse_verdict(text) is verdict
-
-
-def test_an_unreachable_judge_is_named(tmp_path: Path) -> None:
-    results = ResultFolder(tmp_path / "results")
-    results.claim("sums", "entropy", {})
-    results.append([row(0, "7")])
-    judge = HttpJudge(
-        str(tmp_path), url="http://127.0.0.1:9/v1", model="m", tasks=["sums"], deadline_s=0.1
-    )
-    with pytest.raises(ValueError, match=r"judge: http://127\.0\.0\.1:9/v1 did not answer"):
-        run(judge)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "localhost", "tasks": ["sums"]}, "url: expected http"),
-        ({"url": "http://x", "tasks": []}, "tasks: expected at least one"),
-        ({"url": "http://x", "tasks": ["gsm8k"]}, "'gsm8k' is not in the run; it has sums"),
-    ],
-)
-def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(HttpJudge(str(tmp_path), model="m", **options))

@@ -1,4 +1,4 @@
-"""What the progress bar says of a whole run."""
+"""What the progress bar, or the log without a terminal, says of a whole run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lit_dlm.callbacks import ProgressBar, TrainingLog
@@ -49,12 +50,10 @@ class Heard(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self.counts: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         super().on_train_batch_end(*arguments)
         self.texts.append(self.train_progress_bar.description)
-        self.counts.append((self.train_progress_bar.completed, self.train_progress_bar.total))
 
 
 @pytest.fixture
@@ -64,8 +63,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     return clock
 
 
-def fit(clock: Clock, **limits: int) -> list[str]:
-    return heard(clock, **limits).texts
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
 
 
 def heard(clock: Clock, **limits: int) -> Heard:
@@ -81,36 +81,21 @@ def heard(clock: Clock, **limits: int) -> Heard:
     return bar
 
 
+@pytest.mark.usefixtures("terminal")
 def test_time_left_is_that_of_the_run(clock: Clock) -> None:
     """Two epochs of four batches of 10 s: after three batches, 50 s are left."""
-    texts = fit(clock, max_epochs=2)
-    assert texts[2] == "Epoch 1 of 2, 0:00:50 left"
-    assert texts[4] == "Epoch 2 of 2, 0:00:30 left"
-    assert texts[-1] == "Epoch 2 of 2"
+    texts = heard(clock, max_epochs=2).texts
+    assert texts[2] == "Epoch 1 of 2, step 3, 0:00:50 left"
+    assert texts[4] == "Epoch 2 of 2, step 5, 0:00:30 left"
+    assert texts[-1] == "Epoch 2 of 2, step 8"
 
 
+@pytest.mark.usefixtures("terminal")
 def test_steps_end_a_run_without_epochs(clock: Clock) -> None:
     """The second of six batches of 10 s leaves 40 s."""
-    texts = fit(clock, max_epochs=-1, max_steps=6)
+    texts = heard(clock, max_epochs=-1, max_steps=6).texts
     assert texts[1] == "Epoch 1, step 2 of 6, 0:00:40 left"
     assert texts[4] == "Epoch 2, step 5 of 6, 0:00:10 left"
-
-
-def test_batches_of_an_accumulation_end_with_the_last_step(clock: Clock) -> None:
-    """Three steps of two batches: all four batches of an epoch, and two of the next."""
-    counts = heard(clock, max_epochs=-1, max_steps=3, accumulate_grad_batches=2).counts
-    assert counts == [(1, 4), (2, 4), (3, 4), (4, 4), (1, 2), (2, 2)]
-
-
-def test_lines_without_terminal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Batches of 10 s and a line every 30 s: four lines would need 120 s, the run has 80."""
-    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
-        fit(clock, max_epochs=2)
-    lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
-    assert lines == [
-        "Epoch 1 of 2, 0:00:50 left, 3/4",
-        "Epoch 2 of 2, 0:00:20 left, 2/4",
-    ]
 
 
 class Tokens:
@@ -129,48 +114,36 @@ class Logging(Model):
         return super().training_step(torch.ones(()))
 
 
-def lines_of(clock: Clock, caplog: pytest.LogCaptureFixture, folder: Path, bar: bool) -> list[str]:
-    log = [TrainingLog(), *([ProgressBar()] if bar else [])]
-    loader = DataLoader([Tokens()] * NUM_BATCHES, batch_size=None, collate_fn=lambda one: one)
-    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
-        trainer = Trainer(
-            accelerator="cpu",
-            logger=CSVLogger(folder, name="", version=""),
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=bar,
-            callbacks=log,
-            max_epochs=2,
-        )
-        trainer.fit(Logging(clock), loader)
-    return [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
-
-
-VALUES = "loss 0.25, accuracy 0.75, reward 0.5, lr 0.1, tokens/s 2"
-
-
-def test_training_tells_its_values_without_a_bar(
-    clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """Eight batches of 20 tokens and 10 s; eight steps are fewer than are logged by default, 50."""
-    assert lines_of(clock, caplog, tmp_path, bar=False) == [
-        "training 1 of 1 parameters",
-        f"epoch 1, step 3: {VALUES}",
-        f"epoch 2, step 6: {VALUES}",
-        f"8 steps in 0:01:20: {VALUES}",
-    ]
-    with (tmp_path / "metrics.csv").open() as file:
-        assert [row["train/loss"] for row in csv.DictReader(file)] == ["0.25"]
-
-
-def test_the_line_of_the_bar_has_the_values_too(
+@pytest.mark.parametrize("bar", [False, True])
+def test_training_tells_its_values_without_a_terminal(
     clock: Clock,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
+    bar: bool,
 ) -> None:
-    """And nothing of the bar itself is drawn into what is no terminal."""
-    _, *lines = lines_of(clock, caplog, tmp_path, bar=True)
-    assert lines[0] == f"Epoch 1 of 2, 0:00:50 left, 3/4 · {VALUES}"
-    assert lines[-1] == f"8 steps in 0:01:20: {VALUES}"
+    """Eight batches of 20 tokens and 10 s; eight steps are fewer than are logged by default, 50.
+    Nothing is drawn into what is no terminal."""
+    loader = DataLoader([Tokens()] * NUM_BATCHES, batch_size=None, collate_fn=lambda one: one)
+    with caplog.at_level(logging.INFO, logger="lit_dlm.callbacks.progress"):
+        trainer = Trainer(
+            accelerator="cpu",
+            logger=CSVLogger(tmp_path, name="", version=""),
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=bar,
+            callbacks=[TrainingLog(), *([ProgressBar()] if bar else [])],
+            max_epochs=2,
+        )
+        trainer.fit(Logging(clock), loader)
+    values = "loss 0.25, accuracy 0.75, reward 0.5, lr 0.1, tokens/s 2"
+    lines = [r.getMessage() for r in caplog.records if r.name == "lit_dlm.callbacks.progress"]
+    assert lines == [
+        "training 1 of 1 parameters",
+        f"Epoch 1 of 2, step 3, 0:00:50 left: {values}",
+        f"Epoch 2 of 2, step 6, 0:00:20 left: {values}",
+        f"8 steps in 0:01:20: {values}",
+    ]
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [row["train/loss"] for row in csv.DictReader(file)] == ["0.25"]
     assert capsys.readouterr().out == ""

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_dlm.callbacks import TracePictures
+from lit_dlm.callbacks import TracePictures, trace_pictures
 from lit_dlm.callbacks.trace_pictures import log_images
 from lit_dlm.datamodules import PromptDataModule
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy
@@ -74,7 +74,7 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_predict_draws_the_first_samples_of_every_method(tmp_path: Path):
     data = PromptDataModule([Letters(3)], response_length=LENGTH, batch_size=2)
-    pictures = TracePictures(str(tmp_path), num_samples=2, kinds=["gif", "fill_order"])
+    pictures = TracePictures(str(tmp_path), kinds=["gif", "fill_order"])
     trainer(pictures).predict(Learner(level="tokens"), datamodule=data, return_predictions=False)
     assert files(tmp_path) == {"traces.html"} | {
         f"{method}/letters_test_{number}{suffix}"
@@ -99,13 +99,15 @@ class ImageLogger(CSVLogger):
 
 
 @pytest.mark.slow
-def test_prompts_are_drawn_and_logged_after_every_second_validation(tmp_path: Path):
+def test_prompts_are_drawn_and_logged_after_every_second_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Validations after steps 1, 2 and 3; the first and the third are drawn. Modes stay."""
+    monkeypatch.setattr(trace_pictures, "_CELLS", LENGTH)
     pictures = TracePictures(
         str(tmp_path / "pictures"),
         kinds=["gif", "fill_order"],
         prompts=["a", "b"],
-        response_length=LENGTH,
         method="random",
         every_n_validations=2,
     )
@@ -124,10 +126,6 @@ def test_prompts_are_drawn_and_logged_after_every_second_validation(tmp_path: Pa
         (f"decode/random/prompt/0{number}/fill_order", step) for number in (0, 1) for step in (1, 3)
     ]
     assert (module.training, module.head.training) == (True, False)
-    assert pictures.state_dict() == {"num_validations": 3}
-    again = TracePictures(str(tmp_path / "x"))
-    again.load_state_dict(pictures.state_dict())
-    assert again.state_dict() == {"num_validations": 3}
 
 
 def test_a_writer_of_tensorboard_gets_pixels(tmp_path: Path):
@@ -144,18 +142,3 @@ def test_a_writer_of_tensorboard_gets_pixels(tmp_path: Path):
     ((tag, pixels, step, layout),) = seen
     assert (tag, step, layout) == ("tag", 4, "HWC")
     assert pixels.tolist() == [[[255, 0, 7]] * 3] * 2
-
-
-def test_what_gives_no_pictures_is_refused(tmp_path: Path):
-    data = PromptDataModule([Letters(1)], response_length=LENGTH, batch_size=1)
-    with pytest.raises(ValueError, match=r"captures no trajectories; set model\.level"):
-        trainer(TracePictures(str(tmp_path))).predict(Learner(), datamodule=data)
-    pictures = TracePictures(str(tmp_path), prompts=["a"], method="nope")
-    with pytest.raises(ValueError, match=r"one of .* \(confidence, random\), got 'nope'"):
-        pictures.setup(trainer(), Learner(), "fit")
-    with pytest.raises(ValueError, match="expected a DecodeModule, got LightningModule"):
-        pictures.setup(trainer(), LightningModule(), "fit")
-    with pytest.raises(ValueError, match="kinds: expected some of gif"):
-        TracePictures(str(tmp_path), kinds=["gif", "video"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="num_samples: expected at least 1, got 0"):
-        TracePictures(str(tmp_path), num_samples=0)

@@ -60,7 +60,7 @@ def test_a_bad_switch_is_told_and_changes_nothing(capsys, monkeypatch):
         capsys, monkeypatch, "/policy nothing_such", "/cache dual", "/length 0", "/what",
         "/cache none", PENS,
     )  # fmt: skip
-    assert "cache" in out
+    assert "ConfidencePolicy, DualCache, 32 cells" in out
     assert out.count("/policy NAME") == 2  # the list of commands, for the last two bad ones
     assert answer([PENS], Decoder(policy=ConfidencePolicy()))[0] in out
     assert "32 cells, 0 messages before" in out

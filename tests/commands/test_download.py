@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,24 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cli
 from lit_dlm.backbones import location
-from lit_dlm.commands.download import sources
 
 GIGABYTE = 10**9
 SIZES = {"Dream-org/Dream-v0-Instruct-7B": [15 * GIGABYTE, 7_000_000], "openai/gsm8k": [5_000_000]}
+
+CONFIG = """
+model:
+  class_path: DecodeModule
+  init_args:
+    backbone: {class_path: HFBackbone, init_args: {path: Dream-org/Dream-v0-Instruct-7B}}
+    tokenizer: Dream-org/Dream-v0-Instruct-7B
+data:
+  class_path: PromptDataModule
+  init_args:
+    tasks:
+    - class_path: GSM8K
+    - {class_path: PromptsFile, init_args: {path: mine.jsonl}}
+    - class_path: WordProblems
+"""
 
 
 @pytest.fixture
@@ -57,32 +70,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
 def config(tmp_path: Path) -> str:
     """Dream on GSM8K and on prompts of the user's, which are not there."""
     path = tmp_path / "config.yaml"
-    path.write_text(
-        json.dumps(
-            {
-                "model": {
-                    "class_path": "DecodeModule",
-                    "init_args": {
-                        "backbone": {
-                            "class_path": "HFBackbone",
-                            "init_args": {"path": "Dream-org/Dream-v0-Instruct-7B"},
-                        },
-                        "tokenizer": "Dream-org/Dream-v0-Instruct-7B",
-                    },
-                },
-                "data": {
-                    "class_path": "PromptDataModule",
-                    "init_args": {
-                        "tasks": [
-                            {"class_path": "GSM8K"},
-                            {"class_path": "PromptsFile", "init_args": {"path": "mine.jsonl"}},
-                            {"class_path": "WordProblems"},
-                        ]
-                    },
-                },
-            }
-        )
-    )
+    path.write_text(CONFIG)
     return str(path)
 
 
@@ -100,7 +88,7 @@ def test_sizes_are_told_and_nothing_is_fetched_without_yes(hub, config: str, cap
     assert status == 1
     assert "15.01 GB" in output
     assert "5.00 MB" in output
-    assert "mine.jsonl: not on the hub" in output
+    assert "mine.jsonl: put a .jsonl" in output
     assert "data.init_args.tasks[1].init_args.path" in output
     assert "add --yes" in output
     assert hub == []
@@ -154,12 +142,3 @@ def test_offline_is_content_with_embedded_models_and_local_files(
         ["here", "model", "tiny"],
         ["here", "data", "mine.jsonl"],
     ]
-
-
-def test_a_task_without_a_path_names_its_own_data_set():
-    config = {
-        "tasks": [{"class_path": "lit_dlm.tasks.Alpaca"}, {"class_path": "lit_dlm.toy.Sudoku"}]
-    }
-    (found,) = sources(config)
-    assert (found.kind, found.name) == ("data", "yahma/alpaca-cleaned")
-    assert found.option == "tasks[0].init_args.path"

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.results import ResultFolder
 from lit_dlm.tasks import HumanEvalPlus
 from tests.e2e.runs import SHARED, fails, run
+from tests.reports.rows import row
 
 MINI = SHARED / "humaneval" / "HumanEvalPlus-Mini.jsonl.gz"
 
@@ -24,27 +25,12 @@ def write_results(
     rows = []
     for example in task.examples():
         verdict = task.grade(example, completions[example.uid])
+        graded = {"correct": verdict.is_correct, "verdict": verdict.status}
         rows.append(
-            ResultRow(
-                uid=example.uid,
-                task=task.name,
-                method="mine",
-                correct=verdict.is_correct,
-                verdict=verdict.status,
-                detail=verdict.detail,
-                answer=verdict.answer,
-                completion=completions[example.uid],
-                **dict.fromkeys(
-                    ("nfe", "policy_forwards", "idle_steps", "stalled_steps", "num_tokens"), 1
-                ),
-                response_length=1,
-                seconds=0.0,
-                status="complete",
-                seed=0,
-            )
+            row(example.uid, task=task.name, method="mine", answer=verdict.answer, **graded)
         )
     folder.append(rows)
-    return {row.uid: row.correct for row in rows}
+    return {one.uid: one.correct for one in rows}
 
 
 def answers(task: HumanEvalPlus) -> dict[str, str]:

@@ -9,13 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from rich.console import Console
-from rich.live import Live
 
 import cli
-from lit_dlm.backbones import load_backbone, load_tokenizer
-from lit_dlm.commands.generation import LiveCanvas
 from lit_dlm.decoding import Decoder, NoQuota, ThresholdPolicy
 from lit_dlm.generation import generate
 
@@ -67,31 +62,6 @@ def test_bad_input_is_one_line(capsys, monkeypatch, arguments: list[str], told: 
     assert error.startswith("lit-dlm: error: ")
     assert told in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there_is_refused(capsys):
-    with pytest.raises(SystemExit, match="1"):
-        cli.main(["generate", "Hi", "--device", "cuda"])
-    assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_the_display_shows_masks_then_the_text_and_changes_nothing():
-    """32 masks at first; at the end the words of the response alone."""
-    backbone, tokenizer = load_backbone("tiny"), load_tokenizer("tiny")
-    settings = {"tokenizer": tokenizer, "response_length": 32}
-    frames: list[str] = []
-
-    class Frames(Live):
-        def update(self, renderable, *, refresh: bool = False) -> None:
-            frames.append(renderable.plain)
-
-    shown = LiveCanvas(Frames(console=Console(file=io.StringIO())), tokenizer)
-    done = generate(backbone, [PENS], observers=[shown], **settings)
-    assert done == generate(backbone, [PENS], **settings)
-    assert frames[0] == "░" * 32
-    assert [frame.count("░") for frame in frames] == [*range(32, -1, -1)]
-    assert frames[-1] == done.texts[0]
 
 
 @pytest.mark.slow  # starts the command line

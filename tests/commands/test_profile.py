@@ -4,7 +4,6 @@ import csv
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lit_dlm.commands.profile import decode_arguments, grid, main, policy_files
 from tests.e2e.runs import ROOT
@@ -54,22 +53,6 @@ def test_files_are_named_by_their_stems_or_as_asked():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("quota: NoQuota\n", "expected a decode file with a policy"),
-        ("", "expected a decode file with a policy, got"),
-    ],
-)
-def test_files_that_describe_no_decoder_are_named(tmp_path: Path, text: str, message: str):
-    path = tmp_path / "some.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
-        decode_arguments(path)
-    assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--policies"], "expected at least one argument"),
@@ -86,23 +69,6 @@ def test_wrong_options_stop_before_the_work(
     with pytest.raises((SystemExit, ValueError)) as error:
         main(["--config", "exp.yaml", *options])
     assert message in f"{error.value}{capsys.readouterr().err}"
-
-
-def test_what_predict_is_asked_to_do(tmp_path: Path):
-    """The grid lies beside the results; other options are passed on as they are."""
-    asked: list[list[str]] = []
-    policy = str(DECODE / "entropy.yaml")
-    arguments = ["--config", "exp.yaml", "--run_dir", str(tmp_path), "--policies", policy]
-    with pytest.raises(ValueError, match=r"expected results in .*, found none"):
-        main([*arguments, "--steps", "5", "--trainer.accelerator", "cpu"], predict=asked.append)
-    grid = tmp_path / "grid.yaml"
-    assert asked == [
-        [
-            *("predict", "--config", "exp.yaml", "--config", str(grid)),
-            *("--run_dir", str(tmp_path), "--trainer.accelerator", "cpu"),
-        ]
-    ]
-    assert yaml.safe_load(grid.read_text())["data"]["init_args"]["methods"] == ["entropy_5"]
 
 
 @pytest.mark.slow

@@ -29,14 +29,14 @@ def without(name: str) -> list[SupervisedExample]:
 def test_a_sample_without_steps_is_named_where_cuts_need_them() -> None:
     sft = SFTModule(small(), tokenizer="tiny", corruption=TimeDelay(window=4))
     for module in (tabom(), sft):
-        with pytest.raises(ValueError, match=r"fake/train/00002: .* missing_order: ltr"):
+        with pytest.raises(ValueError, match="fake/train/00002: TimeDelay needs"):
             check_decodes(without("steps"), module, response_length=G)
     other = SFTModule(small(), tokenizer="tiny", corruption=TraceMasking())
     check_decodes(without("steps"), other, response_length=G)
 
 
 def test_a_sample_without_entropies_is_named_where_ties_need_them() -> None:
-    with pytest.raises(ValueError, match="fake/train/00002: ties 'rank' needs the entropies"):
+    with pytest.raises(ValueError, match="fake/train/00002: ties 'rank' needs"):
         check_decodes(without("decode_entropy"), tabom(ties="rank"), response_length=G)
     check_decodes(without("decode_entropy"), tabom(), response_length=G)
 
@@ -48,7 +48,7 @@ def test_samples_without_a_cut_are_counted(caplog: pytest.LogCaptureFixture) -> 
     check_decodes(examples(4), tabom(window=7, cut_range="reference"), response_length=G)
     assert "without a cut" not in caplog.text
     check_decodes(given, tabom(window=7, cut_range="reference"), response_length=G)
-    assert "leaves 1 of 4 samples (25.0 %) without a cut" in caplog.text
-    with pytest.raises(ValueError, match="window of 8 leaves none of the 4 samples a cut"):
+    assert "leaves 1 of 4 samples without a cut" in caplog.text
+    with pytest.raises(ValueError, match="window of 8 leaves 4 of 4 samples without a cut"):
         check_decodes(given, tabom(window=8, cut_range="reference"), response_length=G)
     check_decodes(examples(4), tabom(window=8), response_length=G)

@@ -2,13 +2,14 @@
 
 from itertools import chain, islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lit_dlm
 from lit_dlm.backbones import load_tokenizer
-from lit_dlm.datamodules.pretraining import POOL_STEPS, PretrainBatches, PretrainDataModule
+from lit_dlm.datamodules.pretraining import POOL_STEPS, PretrainDataModule
 from lit_dlm.modules.pretrain import PretrainBatch
 from lit_dlm.toy.sudoku import Sudoku
 from lit_dlm.toy.word_problems import WordProblems
@@ -16,14 +17,14 @@ from lit_dlm.toy.word_problems import WordProblems
 TINY = str(Path(lit_dlm.__file__).parent / "assets" / "tiny")
 
 
-def stream(**options: object) -> PretrainBatches:
-    settings: dict[str, object] = {"batch_size": 8, "drills": WordProblems("train")}
-    settings.update(options)
-    return PretrainBatches(
-        [WordProblems("train")],
-        load_tokenizer(TINY),
-        **settings,  # type: ignore[arg-type]
-    )
+def stream(**options: object) -> PretrainDataModule:
+    settings: dict[str, object] = {
+        "sources": [WordProblems("train")],
+        "tokenizer": TINY,
+        "batch_size": 8,
+        "drills": WordProblems("train"),
+    }
+    return PretrainDataModule(**settings | options)  # type: ignore[arg-type]
 
 
 def equal(first: PretrainBatch, second: PretrainBatch) -> bool:
@@ -78,10 +79,17 @@ def test_an_update_has_the_same_batches_for_any_number_of_processes(
     size = world_size * accumulate
     found = []
     for rank in range(world_size):
-        options = {"rank": rank, "world_size": world_size, "accumulate": accumulate}
-        found.append(islice(iter(stream(first_step=lambda: 9, **options)), 2 * accumulate))
+        data = stream()
+        data.trainer = SimpleNamespace(  # type: ignore[assignment]
+            global_step=9,
+            global_rank=rank,
+            world_size=world_size,
+            accumulate_grad_batches=accumulate,
+        )
+        found.append(islice(iter(data.train_dataloader()), 2 * accumulate))
     in_turn = list(chain.from_iterable(zip(*found, strict=True)))
-    alone = stream(accumulate=size)
+    alone = stream()
+    alone.trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=size)  # type: ignore[assignment]
     assert len(in_turn) == 2 * size
     assert all(
         equal(batch, alone.batch(number)) for number, batch in enumerate(in_turn, start=9 * size)
@@ -125,20 +133,11 @@ def test_drills_are_dense_at_first_and_hide_mostly_results() -> None:
 
 
 def test_a_completion_that_does_not_fit_is_an_error() -> None:
-    with pytest.raises(ValueError, match="response_length: a completion of 19 tokens"):
-        PretrainBatches(
-            [Sudoku("train")], load_tokenizer(TINY), batch_size=4, response_length=19
-        ).batch(0)
+    with pytest.raises(ValueError, match="response_length"):
+        stream(sources=[Sudoku("train")], response_length=19).batch(0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sources": []}, "sources: expected at least one"),
-        ({"shares": [1.0, 2.0]}, "shares: expected 1 positive numbers"),
-    ],
-)
-def test_wrong_options_are_named(options: dict, message: str) -> None:
-    settings: dict = {"sources": [WordProblems("train")], "tokenizer": TINY, **options}
-    with pytest.raises(ValueError, match=message):
-        PretrainDataModule(**settings)
+@pytest.mark.parametrize("option", [{"sources": []}, {"shares": [1.0, 2.0]}])
+def test_wrong_options_are_named(option: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        stream(**option)

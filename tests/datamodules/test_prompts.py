@@ -1,56 +1,21 @@
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+"""Which prompts are decoded by which method, how many of them, and in which order."""
+
+import random
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from lit_dlm.datamodules import PromptDataModule
-from lit_dlm.datamodules.prompts import PromptMix
+from lit_dlm.datamodules.prompts import PromptMix, drawn_length, largest_remainder
 from lit_dlm.decoding import ConfidencePolicy, Decoder, RandomPolicy, Sampler
 from lit_dlm.modules import DecodeModule
-from lit_dlm.reports.results import ResultFolder
-from lit_dlm.tasks import PromptExample, Task
+from lit_dlm.tasks import PromptExample
+from tests.callbacks.letters import ByteTokenizer, Letters
 from tests.fakes import TableBackbone, logits_for
-from tests.reports.rows import row
-from tests.trajectories.samples import random_record, write_shards
 
-
-class Letters(Task):
-    """Seven problems; the prompt is one letter."""
-
-    name = "letters"
-    split = "test"
-    runs_code = False
-
-    def examples(self) -> list[PromptExample]:
-        return [
-            PromptExample(uid=f"letters/test/{n}", task=self.name, text="abcdefg"[n])
-            for n in range(7)
-        ]
-
-    def reference_completion(self, example):
-        return example.text
-
-    def extract(self, example, completion):
-        return completion
-
-    def grade(self, example, completion):
-        raise AssertionError("not graded here")
-
-
-@dataclass
-class ByteTokenizer:
-    """Byte ids plus 10; the template adds a turn marker."""
-
-    calls: list[str] = field(default_factory=list)
-
-    def apply_chat_template(self, turns, *, add_generation_prompt: bool, return_dict: bool):
-        assert add_generation_prompt
-        assert not return_dict
-        (turn,) = turns
-        self.calls.append(turn["content"])
-        return [7, *(10 + byte for byte in turn["content"].encode())]
+SEVEN = [f"letters/test/{n}" for n in range(7)]
 
 
 def _module() -> DecodeModule:
@@ -66,23 +31,30 @@ def _module() -> DecodeModule:
     return module
 
 
-def _work(data: PromptDataModule, *, rank: int = 0, world: int = 1) -> list[tuple[str, str]]:
-    data.trainer = SimpleNamespace(
-        lightning_module=_module(),
-        global_rank=rank,
-        world_size=world,
-        is_global_zero=rank == 0,
-        strategy=SimpleNamespace(barrier=lambda name: None),
-    )
+def work(data: PromptDataModule, module: DecodeModule | None = None) -> list[tuple[str, str]]:
+    """Method and uid of every decode, in order."""
+    data.trainer = SimpleNamespace(lightning_module=module or _module())
     data.setup("predict")
     return [
         (stream.method, example.uid) for stream in data.streams() for example in stream.examples
     ]
 
 
+def data(**options: object) -> PromptDataModule:
+    return PromptDataModule(**{"tasks": [Letters(7)], **options})  # type: ignore[arg-type]
+
+
 def test_each_method_sees_each_example_once_and_in_order():
-    work = _work(PromptDataModule([Letters()], batch_size=3))
-    assert work == [(m, f"letters/test/{n}") for m in ("one", "two") for n in range(7)]
+    assert work(data(batch_size=3)) == [(m, uid) for m in ("one", "two") for uid in SEVEN]
+
+
+def test_what_is_done_is_left_out():
+    prompts = data(methods=["two"], responses_per_prompt=2)
+    prompts.done = {*(f"{uid}@two" for uid in SEVEN), f"{SEVEN[2]}#1@two", f"{SEVEN[3]}#1@one"}
+    assert [uid for _, uid in work(prompts)] == [f"letters/test/{n}#1" for n in (0, 1, 3, 4, 5, 6)]
+    assert len(prompts.wanted) == 14
+    uids = [e.uid for batch in prompts.first_batches(3, "one") for e in batch.examples]
+    assert uids == SEVEN[:3]  # whatever is done
 
 
 class _Learned(RandomPolicy):
@@ -99,117 +71,48 @@ class _Learned(RandomPolicy):
 def test_a_policy_that_never_saw_the_task_is_named(caplog: pytest.LogCaptureFixture):
     for task, count in (("letters", 0), ("sudoku", 1)):
         caplog.clear()
-        data = PromptDataModule([Letters()], methods=["two"])
-        data.trainer = SimpleNamespace(lightning_module=_module())
-        decoders = data.trainer.lightning_module.decoders
-        decoders["two"] = Decoder(policy=_Learned([task]))
-        with pytest.raises(AttributeError):  # this trainer has nothing else
-            data.setup("predict")
+        module = _module()
+        module.decoders["two"] = Decoder(policy=_Learned([task]))
+        work(data(methods=["two"]), module)
         found = [r.getMessage() for r in caplog.records if "never saw letters" in r.getMessage()]
         assert len(found) == count
         assert all(text.startswith("two: its policy was trained on sudoku") for text in found)
 
 
-def test_a_task_without_examples_is_refused():
-    class Nothing(Letters):
-        def examples(self) -> list[PromptExample]:
-            return []
-
-    with pytest.raises(ValueError, match="tasks: letters has no examples"):
-        _work(PromptDataModule([Nothing()]))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_processes_list_the_same_work(world: int):
-    """What each of them does of it is decided as they have room."""
-    whole = _work(PromptDataModule([Letters()]))
-    for rank in range(world):
-        assert _work(PromptDataModule([Letters()]), rank=rank, world=world) == whole
-
-
-def test_further_responses_have_names_of_their_own_and_the_first_keeps_its():
-    work = _work(PromptDataModule([Letters()], responses_per_prompt=3, methods=["two"]))
-    assert [uid for _, uid in work] == [
-        f"letters/test/{n}{suffix}" for n in range(7) for suffix in ("", "#1", "#2")
-    ]
-
-
-def test_more_responses_go_on_from_fewer(tmp_path: Path):
-    folder = ResultFolder(tmp_path)
-    done = [f"letters/test/{n}" for n in range(7)] + ["letters/test/2#1"]
-    folder.append([row(uid, task="letters", method="two") for uid in done])
-    data = PromptDataModule(
-        [Letters()], methods=["two"], results_dir=str(tmp_path), responses_per_prompt=2
-    )
-    assert [uid for _, uid in _work(data)] == [f"letters/test/{n}#1" for n in (0, 1, 3, 4, 5, 6)]
-
-
-def test_responses_of_a_prompt_share_method_and_length():
-    data = PromptDataModule(
-        [Letters()],
-        assignment="one",
-        response_length=[3, 4, 5],
-        responses_per_prompt=4,
-    )
+def test_responses_of_a_prompt_share_method_and_length_and_have_names_of_their_own():
+    prompts = data(assignment="one", response_length=[3, 4, 5], responses_per_prompt=3)
+    module = _module()
+    module.decoders["one"] = Decoder(policy=RandomPolicy())
+    uids = {uid for _, uid in work(prompts, module)}
+    assert uids == {f"{uid}{suffix}" for uid in SEVEN for suffix in ("", "#1", "#2")}
     of_prompt: dict[str, set[tuple[str, int]]] = {}
-    _work(data)
-    for stream in data.streams():
+    for stream in prompts.streams():
         for example in stream.examples:
             found = of_prompt.setdefault(example.prompt_uid, set())
             found.add((stream.method, stream.response_length))
-    assert len(of_prompt) == 7
     assert all(len(found) == 1 for found in of_prompt.values())
     assert len(set.union(*of_prompt.values())) > 2
 
 
 def test_a_method_that_draws_nothing_gives_one_response():
     """``one`` takes the most probable tokens in the order of confidence."""
-    work = _work(PromptDataModule([Letters()], responses_per_prompt=2))
-    assert [uid for method, uid in work if method == "one"] == [
-        f"letters/test/{n}" for n in range(7)
-    ]
-    assert sum(method == "two" for method, _ in work) == 14
+    found = work(data(responses_per_prompt=2))
+    assert [uid for method, uid in found if method == "one"] == SEVEN
+    assert sum(method == "two" for method, _ in found) == 14
     assert not Decoder(policy=ConfidencePolicy()).draws
     assert Decoder(policy=ConfidencePolicy(), sampler=Sampler(temperature=0.1)).draws
 
 
-def test_finished_samples_are_left_out_whoever_finished_them(tmp_path: Path):
-    folder = ResultFolder(tmp_path)
-    folder.append([row(f"letters/test/{n}", task="letters", method="one") for n in (0, 3)], rank=4)
-    work = _work(PromptDataModule([Letters()], results_dir=str(tmp_path)), rank=1, world=2)
-    left = [uid for method, uid in work if method == "one"]
-    assert left == [f"letters/test/{n}" for n in (1, 2, 4, 5, 6)]
-    assert sum(method == "two" for method, _ in work) == 7
-
-
-def test_a_sample_is_done_only_when_both_folders_hold_it(tmp_path: Path):
-    """Rows 0, 1 and 2 are on disk; records 1, 2 and 3 are: 1 and 2 are done."""
-    ResultFolder(tmp_path / "results").append(
-        [row(f"letters/test/{n}", task="letters", method="one") for n in (0, 1, 2)]
-    )
-    records = [random_record(np.random.default_rng(n), f"letters/test/{n}@one") for n in (1, 2, 3)]
-    write_shards(tmp_path / "trajectories", records)
-    work = _work(
-        PromptDataModule(
-            [Letters()],
-            methods=["one"],
-            results_dir=str(tmp_path / "results"),
-            trajectories_dir=str(tmp_path / "trajectories"),
-        )
-    )
-    assert [uid for _, uid in work] == [f"letters/test/{n}" for n in (0, 3, 4, 5, 6)]
-
-
 def test_one_method_per_example_covers_all_examples_and_uses_both():
-    work = _work(PromptDataModule([Letters()], assignment="one"))
-    assert sorted(uid for _, uid in work) == [f"letters/test/{n}" for n in range(7)]
-    assert {method for method, _ in work} == {"one", "two"}
+    found = work(data(assignment="one"))
+    assert sorted(uid for _, uid in found) == SEVEN
+    assert {method for method, _ in found} == {"one", "two"}
 
 
 def test_prompts_are_encoded_with_the_template():
-    data = PromptDataModule([Letters()], methods=["two"])
-    _work(data)
-    (stream,) = data.streams()
+    prompts = data(methods=["two"])
+    work(prompts)
+    (stream,) = prompts.streams()
     assert stream.encode(stream.examples[1]) == [7, 10 + ord("b")]
 
 
@@ -221,77 +124,98 @@ def test_long_prompts_come_first():
                 for n, one in enumerate(super().examples())
             ]
 
-    work = _work(PromptDataModule([Words()], methods=["one"]))
-    assert [uid[-1] for _, uid in work] == [*"25", *"14", *"036"]
+    found = work(data(tasks=[Words(7)], methods=["one"]))
+    assert [uid[-1] for _, uid in found] == [*"25", *"14", *"036"]
 
 
 @pytest.mark.parametrize(("batch_size", "sizes"), [(3, [3, 3, 1]), (7, [7]), (50, [7])])
 def test_a_loader_gives_as_many_batches_as_it_says(batch_size: int, sizes: list[int]):
     """``one`` commits a token a step, so that rows of a batch end together."""
-    data = PromptDataModule([Letters()], methods=["one"], batch_size=batch_size, response_length=1)
-    _work(data)
-    module = data.trainer.lightning_module
+    prompts = data(methods=["one"], batch_size=batch_size, response_length=1)
+    work(prompts)
+    module = prompts.trainer.lightning_module
     module.backbone = TableBackbone(logits_for([4, 4, 4], [0.9] * 3))
-    module.completions = lambda result: ([""] * len(result.rows), [1] * len(result.rows))
-    (loader,) = data.predict_dataloader()
+    (loader,) = prompts.predict_dataloader()
     found = [module.predict_step(stream) for stream in loader]
     assert [len(one.examples) for one in found] == sizes
     assert len(loader) == len(sizes)
-    assert [e.uid for one in found for e in one.examples] == [e.uid for e in Letters().examples()]
-
-
-def test_first_batches_do_not_depend_on_what_is_done(tmp_path: Path):
-    ResultFolder(tmp_path).append([row("letters/test/0", task="letters", method="one")])
-    data = PromptDataModule([Letters()], results_dir=str(tmp_path), batch_size=2)
-    _work(data)
-    uids = [e.uid for batch in data.first_batches(3, "one") for e in batch.examples]
-    assert uids == [f"letters/test/{n}" for n in range(3)]
+    assert [e.uid for one in found for e in one.examples] == SEVEN
 
 
 def test_a_prompt_that_is_too_long_is_named():
-    data = PromptDataModule([Letters()], max_prompt_length=1)
-    _work(data)
-    stream = data.streams()[0]
+    prompts = data(max_prompt_length=1)
+    work(prompts)
+    stream = prompts.streams()[0]
     with pytest.raises(ValueError, match=r"letters/test/0: the prompt has 2 tokens, .* = 1"):
         stream.encode(stream.examples[0])
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name"),
     [
-        ({"tasks": []}, "tasks: expected at least one"),
-        ({"tasks": [Letters(), Letters()]}, "different names, got 'letters' twice"),
-        ({"tasks": [Letters()], "batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"tasks": []}, "tasks"),
+        ({"tasks": [Letters(7), Letters(7)]}, "letters"),
+        ({"tasks": [Letters(0)]}, "tasks: examples of letters"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"response_length": []}, "response_length"),
+        ({"methods": ["three"]}, "methods"),
+        ({"mix": {"total": 0, "weights": {"letters": 1}}}, r"mix\.total"),
+        ({"mix": {"total": 1, "weights": {"letters": 0}}}, r"mix\.weights\.letters"),
+        ({"mix": {"total": 1, "weights": {"other": 1}}}, r"mix\.weights"),
+        ({"mix": {"total": 9, "weights": {"letters": 1}}}, r"mix\.total: examples of letters"),
     ],
 )
-def test_bad_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        PromptDataModule(**options)
+def test_bad_settings_are_named(options: dict, name: str):
+    def run() -> None:
+        mix = {"mix": PromptMix(**options["mix"])} if "mix" in options else {}
+        work(data(**options | mix))
+
+    with pytest.raises(ValueError, match=name):
+        run()
 
 
-def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="expected some of one, two, got three"):
-        _work(PromptDataModule([Letters()], methods=["three"]))
+def test_lengths_are_drawn_by_prompt_and_evenly() -> None:
+    uids = [f"gsm8k/train/{n:05d}" for n in range(600)]
+    drawn = [drawn_length([128, 256], uid, seed=0) for uid in uids]
+    assert drawn == [drawn_length([128, 256], uid, seed=0) for uid in uids]
+    assert Counter(drawn)[128] == pytest.approx(300, abs=60)
+    assert drawn != [drawn_length([128, 256], uid, seed=1) for uid in uids]
 
 
-def test_each_prompt_keeps_its_own_of_several_lengths() -> None:
-    """Batches hold one length; both lengths occur, and every method sees the same one."""
-    data = PromptDataModule([Letters()], response_length=[4, 9], batch_size=3)
-    _work(data)
-    lengths: dict[str, set[int]] = {}
-    for stream in data.streams():
-        for example in stream.examples:
-            lengths.setdefault(example.uid, set()).add(stream.response_length)
-    assert len(lengths) == 7
-    assert all(len(found) == 1 for found in lengths.values())
-    assert set.union(*lengths.values()) == {4, 9}
+RELEASE = {"gsm8k": 0.2, "kodcode": 0.2, "alpaca": 0.4}
+
+
+def pool(task: str, count: int) -> list[PromptExample]:
+    return [PromptExample(uid=f"{task}/train/{n:05d}", task=task, text="x") for n in range(count)]
 
 
 def test_a_mix_takes_its_number_of_prompts() -> None:
-    data = PromptDataModule([Letters()], mix=PromptMix(total=3, weights={"letters": 1.0}))
-    assert len({uid for _, uid in _work(data)}) == 3
+    mix = PromptMix(total=3, weights={"letters": 1.0})
+    assert len({uid for _, uid in work(data(mix=mix))}) == 3
 
 
-def test_lengths_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"response_length: expected at least 1, got \[\]"):
-        PromptDataModule([Letters()], response_length=[])
+def test_left_overs_go_to_the_largest_remainders() -> None:
+    """0.25, 0.25 and 0.5 of 7,000 after normalisation. 10 by 1 : 1 : 1 is 3.33 each (the first
+    takes the rest); 7 by 0.5 : 0.3 : 0.2 is 3.5, 2.1, 1.4: the half takes it."""
+    assert largest_remainder(7000, list(RELEASE.values())) == [1750, 1750, 3500]
+    assert largest_remainder(10, [1, 1, 1]) == [4, 3, 3]
+    assert largest_remainder(7, [0.5, 0.3, 0.2]) == [4, 2, 1]
+
+
+def test_each_task_gives_its_share_of_distinct_examples() -> None:
+    examples = {name: pool(name, 40) for name in RELEASE}
+    chosen = PromptMix(total=20, weights=RELEASE).chosen(examples)
+    counts = {name: len({e.uid for e in group}) for name, group in chosen.items()}
+    assert counts == {"gsm8k": 5, "kodcode": 5, "alpaca": 10}
+    assert chosen == PromptMix(total=20, weights=RELEASE).chosen(examples)
+    assert chosen != PromptMix(total=20, weights=RELEASE, seed=1).chosen(examples)
+
+
+def test_shuffle_is_seeded_by_the_number_of_the_task() -> None:
+    """The slow way: ``Random(seed + k)`` over the indices."""
+    examples = {"a": pool("a", 9), "b": pool("b", 9)}
+    chosen = PromptMix(total=6, weights={"a": 1, "b": 1}, seed=5).chosen(examples)
+    for number, name in enumerate(examples):
+        order = list(range(9))
+        random.Random(5 + number).shuffle(order)
+        assert [e.uid for e in chosen[name]] == [f"{name}/train/{n:05d}" for n in order[:3]]

@@ -120,7 +120,7 @@ class Holds(AlternatePolicy):
 
 
 def test_an_attribute_that_records_cannot_hold_is_named() -> None:
-    told = r"Holds\.inner: expected numbers, .* got a AlternatePolicy, .*; name it _inner"
+    told = r"Holds\.inner: .* AlternatePolicy; name it _inner"
     with pytest.raises(ValueError, match=told):
         Decoder(policy=Holds()).describe()
 
@@ -136,9 +136,9 @@ def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> 
         decoder_from_description(stored, plug_modules=["tests"])
     for name, reason in (
         ("subprocess.Popen", "comes from outside"),
-        ("tests.plugs.Missing", "has no attribute 'Missing'"),
+        ("tests.plugs.Missing", "expected a class, got None"),
         ("tests.plugs.torch", "expected a class, got <module"),
-        ("nowhere.Policy", "No module named 'nowhere'"),
+        ("nowhere.Policy", "expected a class, got None"),
     ):
         other = {**stored, "policy": {"name": name}}
         with pytest.raises(ValueError, match=reason):
@@ -147,16 +147,14 @@ def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> 
 
 def test_unknown_settings_and_parts_are_named() -> None:
     description = Decoder(policy=ThresholdPolicy(0.8)).describe()
-    changed = {**description, "policy": {**description["policy"], "temper": 1}}
-    with pytest.raises(ValueError, match="policy ThresholdPolicy has no setting 'temper'"):
-        decoder_from_description(changed)
-    changed = {**description, "settings": {**description["settings"], "eos": 1}}
-    with pytest.raises(ValueError, match="settings has no setting 'eos'"):
-        decoder_from_description(changed)
-    with pytest.raises(ValueError, match="expected the parts"):
-        decoder_from_description({key: description[key] for key in ("policy", "window")})
-    with pytest.raises(ValueError, match="expected the parts"):
-        decoder_from_description({**description, "hook": {"name": "x"}})
+    for part, where in (("policy", "policy ThresholdPolicy"), ("settings", "settings")):
+        changed = {**description, part: {**description[part], "temper": 1}}
+        with pytest.raises(ValueError, match=rf"{where}: expected .*, got .*temper"):
+            decoder_from_description(changed)
+    few = {key: description[key] for key in ("policy", "window")}
+    for changed in (few, {**description, "hook": {"name": "x"}}):
+        with pytest.raises(ValueError, match="decoder: expected policy, quota, sampler"):
+            decoder_from_description(changed)
 
 
 def test_a_learned_policy_is_found_by_its_digest_among_the_folders(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@ import time
 
 import pytest
 import torch
+
+import lit_dlm
 from torch import Tensor
 
 from lit_dlm.decoding import (
@@ -22,7 +24,6 @@ from lit_dlm.decoding import (
     SlidingWindow,
     StepRecord,
     ThresholdPolicy,
-    decode_prompts,
     prompt_canvas,
 )
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
@@ -296,13 +297,10 @@ def test_logits_that_are_no_numbers_end_a_decode_and_its_row_is_named(bad: float
 def test_prompt_and_response_stay_within_the_positions_of_the_model():
     backbone = _table([5, 6], [0.9, 0.8])
     backbone.max_positions = 4
-    decoder = Decoder(policy=ConfidencePolicy())
-    decode_prompts(backbone, decoder, [[4, 4]], response_length=2, seeds=[0])
+    lit_dlm.generate(backbone, [[4, 4]], response_length=2)
     for prompts, length in (([[4, 4]], 100_000), ([[4], [4, 4, 4]], 2)):
-        with pytest.raises(ValueError, match="response_length: expected at most 4 tokens of"):
-            decode_prompts(
-                backbone, decoder, prompts, response_length=length, seeds=[0, 1][: len(prompts)]
-            )
+        with pytest.raises(ValueError, match=r"response_length: .* at most the 4 positions"):
+            lit_dlm.generate(backbone, prompts, response_length=length)
 
 
 def test_plugs_that_ask_for_different_hidden_layers_are_refused():
@@ -324,18 +322,3 @@ def test_describe_lists_every_setting_and_the_digest_follows():
     assert one.describe()["policy"] == {"name": "ThresholdPolicy", "threshold": 0.9}
     assert one.describe()["settings"]["stall_rule"] == "top1"
     assert one.digest() != two.digest()
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, "as many seeds as prompts"),
-        ([[]], {}, "prompts: expected"),
-        ([[3]], {"response_length": 0}, "response_length: expected at least 1, got 0"),
-    ],
-)
-def test_bad_prompts_are_refused(prompts, options, message):
-    spec = _table([5], [0.9]).spec
-    options = {"response_length": 4, **options}
-    with pytest.raises(ValueError, match=message):
-        prompt_canvas(prompts, spec=spec, seeds=[0] * len(prompts), **options)

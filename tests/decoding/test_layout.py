@@ -57,13 +57,11 @@ def regions_on(layout: Layout, on: Canvas) -> list[list[int]]:
     return found.ids[:, on.start :].tolist()
 
 
-def test_token_counts_are_taken_in_order_and_leave_gaps_where_asked():
-    layout = FixedLayout(
-        [Region(name="R", length=3), Region(name="A", start=4, length=2), Region(name="tail")]
-    )
-    assert spans(layout.place(8)) == [("R", 0, 3), ("A", 4, 6), ("tail", 6, 8)]
-    # Cell 3 is in no region: it has the number behind the last one.
-    assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 3, 1, 1, 2, 2]]
+def test_token_counts_are_taken_in_order():
+    layout = FixedLayout([Region(name="R", length=3), Region(name="A", length=2)])
+    assert spans(layout.place(8)) == [("R", 0, 3), ("A", 3, 5)]
+    # Cells behind them are in no region: they have the number behind the last one.
+    assert regions_on(layout, canvas([0] * 8)) == [[0, 0, 0, 1, 1, 2, 2, 2]]
 
 
 def test_prompt_columns_are_in_no_region():
@@ -127,20 +125,20 @@ def test_markers_are_found_row_by_row_and_do_not_belong_to_their_regions():
 def test_markers_of_the_prompt_begin_no_region():
     """In the release they did: both spans were empty, and the generated text was in neither."""
     rows = canvas([0] * 4, prompt=(OPEN, OPEN, CLOSE))
-    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got nowhere"):
+    with pytest.raises(ValueError, match=r"row 0: .* must stand in the response once, got 0 times"):
         MARKED.on(rows, mask_id=MASK)
 
 
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        ([0, OPEN, 0, CLOSE, 0, 0], r"marker \[7, 7\] of region 'R' must .* got nowhere"),
-        ([OPEN, OPEN, 0, 0, 0, 0], r"marker \[8\] of region 'A' must .* got nowhere"),
+        ([0, OPEN, 0, CLOSE, 0, 0], r"marker \[7, 7\] of region 'R' must .* got 0 times"),
+        ([OPEN, OPEN, 0, 0, 0, 0], r"marker \[8\] of region 'A' must .* got 0 times"),
         ([OPEN, OPEN, 0, CLOSE, 0, CLOSE], r"region 'A' must .* once, got 2 times"),
-        ([0, CLOSE, 0, OPEN, OPEN, 0], "block 'R' is empty"),
-        ([OPEN, OPEN, CLOSE, 0, 0, 0], "block 'R' is empty: it begins at 2"),
-        ([OPEN, OPEN, 0, 0, 0, CLOSE], "block 'A' is empty"),
-        ([OPEN], "got nowhere"),
+        ([0, CLOSE, 0, OPEN, OPEN, 0], "'R'"),
+        ([OPEN, OPEN, CLOSE, 0, 0, 0], "'R': .* got 2 to 1"),
+        ([OPEN, OPEN, 0, 0, 0, CLOSE], "'A'"),
+        ([OPEN], "got 0 times"),
     ],
 )
 def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, message):
@@ -150,69 +148,44 @@ def test_a_canvas_without_the_right_markers_is_refused_with_its_row(response, me
         MARKED.on(canvas(*rows), mask_id=MASK)
 
 
+R = {"name": "R"}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FixedLayout([]), "expected at least one region, got none"),
-        (lambda: FixedLayout([Region(name="R"), Region(name="A")]), "'R': expected a length"),
-        (
-            lambda: FixedLayout([Region(name="R", length=1), Region(name="R")]),
-            "expected unique names, got 2 regions named 'R'",
-        ),
-        (lambda: FixedLayout([Region(name="rest")]), "got 2 regions named 'rest'"),
-        (lambda: FixedLayout([Region(name="R", fraction=0.5)]), "takes length and start, got frac"),
-        (lambda: FixedLayout([Region(name="R", length=9)]).place(8), "cells 0 to 8, but the resp"),
-        (
-            lambda: FixedLayout([Region(name="R", length=8), Region(name="A")]).place(8),
-            "block 'A' is empty: it begins at 8",
-        ),
-        (
-            lambda: FixedLayout(
-                [Region(name="R", length=4), Region(name="A", start=3, length=2)]
-            ).place(8),
-            r"blocks 'R' \(0 to 3\) and 'A' \(3 to 4\) overlap or are out of order",
-        ),
+        (lambda: FixedLayout([]), r"different names, got \[\]"),
+        (lambda: FixedLayout([Region(length=1)]), "different names"),
+        (lambda: FixedLayout([Region(**R, length=1), Region(**R)]), "different names"),
+        (lambda: FixedLayout([Region(name="rest")]), "different names"),
+        (lambda: FixedLayout([Region(**R), Region(name="A")]), "'R': FixedLayout expects length"),
+        (lambda: FixedLayout([Region(**R, fraction=0.5)]), "expects length, got fraction"),
+        (lambda: FixedLayout([Region(**R, length=9)]).place(8), "'R': .* got 0 to 8"),
+        (lambda: FixedLayout([Region(**R, length=8), Region(name="A")]).place(8), "'A'"),
         (
             lambda: FractionLayout(
-                [Region(name="R", fraction=0.8), Region(name="A", fraction=0.3)]
-            ),
-            r"fractions: expected a sum of at most 1, got 1\.1",
+                [Region(**R, fraction=0.8), Region(name="A", fraction=0.3)]
+            ).place(10),
+            "'A'",
         ),
-        (lambda: FractionLayout([Region(name="R")]), "'R': expected a fraction, got none"),
-        (lambda: FractionLayout([Region(name="R", fraction=0.01)]).place(8), "'R' is empty"),
-        (
-            lambda: TemplateLayout([Region(name="R", length=2), Region(name="A")]),
-            "'A': expected a marker, got none",
-        ),
-        (lambda: MarkerLayout([Region(name="R")]), "'R': expected a marker, got none"),
-        (
-            lambda: MarkerLayout([Region(name="R", marker=[5]), Region(name="A", marker=[5])]),
-            "expected different markers",
-        ),
-        (lambda: FixedLayout([Region(name="")]), "expected a name for every region"),
-        (lambda: Region(name="R", tau=1.5), r"'R': tau: expected a number in \[0, 1\], got 1\.5"),
-        (
-            lambda: Region(name="R", max_fill_frac=0.0),
-            r"frac: expected a number in \(0, 1\]",
-        ),
-        (lambda: Region(name="R", length=0), "length: expected at least 1, got 0"),
-        (lambda: Region(name="R", start=-1), "start: expected 0 or more, got -1"),
-        (lambda: Region(name="R", fraction=0.0), r"fraction: expected a number in \(0, 1\]"),
-        (lambda: Region(name="R", weight=-1.0), "weight: expected 0 or more"),
-        (lambda: Region(name="R", marker=[]), "marker: expected at least one token id"),
-        (lambda: BlockLayout(blocks=(), length=4), "expected at least one block"),
-        (lambda: BlockLayout(blocks=(Block(name="R", start=-1, end=2),), length=4), "-1 to 1"),
+        (lambda: FractionLayout([Region(**R)]), "expects fraction, got neither"),
+        (lambda: FractionLayout([Region(**R, fraction=0.01)]).place(8), "'R'"),
+        (lambda: MarkerLayout([Region(**R)]), "expects marker"),
+        (lambda: Region(**R, tau=1.5), "'R': tau"),
+        (lambda: Region(**R, max_fill_frac=0.0), "max_fill_frac"),
+        (lambda: Region(**R, length=0), "length"),
+        (lambda: Region(**R, fraction=0.0), "fraction"),
+        (lambda: Region(**R, weight=-1.0), "weight"),
+        (lambda: Region(**R, marker=[]), "marker"),
     ],
 )
 def test_bad_layouts_are_refused_in_one_line(make: Callable[[], object], message: str):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^layout: .*{message}"):
         make()
-    assert str(error.value).startswith("layout: ")
-    assert "\n" not in str(error.value)
 
 
 LAYOUTS: list[Layout] = [
-    FixedLayout([Region(name="R", length=3, tau=0.8), Region(name="A", start=4)]),
+    FixedLayout([Region(name="R", length=3, tau=0.8), Region(name="A")]),
     FractionLayout([Region(name="R", fraction=0.5, weight=0.0), Region(name="A", fraction=0.5)]),
     TemplateLayout([Region(name="R", length=2), Region(name="A", marker=[OPEN])]),
     MarkerLayout(
@@ -231,7 +204,7 @@ def test_a_layout_comes_back_from_the_description_of_its_decoder(layout: Layout)
     assert rebuilt.regions == layout.regions
     assert rebuilt.rest == layout.rest
     unknown = {**stored["layout"], "regions": [{"name": "R", "size": 3}]}
-    with pytest.raises(ValueError, match="a region has no setting 'size'; known: fraction, "):
+    with pytest.raises(ValueError, match="layout: .*'size'"):
         layout_from_description({**stored, "layout": unknown})
     assert layout_from_description(Decoder(policy=ConfidencePolicy()).describe()) is None
 

@@ -22,7 +22,9 @@ BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindo
 
 
 def test_a_sweep_is_one_decoder_per_value_and_leaves_its_base_alone() -> None:
-    points = Sweep(decoder=BASE, option="policy.threshold", values=[0.5, 0.75]).decoders("cut")
+    points = expanded(
+        {}, {"cut": Sweep(decoder=BASE, option="policy.threshold", values=[0.5, 0.75])}
+    )
     assert list(points) == ["cut_05", "cut_075"]
     assert [p.describe()["policy"]["threshold"] for p in points.values()] == [0.5, 0.75]
     assert BASE.describe()["policy"]["threshold"] == 0.9
@@ -48,11 +50,11 @@ def test_any_plug_has_options(option: str, value: int, place: tuple[str, str]) -
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("policy.treshold", 0.5, "'policy.treshold' is unknown; known there: threshold"),
-        ("polcy.threshold", 0.5, "got 'polcy.threshold'"),
+        ("policy.treshold", 0.5, "'policy.treshold' is unknown.* threshold"),
+        ("polcy.threshold", 0.5, "'polcy.threshold' is unknown"),
         ("settings.cap", 1, "'settings.cap' is unknown"),
-        ("layout.cells", 4, "'layout.cells' is unknown; known there: none"),
-        ("policy.threshold", 1.5, r"threshold: expected a number in \[0, 1\], got 1.5"),
+        ("layout.cells", 4, "'layout.cells' is unknown"),
+        ("policy.threshold", 1.5, "threshold"),
     ],
 )
 def test_wrong_options_and_values_are_named(option: str, value: float, message: str) -> None:
@@ -62,7 +64,9 @@ def test_wrong_options_and_values_are_named(option: str, value: float, message: 
 
 def test_the_points_of_an_unread_policy_read_the_same_folder(tmp_path: Path) -> None:
     base = Decoder(policy=TraceLockPolicy(tmp_path, max_accept_per_step=2), quota=NoQuota())
-    points = Sweep(decoder=base, option="policy.threshold", values=[0.5, 0.9]).decoders("learned")
+    points = expanded(
+        {}, {"learned": Sweep(decoder=base, option="policy.threshold", values=[0.5, 0.9])}
+    )
     config = ProjectorConfig(hidden_size=4, hidden_rank=3, delta_rank=2, kind="random_orthogonal")
     AcceptanceScorer(Projector.random_orthogonal(config)).save(tmp_path)
     told = [point.describe()["policy"] for point in points.values()]

@@ -22,7 +22,7 @@ trainer:
   logger: false
   enable_progress_bar: false
   callbacks:
-  - class_path: ResultWriter
+  - class_path: DecodeWriter
     init_args:
       run_dir: ${{run_dir}}
 model:
@@ -45,8 +45,6 @@ data:
       init_args: {{split: test, num_examples: {num_examples}}}
     response_length: 32
     batch_size: {batch_size}
-    results_dir: ${{run_dir}}/results
-    trajectories_dir: ${{run_dir}}/trajectories
 """
 
 
@@ -224,7 +222,7 @@ def test_a_template_may_begin_the_answer(whole: Path, tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--data.init_args.methods=[randm]", "got randm"),
+        ("--data.init_args.methods=[randm]", "got 'randm'"),
         (
             "--data.init_args.tasks=[{class_path: PythonFunctions}]",
             "set allow_code_execution: true",

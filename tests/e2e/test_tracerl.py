@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lit_dlm.backbones import load_tokenizer
 from lit_dlm.reports.reward_curve import read_points
-from lit_dlm.reports.viewer_columns import position_signals
+from lit_dlm.reports.viewer import position_signals
 from lit_dlm.rewards import RewardModel
 from lit_dlm.toy import WordProblems
 from lit_dlm.trajectories.store import TrajectoryShardReader
@@ -161,7 +161,9 @@ def test_a_judge_pays_the_parts_of_responses(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["fit", *SMALL, f"--run_dir={tmp_path}", "--trainer.num_sanity_val_steps=0"]
     assert "nowhere" in fails(capsys, *small, "--data.source=shards", "--data.shards=nowhere")
-    assert "method: expected one of rollout" in fails(capsys, *small, "--model.method=greedy")
+    assert "method: expected 'rollout' or 'evaluation'" in fails(
+        capsys, *small, "--model.method=greedy"
+    )
 
 
 def test_a_reward_model_is_one_line(tmp_path: Path) -> None:

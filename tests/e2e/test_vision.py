@@ -45,7 +45,6 @@ def command(name: str, *flags: str, file: str = "questions.jsonl") -> list[str]:
         "--trainer.enable_progress_bar=false",
         f"--run_dir={name}",
         "--model.level=tokens",
-        f"--data.trajectories_dir={name}/trajectories",
         f"--data.tasks=[{{class_path: PromptsFile, init_args: {{path: {file}, grading: exact}}}}]",
         *("--data.methods=[static]", "--data.response_length=32", "--data.responses_per_prompt=1"),
         *flags,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,8 +45,8 @@ def test_completions_end_at_an_end_of_text_unless_that_is_switched_off() -> None
         module = DecodeModule(backbone, tokenizer="tiny", cut_at_eos=cut)
         two, three = module.tokenizer.encode("23", add_special_tokens=False)
         end = backbone.spec.eos_ids[0]
-        result = SimpleNamespace(ids=torch.tensor([[two, end, three, end]]), start=0, given=None)
-        assert module.completions(result) == ([text], [1])
+        found = module.detokenizer(torch.tensor([[two, end, three, end]]))
+        assert (found.texts, found.num_tokens) == ([text], [1])
 
 
 def test_methods_without_a_window_are_described_with_that_of_the_model() -> None:

@@ -40,7 +40,6 @@ from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.fused_head import TokenStats
 from lit_dlm.pictures import PictureFolder, PromptPictures, know, placed
 from lit_dlm.rl.advantages import GroupZScore
-from lit_dlm.rl.items import collate_items
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.rollout import RolloutEngine, rollout_prompts
 from lit_dlm.rl.settings import ValueObjective
@@ -204,18 +203,11 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
         value_backbone=own,
         num_padding=None,
     ).eval()
-    prompts = [
-        response
-        for place, (problem, given) in enumerate(zip(problems(), examples(backbone), strict=True))
-        for response in rollout_prompts(
-            problem,
-            given.prompt_ids.tolist(),
-            method="rollout",
-            step=0,
-            place=place,
-            num_responses=2,
-        )
+    encoded = [
+        (problem, given.prompt_ids.tolist())
+        for problem, given in zip(problems(), examples(backbone), strict=True)
     ]
+    prompts = rollout_prompts(encoded, method="rollout", num_responses=2)
     engine = RolloutEngine(rl, method="rollout", response_length=G, batch_size=3)
     with torch.inference_mode():  # as Lightning validates; what is kept is used in training
         records = [rollout.trajectory for rollout in engine.generate(prompts)]
@@ -226,12 +218,12 @@ def test_rl_scores_the_states_of_the_rollout(folder: Path, kind: Any) -> None:
     assert [len(record.meta.get("images", ())) for record in records] == [1, 1, 0, 0, 2, 2, 1, 1]
     assert records[0].prompt_ids[1:4].tolist() == [VOCAB, VOCAB + 1, VOCAB + 2]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
-    slots = shard_items([item.size for item in items], batch_size=4)[0]
-    sums = fill_old_scores(rl, slots, items, records)
-    assert sums["num_compared"] > 20
-    assert sums["mismatch"] / sums["num_compared"] < 1e-5
-    batch = collate_items([(item, 1.0) for item in items], records, rl.row_spec)
+    fill_advantages(rl, items, advantage=GroupZScore(), batch_size=8)
+    batches = shard_items(items.size.numpy(), batch_size=4)
+    mismatch, _, count = fill_old_scores(rl, batches, items).tolist()
+    assert count > 20
+    assert mismatch / count < 1e-5
+    batch = items.batch(torch.arange(len(items)))
     assert rl.score(batch).log_prob.detach().allclose(batch.old_log_prob, atol=1e-5)
     rl.training_step(batch).backward()
     assert all(p.grad is not None for group in rl.parameter_groups() for p in group)

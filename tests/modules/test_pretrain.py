@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from lightning.pytorch import Trainer
 
 import lit_dlm
-from lit_dlm.backbones import Architecture, HFBackbone, load_tokenizer
-from lit_dlm.datamodules.pretraining import PretrainBatches, PretrainDataModule
+from lit_dlm.backbones import Architecture, HFBackbone
+from lit_dlm.datamodules.pretraining import PretrainDataModule
 from lit_dlm.modules.pretrain import PretrainModule
 from lit_dlm.toy.word_problems import WordProblems
 from tests.finetuning import quiet
@@ -40,15 +40,13 @@ def micro(trainable: bool = True) -> HFBackbone:
     )
 
 
+def drawn(**options: object) -> PretrainDataModule:
+    return PretrainDataModule(sources=[WordProblems("train")], tokenizer=TINY, **options)  # type: ignore[arg-type]
+
+
 def data() -> PretrainDataModule:
     """Two batches an update."""
-    return PretrainDataModule(
-        [WordProblems("train")],
-        tokenizer=TINY,
-        batch_size=4,
-        rows_per_update=8,
-        drills=WordProblems("train"),
-    )
+    return drawn(batch_size=4, rows_per_update=8, drills=WordProblems("train"))
 
 
 @pytest.mark.slow
@@ -56,8 +54,7 @@ def test_the_loss_falls_and_the_export_loads(tmp_path: Path) -> None:
     module = PretrainModule(
         micro(), tokenizer=TINY, warmup_steps=2, export_dir=str(tmp_path / "model")
     )
-    batches = PretrainBatches([WordProblems("train")], load_tokenizer(TINY), batch_size=32)
-    held_back = batches.batch(1_000)
+    held_back = drawn(batch_size=32).batch(1_000)
 
     def bound() -> float:
         with torch.no_grad():
@@ -83,7 +80,7 @@ def test_the_loss_equals_that_of_full_logits() -> None:
     module = PretrainModule(micro(), tokenizer=TINY)
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     task = WordProblems("train")
-    batch = PretrainBatches([task], load_tokenizer(TINY), batch_size=4, drills=task).batch(0)
+    batch = drawn(batch_size=4, drills=task).batch(0)
     loss = module.training_step(batch)
     loss.backward()
     table = module.backbone.model.lm_head.weight

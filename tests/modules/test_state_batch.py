@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lit_dlm.modules.state_batch import collate_states, remasked, states_at
+from lit_dlm.modules.state_batch import collate_states, states_at
 from lit_dlm.trajectories.record import Trajectory
 from tests.traces import MASK, VOCAB
 
@@ -60,17 +60,3 @@ def test_stored_rows_lie_on_their_columns(with_prompt: bool) -> None:
         expected = [[0, 0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 5, 6, 7]]
     assert batch.features[..., 0].tolist() == expected
     assert batch.proposals.tolist() == expected
-
-
-def test_remasking_hides_one_to_all_of_what_was_written() -> None:
-    rng = np.random.default_rng(0)
-    given = replace(LONG, given=np.arange(4) == 0, commit_step=np.array([-1, 1, 3, 2]))
-    for trace, counts in ((LONG, {1, 2, 3, 4}), (given, {1, 2, 3})):
-        found = set()
-        for _ in range(60):
-            response = remasked(trace, rng)
-            hidden = response == MASK
-            assert np.array_equal(response[~hidden], trace.tokens[~hidden])
-            assert trace is LONG or not hidden[0]
-            found.add(int(hidden.sum()))
-        assert found == counts

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_dlm.ops.batches import TensorBatch, split_batches, token_batches
+from lit_dlm.ops.batches import TensorBatch, token_batches
 
 
 @dataclass
@@ -68,11 +68,3 @@ def test_little_is_padding_where_lengths_vary_much() -> None:
     assert sizes.sum() / sum(padded(sizes, rows) for rows in batches) > 0.8
     at_random = rng.permutation(2000).reshape(-1, 25)
     assert sizes.sum() / sum(padded(sizes, rows) for rows in at_random) < 0.5
-
-
-def test_batches_are_split_until_there_are_enough_or_no_rows_left() -> None:
-    """5 and 2 rows: 3 + 2 + 2, then the first of the largest; at most one batch a row."""
-    five, two = np.arange(5), np.arange(5, 7)
-    assert [rows.tolist() for rows in split_batches([five, two], 3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [rows.tolist() for rows in split_batches([five, two], 9)] == [[n] for n in range(7)]
-    assert [len(rows) for rows in split_batches([five, two], 1)] == [5, 2]

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_methods_of_equal_name_are_paired_on_common_samples(
     shown = capsys.readouterr().out
     assert "0.125" in shown
     assert "The recorded settings are equal." in shown
-    assert "| x | 7 | 14.3 % | 85.7 % | +71.4 (" in out.read_text()
+    assert "| A x<br>B x | 14.3<br>85.7 | 1<br>6 | +71.4<br>(" in out.read_text()
 
 
 def test_two_named_methods_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -60,19 +61,20 @@ def test_the_only_methods_of_two_runs_are_paired(
     assert (found["method_a"], found["method_b"]) == ("base", "tuned")
 
 
-def test_what_cannot_be_compared_is_explained(tmp_path: Path):
+def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a = run(tmp_path / "a", x="rr", y="rr")
     ResultFolder(tmp_path / "b" / "results").claim("u", "x", {})
     ResultFolder(tmp_path / "b" / "results").append([row("9", task="u", method="x")])
     ResultFolder(tmp_path / "c" / "results").claim("t", "x", {})
     ResultFolder(tmp_path / "c" / "results").append([row("9", method="x")])
     for arguments, message in (
-        ([a, tmp_path / "b"], r"no task in common: .* has t, .* has u"),
+        ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
         ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),
-        ([a, a], "the same run; name two of its methods"),
+        ([a, a], "--a and --b"),
         ([a, a, "--a", "x"], "give both, or neither"),
-        ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on one of t; A has x, y"),
-        ([a, tmp_path / "nowhere"], "found no results"),
+        ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
+        ([a, tmp_path / "nowhere"], "nowhere has no results"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, SystemExit)) as error:
             main([str(argument) for argument in arguments])
+        assert re.search(message, f"{error.value}{capsys.readouterr().err}")

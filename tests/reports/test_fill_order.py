@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
 
-from lit_dlm.reports.decode_statistics import fill_rate, writes_per_step
-from lit_dlm.reports.fill_order import last_writes, left_to_rightness, text_positions
+from lit_dlm.reports.order import (
+    fill_rate,
+    last_writes,
+    left_to_rightness,
+    text_positions,
+    writes_per_step,
+)
 from lit_dlm.reports.regions import Region
 from tests.reports.sample_sets import EOS, MASK, ids_of, record, tiny_pieces
-
-
-def test_tau_leaves_ties_out_of_the_normaliser():
-    """Steps 0 0 1 2 on places 0..3: 6 pairs, one tied, the others in order. tau-b = 5/sqrt(6*5)."""
-    found = left_to_rightness(record([7] * 4, [0, 0, 1, 2]))
-    assert found == pytest.approx(5 / np.sqrt(30))
 
 
 def test_tau_equals_counting_pairs():
@@ -67,12 +66,3 @@ def test_pace_and_fill_count_tokens_and_not_masking_again():
     assert writes_per_step(one, whole).tolist() == [1, 0, 0, 1]
     assert fill_rate(one, whole) == pytest.approx([1 / 3, 2 / 3, 1 / 3, 1 / 3, 2 / 3])
     assert fill_rate(one, Region("end", 2, 3)) == pytest.approx([0, 0, 0, 0, 0])
-
-
-def test_last_writes_equal_a_replay_of_all_states():
-    rng = np.random.default_rng(1)
-    one = record([7] * 30, rng.permutation(30).tolist())
-    found = last_writes(one)
-    for step, state in enumerate(one.all_states()):
-        assert ((found[step] >= 0) == (state != MASK)).all()
-        assert (found[step][found[step] >= 0] < step).all()

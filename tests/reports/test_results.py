@@ -78,10 +78,10 @@ def test_doubled_rows_are_taken_out(tmp_path: Path):
     folder.append([row("a"), row("b")], rank=0)
     folder.append([row("b"), row("c")], rank=1)
     folder.append([row("a", method="n")], rank=1)
-    assert folder.drop_doubles() == 1
+    assert folder.repair(None) == 1
     assert [found.uid for found in folder.rows("t", "m")] == ["a", "b", "c"]
     assert len(folder.rows("t", "n")) == 1
-    assert folder.drop_doubles() == 0
+    assert folder.repair(None) == 0
 
 
 def test_a_file_that_is_deleted_during_the_run_is_noticed(tmp_path: Path):
@@ -113,9 +113,9 @@ def test_rows_whose_trajectory_is_missing_are_removed(tmp_path: Path):
     named = {uid: {"set": "trajectories", "uid": f"{uid}@m", "digest": "00"} for uid in "abc"}
     folder.append([row("a", trajectory=named["a"]), row("old")], rank=0)
     folder.append([row("b", trajectory=named["b"]), row("c", trajectory=named["c"])], rank=1)
-    assert folder.keep_only({"a@m", "c@m"}) == 2
+    assert folder.repair({"a@m", "c@m"}) == 2
     assert [(r.uid, r.trajectory) for r in folder.rows("t", "m")] == [
         ("a", named["a"]),
         ("c", named["c"]),
     ]
-    assert folder.keep_only({"a@m", "c@m"}) == 0
+    assert folder.repair({"a@m", "c@m"}) == 0

@@ -1,21 +1,19 @@
-import json
 import math
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from lit_dlm.reports.command import merge_runs
+from lit_dlm.reports.command import labelled, merge_runs
 from lit_dlm.reports.plots import family, plot_front
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.summary import (
+    markdown_tables,
     pass_at_k,
     summarise,
     summarise_folder,
     wilson_interval,
-    write_summary,
 )
-from lit_dlm.reports.tables import markdown_tables
 from tests.reports.rows import row
 
 
@@ -90,18 +88,6 @@ def test_folder_summary_follows_the_given_order_and_writes_json(tmp_path: Path):
         folder.append([row(method=method, nfe=len(method))])
     summaries = summarise_folder(tmp_path / "results", order=["gamma", "alpha"])
     assert [s.method for s in summaries] == ["gamma", "alpha", "beta"]
-    write_summary(tmp_path / "summary.json", summaries)
-    records = json.loads((tmp_path / "summary.json").read_text())
-    keys = {"task", "method", "accuracy", "stderr", "nfe", "tokens_per_step", "seconds", "n"}
-    assert keys <= records[0].keys()
-    assert records[0]["nfe"] == 5.0
-
-
-def test_markdown_has_a_table_per_task_with_errors():
-    text = markdown_tables([summarise([row()]), summarise([row(task="u", correct=False)])])
-    assert "### t" in text
-    assert "### u" in text
-    assert "| m | 100.0 % [20.7, 100.0] | 8.0 | 4.00 | 250.0 | 1 |" in text
 
 
 def test_methods_of_one_family_share_a_curve():
@@ -125,7 +111,7 @@ def test_runs_that_share_a_method_are_told_apart_by_their_names():
         [summarise([row(task=task, method="entropy")]) for task in ("a", "b")] for _ in range(2)
     )
     other = summarise([row(task="a", method="random")])
-    merged = merge_runs([("base", base), ("tuned", [*tuned, other])])
+    merged = merge_runs(labelled([(Path("base"), base), (Path("tuned"), [*tuned, other])]))
     assert [(s.task, s.method) for s in merged] == [
         ("a", "base"),
         ("a", "tuned/entropy"),

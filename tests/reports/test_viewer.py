@@ -8,8 +8,15 @@ import pytest
 
 from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.samples import SampleSet
-from lit_dlm.reports.viewer import ViewedSet, json_for_script, method_line, page_data, viewer_page
-from lit_dlm.reports.viewer_columns import TokenTable, position_signals
+from lit_dlm.reports.viewer import (
+    TokenTable,
+    ViewedSet,
+    json_for_script,
+    method_line,
+    page_data,
+    position_signals,
+    viewer_page,
+)
 from lit_dlm.reports.viewer_command import main
 from lit_dlm.trajectories.record import Trajectory
 from tests.reports.sample_sets import (
@@ -103,7 +110,7 @@ def test_many_tokens_get_wide_indices():
 
 def test_signals_of_another_length_are_refused():
     one = record([8, 9], [1, 0], meta={"value": [1, 2, 3]})
-    with pytest.raises(ValueError, match=r"t/test/0@m.*meta 'value'.*up to 2 numbers.*list of 3"):
+    with pytest.raises(ValueError, match=r"t/test/0@m.*meta 'value'.*up to 2 numbers"):
         page_data([viewed(one)], title="x")
 
 
@@ -164,7 +171,7 @@ def test_command_writes_page_and_pictures(tmp_path: Path, capsys: pytest.Capture
     assert main([str(run), "--method", "b", "a", "--gif", str(tmp_path / "x.gif")]) == 0
     assert "x.gif: t/test/0@b, t/test/0@a" in capsys.readouterr().out
     apart = write_set(tmp_path / "apart", [record(ids, range(5), uid="t/test/9@a")])
-    with pytest.raises(ValueError, match=r"--compare: .*/apart has no decode of the prompts"):
+    with pytest.raises(ValueError, match=r"/apart: no decode of the prompts"):
         main([str(run), "--compare", str(apart)])
     with pytest.raises(ValueError, match="--limit: expected 0 or more, got -1"):
         main([str(run), "--limit", "-1"])

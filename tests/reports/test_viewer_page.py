@@ -171,41 +171,6 @@ def test_slider_shows_every_canvas_of_the_record(view: Any) -> None:
     assert marked(driver, "given") == np.flatnonzero(one.given).tolist()
 
 
-def test_play_stops_at_the_end_and_starts_over(view: Any) -> None:
-    driver = view("#uid=evil/test/0@scored&step=0")
-    choose(driver, "speed", "32")
-    # Read within the click: it plays for a tenth of a second only.
-    started = (
-        "const play = document.getElementById('play'); play.click();"
-        "return [play.textContent, document.getElementById('slider').value]"
-    )
-    assert driver.execute_script(started) == ["Pause", "0"]
-    wait_for(driver, "document.getElementById('play').textContent === 'Play'")
-    assert (value(driver, "slider"), cells(driver).count(None)) == ("3", 0)
-    assert driver.execute_script(started) == ["Pause", "0"], "from the end it starts over"
-    wait_for(driver, "document.getElementById('play').textContent === 'Play'")
-    assert value(driver, "slider") == "3"
-    choose(driver, "speed", "1")
-    press(driver, "Home", " ", " ")
-    assert (driver.find_element("id", "play").text, value(driver, "slider")) == ("Play", "0")
-
-
-def test_keys_step_change_samples_and_colours(view: Any) -> None:
-    driver = view("#uid=evil/test/0@scored")
-    for key, expected in (("Home", "0"), ("ArrowRight", "1"), ("ArrowLeft", "0"), ("End", "3")):
-        press(driver, key)
-        assert value(driver, "slider") == expected
-    press(driver, "n")
-    assert driver.find_element("css selector", ".panel h2").text == "plain"
-    press(driver, "p")
-    assert driver.find_element("css selector", ".panel h2").text == "scored"
-    press(driver, "c")
-    assert value(driver, "colour") == "confidence"
-    # Typing into the search field is no command.
-    driver.find_element("id", "search").send_keys("n")
-    assert driver.find_element("css selector", ".panel h2").text == "scored"
-
-
 def test_two_decodes_stand_side_by_side_and_share_the_slider(view: Any) -> None:
     driver = view("#uid=evil/test/0@scored&step=0")
     press(driver, "m")
@@ -318,43 +283,6 @@ def test_of_a_thousand_samples_only_the_cards_in_sight_exist(view: Any) -> None:
     for step in (0, 100, 256):
         slide(driver, step)
         assert cells(driver).count(None) == 256 - step
-
-
-def test_cards_that_stay_in_sight_are_moved_and_never_replaced(view: Any) -> None:
-    """Few results take the scrollbar away, which changes the width; a press ends where it began."""
-    driver = view("#uid=many/test/000@a")
-    press(driver, "g")
-    wait_for(driver, "document.body.classList.contains('grid')")
-    wait_for(driver, "document.querySelectorAll('.card').length > 4")
-    settled = """
-        const [text, done] = arguments, field = document.getElementById('search');
-        const count = () => document.getElementById('count').textContent;
-        field.value = text;
-        field.dispatchEvent(new Event('input'));
-        const before = count();
-        const found = () => count() === before ? requestAnimationFrame(found) : (() => {
-          const all = () => [...document.querySelectorAll('.card')];
-          const cards = all(), width = cards[0].style.width;
-          const late = performance.now() + 30000, widened = () => all()[0].style.width !== width;
-          const placed = () => !widened() && performance.now() < late
-            ? requestAnimationFrame(placed) : done([all().length === cards.length
-              && all().every((card, n) => card === cards[n]), widened(),
-              cards.map(card => Number(card.ariaPosInSet))]);
-          placed();
-        })();
-        found()"""
-    same, widened, places = driver.execute_async_script(settled, "many/test/123")
-    assert (same, places) == (True, [1, 2])
-    assert widened, "the scrollbar was to vanish, else this shows nothing"
-    # Scrolled back, cards are in the order in which they are read and reached by the Tab key.
-    driver.execute_async_script(settled, "")
-    in_order = (
-        "(c => c.length > 4 && c[0] === 1 && c.every((n, i) => n === i + 1))"
-        "([...document.querySelectorAll('.card')].map(card => Number(card.ariaPosInSet)))"
-    )
-    for top in ("document.getElementById('list').scrollHeight", "0"):
-        driver.execute_script(f"document.getElementById('list').scrollTop = {top}")
-        wait_for(driver, f"({in_order}) === {'true' if top == '0' else 'false'}")
 
 
 def test_address_opens_a_sample_and_follows_what_is_done(view: Any) -> None:

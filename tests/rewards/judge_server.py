@@ -18,7 +18,7 @@ class _Http(ThreadingHTTPServer):
 class JudgeServer:
     """Grades the text it is shown; refuses the first ``num_failures`` requests.
 
-    Each byte of a reply takes ``pause_s``, and so does each of a header that ``drips``.
+    Each byte of a reply takes ``pause_s``.
 
     Args:
         is_bad: what gets -1 and not 1; by default what has the word 13.
@@ -31,7 +31,6 @@ class JudgeServer:
         self.status = 500
         self.body: bytes | None = None
         self.pause_s = 0.0
-        self.drips = False
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -48,11 +47,10 @@ class JudgeServer:
                 text = f"Hm, \\boxed{{2}}? No: \\boxed{{{-1 if is_bad(shown) else 1}}}"
                 reply = {"choices": [{"message": {"content": text}}]}
                 self.send_response(200)
-                header = b"X: " + 400 * b"-" + b"\r\n" if outer.drips else b""
                 body = outer.body or json.dumps(reply).encode()
                 with suppress(OSError):
-                    self.flush_headers()
-                    for sign in header + b"\r\n" + body:
+                    self.end_headers()
+                    for sign in body:
                         self.wfile.write(bytes([sign]))
                         time.sleep(outer.pause_s)
 

@@ -6,22 +6,17 @@ import pytest
 
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import Graded, Rollout
-from lit_dlm.tasks import PromptExample
 from tests.rewards.groups import right, rollout, wrong
-
-CODE = PromptExample(uid="c/train/0", task="c", text="", reference={"test_list": ["assert 1"] * 4})
 
 
 def passed(share: float | None) -> Rollout:
     status = "right" if share == 1 else "wrong"
-    return rollout(example=CODE, verdict=Verdict(status=status, score=share))  # type: ignore[arg-type]
+    return rollout(verdict=Verdict(status=status, score=share))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("credit", "expected"), [("all", [1, 0, 0]), ("fraction", [1, 0.75, 0]), ("tests", [4, 3, 0])]
-)
+@pytest.mark.parametrize(("credit", "expected"), [("all", [1, 0, 0]), ("fraction", [1, 0.75, 0])])
 def test_credit_for_tests_that_passed(credit: str, expected: list[float]) -> None:
-    """Of 4 tests: all, 3 and none pass."""
+    """All, three quarters and none pass."""
     group = [passed(1.0), passed(0.75), passed(None)]
     scores = Graded(credit).score(group)  # type: ignore[arg-type]
     assert [score.total for score in scores] == expected

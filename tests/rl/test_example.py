@@ -44,7 +44,9 @@ def test_an_advantage_outside_the_packages_is_one_line(
     assert len(records) == 32
     found = set()
     for record in records:
-        group = [one.meta["reward"] for one in records if one.meta["place"] == record.meta["place"]]
+        group = [
+            one.meta["reward"] for one in records if one.meta["prompt"] == record.meta["prompt"]
+        ]
         above = sum(record.meta["reward"] > other for other in group)
         below = sum(record.meta["reward"] < other for other in group)
         advantages = record.signals["commit_advantage"]

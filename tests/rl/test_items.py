@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.losses.corruption import Autoregressive, RandomMasking, TraceMasking
 from lit_dlm.losses.views import CoupledMasking, CoupledViews, MaskedPrompt
-from lit_dlm.rl.items import RowBuilder, collate_items, training_rows
+from lit_dlm.rl.items import Items, RowBuilder, joined, order_of_writing, training_rows
+from lit_dlm.rl.settings import ValueObjective
 from lit_dlm.trajectories.record import Trajectory
 from tests.rollouts import (
     EOS,
@@ -22,10 +25,16 @@ from tests.rollouts import (
     answer_cells,
     decoded,
     direct_log_probs,
+    every,
     module,
     policy,
     unit_table,
 )
+
+
+def per_item(items: Items, name: str) -> list[list[Any]]:
+    """A value of the units of each item."""
+    return [getattr(items, name)[items.unit_item == n].tolist() for n in range(len(items))]
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -41,15 +50,13 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     records = decoded(backbone, 12, per_step=1 if packing > 1 else 2)
     assert min(len(answer_cells(record)) for record in records) < G
     items = rl.rows.items(records)
-    assert packing == 1 or max(len(item.hidden) for item in items) == packing
-    for first in range(0, len(items), 7):
-        chosen = items[first : first + 7]
+    assert packing == 1 or items.item.bincount().max() == packing
+    items.old_log_prob = torch.full(items.cell.shape, torch.nan, dtype=torch.float64)
+    shuffled = every(items)[torch.randperm(len(items), generator=torch.Generator().manual_seed(0))]
+    for chosen in shuffled.split(7):
+        batch = items.batch(chosen)
         with torch.no_grad():
-            scores = rl.score(collate_items([(i, 1.0) for i in chosen], records, backbone.spec))
-        for item, part in zip(
-            chosen, scores.log_prob.split([i.num_units for i in chosen]), strict=True
-        ):
-            item.old_log_prob = part
+            items.old_log_prob[items.units(chosen)] = rl.score(batch).log_prob
     found = unit_table(items, "old_log_prob", len(records))
     for row, record in enumerate(records):
         cells = answer_cells(record)  # all of them, each once, and nothing else
@@ -66,18 +73,17 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
 def test_reference_alignment_moves_the_blocks_of_training_rows_only() -> None:
     backbone = policy(attention="block", block_size=3).eval()
     records = [record for record in decoded(backbone, 12) if record.num_prompt % 3]
-    exact = module(backbone, block_alignment="absolute")
     moved = module(backbone, block_alignment="response")
     assert backbone.spec.block_origin == "sequence"
     assert moved.row_spec.block_origin == "response"
     differences = []
-    for rl in (exact, moved):
+    for rl in (module(backbone, block_alignment="absolute"), moved):
         items = rl.rows.items(records)
         with torch.no_grad():
-            batch = collate_items([(item, 1.0) for item in items], records, rl.row_spec)
-            found = rl.score(batch).log_prob
-        expected = [direct_log_probs(backbone, records[i.record])[i.cells] for i in items]
-        differences.append(float((found - torch.cat(expected)).abs().max()))
+            items.old_log_prob = rl.score(items.batch(every(items))).log_prob
+        expected = torch.stack([direct_log_probs(backbone, record) for record in records])
+        found = unit_table(items, "old_log_prob", len(records))
+        differences.append(float((found - expected).abs().nan_to_num().max()))
     assert differences[0] < 1e-10
     assert differences[1] > 1e-3
 
@@ -92,7 +98,7 @@ def trace(steps: list[int], *, tokens: list[int] | None = None, prompt: int = 2)
         num_steps=max(steps) + 1,
         mask_id=MASK,
         vocab_size=VOCAB,
-        meta={"reward": 1.0, "place": 0, "response": 0},
+        meta={"reward": 1.0, "prompt": 0, "response": 0},
     )
 
 
@@ -114,8 +120,7 @@ def test_shrinkage_counts_rows(block: bool, shrink: int, count: int) -> None:
     record = trace([0, 3, 1, 2, 4, 6, 5, 5])
     items = builder(TraceMasking(shrink=shrink), block=block).items([record])
     assert len(items) == count
-    covered = torch.stack([item.supervised[0] for item in items]).sum(0)
-    assert covered.tolist() == [1] * 8
+    assert items.supervised.sum(0).tolist() == [1] * 8
 
 
 def test_padding_is_no_target_but_may_be_asked_for() -> None:
@@ -123,12 +128,11 @@ def test_padding_is_no_target_but_may_be_asked_for() -> None:
     record = trace([1, 0, 2, 2, 0, 1, 3, 3], tokens=[5, 6, EOS, EOS, EOS, EOS, EOS, EOS])
     plain = builder().items([record])
     # Step 3 wrote fill only: no row. Fill of earlier steps is shown as it was.
-    assert [item.cells.tolist() for item in plain] == [[1], [0], [2]]
-    assert plain[1].hidden[0].tolist() == [True, False, True, True, False, True, True, True]
-    hidden = builder(TraceMasking()).items([record])[1].hidden[0]
+    assert per_item(plain, "cell") == [[1], [0], [2]]
+    assert plain.hidden[1].tolist() == [True, False, True, True, False, True, True, True]
+    hidden = builder(TraceMasking()).items([record]).hidden[1]
     assert hidden.tolist() == [True, False, True, True, True, True, True, True]
-    two = builder(num_padding=2).items([record])
-    assert [item.cells.tolist() for item in two] == [[1, 4], [0], [2, 3]]
+    assert per_item(builder(num_padding=2).items([record]), "cell") == [[1, 4], [0], [2, 3]]
     assert len(builder(num_padding=None).items([record])) == 4
 
 
@@ -138,8 +142,8 @@ def test_weights_of_every_normalisation() -> None:
     longer = trace([0] * 8)
 
     def weights(normalise: Any, *, block: bool = False) -> list[list[float]]:
-        rows = builder(normalise=normalise, block=block)
-        return [i.weight.tolist() for i in rows.items([record, longer]) if i.record == 0]
+        items = builder(normalise=normalise, block=block).items([record, longer])
+        return per_item(items, "weight")[: int((items.item_record == 0).sum())]
 
     assert weights("group_mean") == weights(None) == [[0.5, 0.5], [1.0], [1.0]]
     assert weights("response_length") == [[0.25, 0.25], [0.25], [0.25]]
@@ -147,51 +151,60 @@ def test_weights_of_every_normalisation() -> None:
     assert weights("max_gen_length") == weights(None, block=True)
     # dLLM-RL: full attention by targets with the divergence undivided, blocks by the longest.
     assert weights("reference") == [[0.5, 0.5], [1.0], [1.0]]
-    assert builder(normalise="reference").items([record])[0].kl_weight.tolist() == [1.0, 1.0]
+    items = builder(normalise="reference").items([record])
+    assert per_item(items, "kl_weight")[0] == [1.0, 1.0]
     assert weights("reference", block=True) == [[0.125, 0.125], [0.125], [0.125]]
 
 
 def test_group_mean_of_a_block_model_is_per_block() -> None:
     """Row 0 holds step 0 of both blocks: three tokens of the first, one of the second."""
-    (first, *_) = builder(block=True, normalise="group_mean").items(
-        [trace([0, 0, 0, 1, 2, 3, 3, 3])]
-    )
-    assert first.cells.tolist() == [0, 1, 2, 4]
-    torch.testing.assert_close(first.weight, torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    items = builder(block=True, normalise="group_mean").items([trace([0, 0, 0, 1, 2, 3, 3, 3])])
+    assert per_item(items, "cell")[0] == [0, 1, 2, 4]
+    torch.testing.assert_close(items.weight[:4], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
 
 
 def test_a_row_cap_weighs_what_is_left() -> None:
     """Three of eight rows stand for all: their weights add up to those of eight."""
-    record = trace(list(range(8)))
-    items = builder(TraceMasking(rows_per_sample=3, padding="replayed")).items([record])
+    items = builder(TraceMasking(rows_per_sample=3, padding="replayed")).items(
+        [trace(list(range(8)))]
+    )
     assert len(items) == 3
-    torch.testing.assert_close(torch.cat([i.weight for i in items]), torch.full((3,), 8 / 3))
+    torch.testing.assert_close(items.weight, torch.full((3,), 8 / 3))
+    torch.testing.assert_close(items.size, torch.full((3,), 8 / 3, dtype=torch.float64))
+
+
+def scored(rl: Any, items: Items, records: list[Trajectory], numbers: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = rl.score(items.batch(numbers)).log_prob
+    return found
 
 
 def test_views_become_one_item_whose_scores_are_added_up() -> None:
+    """In any order of the items, and in two passes that are put together."""
     backbone = policy().eval()
     records = decoded(backbone, 6)
     rl = module(backbone, corruption=CoupledViews(), seed=3)
-    items = rl.rows.items(records)
-    assert [item.record for item in items] == list(range(6))
-    batch = collate_items([(item, 1.0) for item in items], records, backbone.spec)
-    with torch.no_grad():
-        found = rl.score(batch).log_prob.split([item.num_units for item in items])
-    for item, record, log_prob in zip(items, records, found, strict=True):
-        assert item.cells.tolist() == answer_cells(record)
+    items = joined([rl.rows.items(records), rl.rows.items(records, epoch=1)])
+    assert items.item_record.tolist() == [*range(6), *range(6)]
+    assert items.size.tolist() == [1.0] * 12
+    order = every(items).flip(0)
+    log_prob = torch.empty(len(items.cell), dtype=torch.float64)
+    log_prob[items.units(order)] = scored(rl, items, records, order)
+    for number, row in enumerate(items.item_record.tolist()):
+        record, own = records[row], items.unit_item == number
+        assert items.cell[own].tolist() == answer_cells(record)
         expected = torch.zeros(G, dtype=torch.float64)
-        coefficient = item.coefficient
-        ids = torch.from_numpy(record.canvas().astype(np.int64))
-        for view in range(len(item.hidden)):
-            canvas = ids.clone()
-            canvas[record.num_prompt :][item.hidden[view]] = MASK
+        coefficient = items.coefficient[items.unit_item[items.unit] == number]
+        for view in (items.item == number).nonzero()[:, 0]:
+            canvas = torch.from_numpy(record.canvas().astype(np.int64))
+            canvas[record.num_prompt :][items.hidden[view]] = MASK
             with torch.no_grad():
                 logits = backbone.denoise(canvas[None]).logits[0, record.num_prompt :]
-            cells = item.supervised[view].nonzero()[:, 0]
+            cells = items.supervised[view].nonzero()[:, 0]
             factor, coefficient = coefficient[: len(cells)], coefficient[len(cells) :]
             tokens = torch.from_numpy(record.tokens.astype(np.int64))[cells]
             expected[cells] += factor * logits.log_softmax(-1)[cells, tokens]
-        torch.testing.assert_close(log_prob, expected[item.cells], rtol=0, atol=1e-6)
+        torch.testing.assert_close(log_prob[own], expected[items.cell[own]], rtol=0, atol=1e-6)
 
 
 def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
@@ -199,39 +212,35 @@ def test_masked_prompts_differ_between_passes_and_not_between_batches() -> None:
     records = decoded(backbone, 8)
     rl = module(backbone, corruption=MaskedPrompt())
 
-    def prompts(items: Any) -> list[list[int]]:
-        batch = collate_items([(item, 1.0) for item in items], records, backbone.spec)
-        rows = training_rows(batch, backbone.spec)
+    def prompts(items: Items, numbers: Tensor) -> list[list[int]]:
+        rows = training_rows(items.batch(numbers), backbone.spec)
         start = rows.response_start
         assert (rows.ids[:, start:] == MASK).all()
         return [
-            ids[start - records[item.record].num_prompt : start].tolist()
-            for ids, item in zip(rows.ids, items, strict=True)
+            ids[start - records[row].num_prompt : start].tolist()
+            for ids, row in zip(rows.ids, items.item_record[numbers].tolist(), strict=True)
         ]
 
     first, second = rl.rows.items(records), rl.rows.items(records, epoch=1)
-    alone = [prompts([item])[0] for item in first]
-    assert prompts(first) == alone
-    assert prompts(second) != alone
+    alone = [prompts(first, number[None])[0] for number in every(first)]
+    assert prompts(first, every(first)) == alone
+    assert prompts(second, every(second)) != alone
     assert any(MASK in prompt for prompt in alone)
 
 
 @pytest.mark.parametrize(
-    ("corruption", "attention", "message"),
+    ("corruption", "attention", "option"),
     [
-        (MaskedPrompt(), "block", "MaskedPrompt changes the prompt"),
-        (RandomMasking(level="block"), "full", "'block' needs a model with block attention"),
-        (CoupledMasking(level="block"), "full", "'block' needs a model with block attention"),
-        (Autoregressive(), "full", "Autoregressive hides nothing"),
-        (RandomMasking(weight="1/t"), "full", "weight: has no part in training on rollouts"),
-        (TraceMasking(weight="none"), "block", "weight: has no part in training on rollouts"),
+        (Autoregressive(), "full", "corruption: Autoregressive"),
+        (RandomMasking(weight="1/t"), "full", "corruption.weight"),
+        (TraceMasking(weight="none"), "block", "corruption.weight"),
     ],
 )
 def test_states_that_do_not_fit_are_refused_at_once(
-    corruption: Any, attention: str, message: str
+    corruption: Any, attention: str, option: str
 ) -> None:
     backbone = policy(attention=attention, block_size=3 if attention == "block" else None)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=option):
         module(backbone, corruption=corruption)
 
 
@@ -239,9 +248,8 @@ def test_states_that_do_not_fit_are_refused_at_once(
 def test_rows_do_not_depend_on_what_they_are_drawn_with(corruption: Any) -> None:
     rows = builder(corruption, block=True)
     records = decoded(policy(attention="block", block_size=4, block_origin="response"), 6)
-    whole = [item for item in rows.items(records) if item.record == 4]
-    part = rows.items(records[4:5])
-    assert all(a.hidden.equal(b.hidden) for a, b in zip(whole, part, strict=True))
+    whole, part = rows.items(records), rows.items(records[4:5])
+    assert whole.hidden[whole.item_record[whole.item] == 4].equal(part.hidden)
 
 
 @pytest.mark.parametrize("corruption", [TraceMasking(), RandomMasking(copies=4), CoupledViews()])
@@ -253,10 +261,8 @@ def test_given_tokens_are_shown_in_every_state_and_never_predicted(
     record = replace(trace([2, 0, 1, -1]), given=np.array([False, False, False, True]))
     made = builder(corruption, block=block)
     items = made.items([record])
-    assert all(3 not in item.cells for item in items)
-    assert {cell for item in items for cell in item.cells.tolist()} <= {0, 1, 2}
-    batch = collate_items([(item, 1.0) for item in items], [record], made.spec)
-    rows = training_rows(batch, made.spec)
+    assert set(items.cell.tolist()) <= {0, 1, 2}
+    rows = training_rows(items.batch(every(items)), made.spec)
     shown = (rows.targets == record.tokens[3]) & (rows.ids == rows.targets)
     assert shown.sum() == (rows.targets == record.tokens[3]).sum() > 0
 
@@ -266,3 +272,29 @@ def test_rewritten_tokens_are_refused() -> None:
     object.__setattr__(record, "superseded", np.array([[0, 1, 4]], np.int32))
     with pytest.raises(ValueError, match="one: expected a decode that writes every token once"):
         builder().items([record])
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("shrink", [1, 2, 3])
+def test_steps_of_returns_are_the_states_of_the_decode(name: str, shrink: int) -> None:
+    """Padding that is written in steps of its own counts in both."""
+    backbone = policy(**FAMILIES[name])
+    corruption = TraceMasking(padding="replayed", shrink=shrink)
+    value = ValueObjective(lora=LoRASettings(rank=2))
+    rl = module(backbone, corruption=corruption, value=value)
+    records = decoded(backbone, 12, per_step=1)
+    responses = rl.rows.responses(records)
+    steps, members = order_of_writing(responses, shrink=shrink)
+    blocks = torch.zeros_like(steps) if responses.blocks is None else responses.blocks
+    items = rl.rows.items(records)
+    # A state of a block model has a step of each block: (record, item, block) is one step.
+    kinds = torch.stack([items.record, items.unit_item, blocks[items.record, items.cell]])
+    groups = kinds.unique(dim=1, return_inverse=True)[1]
+    numbers = steps[items.record, items.cell]
+    assert members.sum() == len(items.cell)
+    for row in range(len(records)):
+        own = items.record == row
+        found = set(zip(groups[own].tolist(), numbers[own].tolist(), strict=True))
+        # One to one.
+        assert sorted(number for _, number in found) == list(range(len(found)))
+        assert len({group for group, _ in found}) == len(found)

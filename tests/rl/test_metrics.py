@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_dlm.grading import Verdict
 from lit_dlm.rewards import RewardScore
 from lit_dlm.rl.metrics import RolloutValidation, rollout_facts
+from lit_dlm.tasks import PromptExample
 from tests.rollouts import decoded, policy
 
 REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
@@ -19,7 +20,7 @@ REWARDS = {0: (1.0, 0.0, 0.5), 1: (1.0, 1.0, 1.0), 2: (0.0, 0.0, 0.0)}
 
 
 class Engine:
-    """Decodes nothing, of the prompts that it takes."""
+    """Decodes nothing, of the responses that it takes."""
 
     def __init__(self, *taken: tuple[int, int]) -> None:
         self.taken = taken
@@ -30,7 +31,7 @@ class Engine:
         return [
             SimpleNamespace(trajectory=SimpleNamespace(meta={**meta, "num_tokens": 4}, num_steps=2))
             for meta in metas
-            if (meta["place"], meta["response"]) in self.taken
+            if (meta["prompt"], meta["response"]) in self.taken
         ]
 
 
@@ -41,8 +42,8 @@ class Scorer:
         found = []
         for (rollout,) in groups:
             meta = rollout.trajectory.meta
-            reward = REWARDS[meta["place"]][meta["response"]]
-            status = "ungraded" if meta["place"] == 2 else "wrong" if reward < 0.5 else "right"
+            reward = REWARDS[meta["prompt"]][meta["response"]]
+            status = "ungraded" if meta["prompt"] == 2 else "wrong" if reward < 0.5 else "right"
             found.append(
                 [
                     RewardScore(
@@ -66,7 +67,8 @@ class Together:
         return self.total
 
 
-ALL = [(place, response) for place in REWARDS for response in range(3)]
+ALL = [(prompt, response) for prompt in REWARDS for response in range(3)]
+PROBLEMS = [(PromptExample(uid=str(number), task="t", text=""), [3]) for number in range(4)]
 
 
 def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
@@ -74,9 +76,7 @@ def scores(*processes: list[tuple[int, int]]) -> dict[str, float]:
     together = Together()
     for mine in processes:
         engines: Any = {"a": Engine(*mine), "b": Engine()}
-        validation = RolloutValidation(engines, Scorer(), num_prompts=4)  # type: ignore[arg-type]
-        asked = [SimpleNamespace(meta={"place": one, "response": two}) for one, two in ALL]
-        validation.prompts = {"a": asked}  # type: ignore[dict-item]
+        validation = RolloutValidation(engines, Scorer(), PROBLEMS, num_responses=3)  # type: ignore[arg-type]
         validation.add("a")
         found = validation.result(together)  # type: ignore[arg-type]
     return found

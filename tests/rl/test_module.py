@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.decoding import (
@@ -24,28 +24,30 @@ from lit_dlm.decoding import (
 from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.losses.views import CoupledViews
-from lit_dlm.rl.advantages import GroupZScore, RawReward
-from lit_dlm.rl.items import RolloutBatch, collate_items, training_rows
+from lit_dlm.rl.advantages import RawReward
+from lit_dlm.rl.items import RolloutBatch, training_rows
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import PolicyObjective, ValueObjective
-from lit_dlm.rl.step import fill_advantages, fill_old_scores, shard_items
-from tests.rollouts import decoded, decoder, fit, learner, module, policy, rollout_data
+from tests.rollouts import (
+    decoded,
+    every,
+    fit,
+    learner,
+    module,
+    policy,
+    prepared,
+    rollout_data,
+)
 
 BLOCK = {"attention": "block", "block_size": 4}
 
 
-def prepared(rl: TraceRLModule, *, per_step: int = 1) -> list[RolloutBatch]:
-    """One batch per six items, with everything that training needs."""
-    rl.eval()
-    records = decoded(rl.backbone, 6, per_step=per_step)
-    items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
-    batches = shard_items([item.size for item in items], batch_size=6)[0]
-    fill_old_scores(rl, batches, items, records)
-    return [
-        collate_items([(items[s.item], s.factor) for s in slots], records, rl.row_spec, num_slots=6)
-        for slots in batches
-    ]
+def first_batch(rl: TraceRLModule) -> RolloutBatch:
+    """A batch of six items, with everything that training needs."""
+    records = decoded(rl.backbone, 6, per_step=1)
+    items, batches = prepared(rl, records, batch_size=6)
+    numbers, factor = batches[0]
+    return items.batch(numbers, factor=factor, num_slots=6)
 
 
 def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -57,7 +59,7 @@ def gradients(rl: TraceRLModule, batch: RolloutBatch) -> dict[str, torch.Tensor]
 def test_first_gradient_is_that_of_reinforce() -> None:
     """At a ratio of 1 the loss is a weighted sum of advantages times log-probabilities."""
     rl = module(policy(), objective=PolicyObjective(beta=0.5))
-    batch = prepared(rl)[0]
+    batch = first_batch(rl)
     found = gradients(rl, batch)
     rl.zero_grad()
     log_prob = rl.score(batch).log_prob
@@ -72,17 +74,9 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
     found = []
     for packing in (1, 4):
         rl = module(policy(**BLOCK, block_origin=origin), packing=packing)
-        rl.eval()
         records = decoded(rl.backbone, 6, per_step=1)
-        items = rl.rows.items(records)
-        fill_advantages(rl, items, records, advantage=RawReward(), batch_size=8)
-        fill_old_scores(
-            rl,
-            shard_items([item.size for item in items], batch_size=8)[0],
-            items,
-            records,
-        )
-        batch = collate_items([(i, 1.0) for i in items], records, rl.row_spec, num_slots=1)
+        items, _ = prepared(rl, records, advantage=RawReward())
+        batch = items.batch(every(items), num_slots=1)
         found.append(gradients(rl, batch))
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
@@ -90,25 +84,12 @@ def test_packed_rows_have_the_gradient_of_separate_ones(origin: str) -> None:
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_copies_that_fill_a_batch_change_nothing() -> None:
-    rl = module(policy())
-    rl.eval()
+def test_copies_that_fill_up_change_nothing() -> None:
+    rl = module(policy(), value=ValueObjective(backbone="head"))
     records = decoded(rl.backbone, 6)
-    items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=GroupZScore(), batch_size=8)
-    fill_old_scores(
-        rl,
-        shard_items([item.size for item in items], batch_size=8)[0],
-        items,
-        records,
-    )
-    real = [(item, 1.0) for item in items[:3]]
-    plain = gradients(rl, collate_items(real, records, rl.row_spec, num_slots=4))
-    filled = gradients(
-        rl, collate_items([*real, (items[7], 0.0)], records, rl.row_spec, num_slots=4)
-    )
-    for name, gradient in plain.items():
-        torch.testing.assert_close(filled[name], gradient, rtol=1e-9, atol=1e-12)
+    items, _ = prepared(rl, records)
+    batch = items.batch(torch.tensor([7]), factor=0.0, num_slots=4)
+    assert not any(gradient.any() for gradient in gradients(rl, batch).values())
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "head"])
@@ -118,17 +99,17 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
     rl = module(policy(), value=value, value_backbone=own)
     with torch.no_grad():
         rl.value_head.weight.normal_()
-    batch = prepared(rl)[0]
+    batch = first_batch(rl)
     both = gradients(rl, batch)
     groups = rl.parameter_groups()
-    rl.trains_value = False
+    batch.returns = rl.values(batch).detach()  # as wanted
+    batch.old_value = batch.returns
     policy_only = gradients(rl, batch)
     names = {id(p): n for n, p in rl.named_parameters()}
     for parameter in groups[0]:
         name = names[id(parameter)]
         torch.testing.assert_close(both[name], policy_only[name])
     moved = [names[id(p)] for p in groups[1] if both[names[id(p)]].abs().sum() > 0]
-    assert moved
     assert all(not policy_only[names[id(p)]].any() for p in groups[1])
     assert len(groups[0]) + len(groups[1]) == sum(p.requires_grad for p in rl.parameters())
     assert "value_head.weight" in moved
@@ -138,7 +119,7 @@ def test_value_loss_moves_the_value_model_alone(kind: Any) -> None:
         assert not any(".lora_A.value." in n for n in map(names.get, map(id, groups[0])))
 
 
-def test_groups_are_clipped_apart_and_values_rest_between() -> None:
+def test_groups_are_clipped_apart() -> None:
     rl = module(policy(), value=ValueObjective(backbone="head", lr=0.5))
     policy_group, value_group = rl.parameter_groups()
     optimizer = torch.optim.SGD([{"params": policy_group}, {"params": value_group}], lr=1.0)
@@ -151,9 +132,6 @@ def test_groups_are_clipped_apart_and_values_rest_between() -> None:
         norm = torch.stack([p.grad.norm() for p in group]).norm()
         torch.testing.assert_close(norm, torch.ones((), dtype=norm.dtype), rtol=1e-5, atol=1e-5)
     assert set(logged) == {"train/grad_norm_policy", "train/grad_norm_value"}
-    rl.trains_value = False
-    rl.configure_gradient_clipping(optimizer, 1.0, "norm")
-    assert all(parameter.grad is None for parameter in value_group)
 
 
 def test_temperature_of_training_is_that_of_rollouts() -> None:
@@ -166,109 +144,99 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
     assert given.temperature == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "other"}, "method: expected one of random"),
-        ({"decoders": {}}, "decoders: expected at least one"),
-        ({"block_alignment": "response"}, "block_alignment: only for block attention"),
-        ({"value": ValueObjective(backbone="full")}, "value_backbone: needed"),
-        ({"value": ValueObjective(), "corruption": CoupledViews()}, "value: CoupledViews"),
-        ({"block_size": 4}, "block_size: expected a positive number with block attention"),
-        ({"method": "no"}, "^method: expected one of random, got 'no'"),
-        ({"val_method": ["random", "no"]}, "^val_method: expected one of random, got 'no'"),
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any], message: str) -> None:
+def with_window(window: Any) -> dict[str, Decoder]:
+    sampler = Sampler(temperature=1.0, score_on="filtered")
+    return {"random": Decoder(policy=RandomPolicy(), window=window, sampler=sampler)}
+
+
+def whole(**options: Any) -> TraceRLModule:
+    return module(policy(lora=False), **options)
+
+
+def with_dropout() -> TraceRLModule:
+    backbone = policy(lora=False)
+    backbone.add_adapter(LoRASettings(rank=2, dropout=0.1))
+    return module(backbone)
+
+
+def behaving(family: dict[str, Any], **options: Any) -> TraceRLModule:
+    temperature = options.pop("temperature", "rollout")
+    objective = PolicyObjective(old_log_prob="behaviour", temperature=temperature)
+    return module(policy(**family), objective=objective, **options)
+
+
+THREE = {"attention": "block", "block_size": 3}
+REFUSED: dict[str, Any] = {
+    "^method: expected 'random', got 'no'": lambda: module(policy(), method="no"),
+    "^val_method: .* 'no'": lambda: module(policy(), val_method=["random", "no"]),
+    "^decoders": lambda: module(policy(), decoders={}),
+    "^block_alignment": lambda: module(policy(), block_alignment="response"),
+    "^block_size: only": lambda: module(policy(), block_size=4),
+    "^block_size: expected": lambda: module(policy(**BLOCK), block_size=-1),
+    "^value_backbone: needed": lambda: module(policy(), value=ValueObjective(backbone="full")),
+    "^value_backbone: nothing": lambda: module(
+        policy(),
+        value=ValueObjective(backbone="full"),
+        value_backbone=policy(lora=False).requires_grad_(False),
+    ),
+    "^value: CoupledViews": lambda: module(
+        policy(), value=ValueObjective(), corruption=CoupledViews()
+    ),
+    r"^value\.backbone: 'lora'": lambda: whole(value=ValueObjective()),
+    "kl_to: 'initial'": lambda: whole(objective=PolicyObjective(kl_to="initial")),
+    r"lora\.dropout": with_dropout,
+    "^policy_loss: object": lambda: module(policy(), policy_loss=object()),
+    r"^objective\.beta": lambda: module(
+        policy(), policy_loss=Plain(), objective=PolicyObjective(beta=0.5)
+    ),
+    "^clip": lambda: PolicyObjective(clip=2.0),
+    "^beta": lambda: PolicyObjective(beta=-1.0),
+    "^temperature": lambda: PolicyObjective(temperature=0.0),
+    r"^value\.gamma": lambda: ValueObjective(gamma=1.5),
+    r"^value\.clip": lambda: ValueObjective(clip=0.0),
+    r"^value\.lora\.dropout": lambda: ValueObjective(lora=LoRASettings(dropout=0.5)),
+}
+# Where training forwards do not see what the sampler saw.
+UNLIKE_SAMPLER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"corruption": RandomMasking()}),
+    ({}, {"corruption": TraceMasking()}),
+    ({}, {"corruption": TraceMasking(shrink=2, padding="replayed")}),
+    ({}, {"temperature": 2.0}),
+    (THREE, {"block_size": 6}),
+    (THREE, {"block_alignment": "response"}),
+    (THREE, {"decoders": with_window(BlockWindow(6, origin="sequence"))}),
+    (THREE, {"decoders": with_window(FullWindow())}),
+]
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_contradictions_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        module(policy(), **options)
+        REFUSED[message]()
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ({}, {"corruption": RandomMasking()}, "padding 'replayed', got RandomMasking;"),
-        ({}, {"corruption": TraceMasking()}, "got TraceMasking with shrink 1 and padding 'hidden'"),
-        (
-            {},
-            {"corruption": TraceMasking(shrink=2, padding="replayed")},
-            "got TraceMasking with shrink 2 and padding 'replayed'; use 'recompute'",
-        ),
-        ({}, {"temperature": 2.0}, r"temperature: the sampler's 1\.0, got 2\.0"),
-        ({"block_size": 3}, {"block_size": 6}, "got blocks of 6 from the sequence"),
-        ({"block_size": 3}, {"block_alignment": "response"}, "got blocks of 3 from the response"),
-        ({"block_size": 3}, {"window": BlockWindow(6, origin="sequence")}, "got blocks of 6"),
-        (
-            {"block_size": 3},
-            {"window": FullWindow()},
-            "decoder's window: blocks of 3 .* got no blocks",
-        ),
-    ],
-)
-def test_behaviour_is_refused_in_states_that_the_sampler_never_saw(
-    family: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    backbone = policy(attention="block", **family) if family else policy()
-    sampling = decoder(backbone)
-    if "window" in options:
-        window = options.pop("window")
-        sampling = Decoder(policy=RandomPolicy(), window=window, sampler=sampling.sampler)
-    objective = PolicyObjective(
-        old_log_prob="behaviour", temperature=options.pop("temperature", "rollout")
-    )
-    module(backbone, objective=PolicyObjective(old_log_prob="behaviour"))
-    with pytest.raises(ValueError, match=rf"old_log_prob: .*{message}"):
-        module(backbone, objective=objective, decoders={"random": sampling}, **options)
+def test_behaviour_is_taken_where_states_are_the_samplers() -> None:
+    for family in ({}, THREE):
+        assert behaving(family).objective.old_log_prob == "behaviour"
+    for family, options in UNLIKE_SAMPLER:
+        with pytest.raises(ValueError, match=r"^objective\.old_log_prob"):
+            behaving(family, **options)
 
 
-def test_a_fully_trained_policy_has_no_initial_one_and_lends_no_weights() -> None:
-    whole = policy(lora=False)
-    with pytest.raises(ValueError, match="kl_to: 'initial'"):
-        module(whole, objective=PolicyObjective(kl_to="initial"))
-    with pytest.raises(ValueError, match=r"value\.backbone: 'lora' shares frozen weights"):
-        module(whole, value=ValueObjective())
-    dropout = policy(lora=False)
-    dropout.add_adapter(LoRASettings(rank=2, dropout=0.1))
-    with pytest.raises(ValueError, match="dropout: expected 0"):
-        module(dropout)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"clip_low": 2.0}, "clip_low"),
-        ({"beta": -1.0}, "beta"),
-        ({"kl": "k2"}, "kl: expected"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"old_log_prob": "past"}, "old_log_prob"),
-    ],
-)
-def test_objective_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PolicyObjective(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"backbone": "own"}, "value.backbone"),
-        ({"gamma": 1.5}, "value.gamma"),
-        ({"train_every": 0}, "value.train_every"),
-        ({"clip": 0.0}, "value.clip"),
-        ({"lora": LoRASettings(dropout=0.5)}, "value.lora.dropout"),
-    ],
-)
-def test_value_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ValueObjective(**settings)
-
-
-def test_an_interval_of_fresh_rollouts_other_than_one_is_refused(tmp_path: Path) -> None:
-    """0, Lightning's own default, becomes 1."""
+def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_path: Path) -> None:
+    """Lightning's own defaults become what is needed."""
     trainer = fit(learner(), rollout_data(prompts_per_step=1), tmp_path, steps=1)
     assert trainer.reload_dataloaders_every_n_epochs == 1
-    with pytest.raises(ValueError, match=r"reload_dataloaders_every_n_epochs: expected 1.*got 2"):
-        fit(learner(), rollout_data(), tmp_path, reload_dataloaders_every_n_epochs=2)
+    early: list[Any] = [
+        ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False),
+        EarlyStopping("rollout/reward", check_on_train_epoch_end=False),
+    ]
+    for name, options in (
+        ("save_on_train_epoch_end: expected true", {"callbacks": early[:1]}),
+        ("check_on_train_epoch_end: expected true", {"callbacks": early[1:]}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            fit(learner(), rollout_data(), tmp_path, **options)
 
 
 class Plain:
@@ -290,7 +258,7 @@ class Plain:
 
 def test_a_policy_loss_of_ones_own_is_trained_on_and_its_parts_are_logged(tmp_path: Path) -> None:
     """At a ratio of 1 its gradient is that of the clipped loss."""
-    batch = prepared(module(policy()))[0]
+    batch = first_batch(module(policy()))
     ours, clipped = (
         gradients(module(policy(), policy_loss=loss), batch) for loss in (Plain(), None)
     )
@@ -300,10 +268,6 @@ def test_a_policy_loss_of_ones_own_is_trained_on_and_its_parts_are_logged(tmp_pa
     trainer = fit(rl, rollout_data(prompts_per_step=1), tmp_path, steps=1)
     assert trainer.callback_metrics["train/certainty"] < 0
     assert "train/clip_fraction" not in trainer.callback_metrics
-    with pytest.raises(ValueError, match="policy_loss: object has no method 'compute'"):
-        module(policy(), policy_loss=object())
-    with pytest.raises(ValueError, match=r"objective\.beta: belongs to the clipped loss"):
-        module(policy(), policy_loss=Plain(), objective=PolicyObjective(beta=0.5))
 
 
 def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> None:
@@ -330,7 +294,8 @@ def test_blocks_grow_in_training_before_they_do_in_rollouts(tmp_path: Path) -> N
     rl = grown(4, "four", steps=1)
     assert (rl.backbone.spec.block_size, rl.row_spec.block_size) == (4, 8)
     records = decoded(rl.backbone, 2)
-    batch = collate_items([(rl.rows.items(records)[0], 1.0)], records, rl.row_spec)
+    items = rl.rows.items(records)
+    batch = items.batch(every(items)[:1])
     spaces = [training_rows(batch, spec).mask for spec in (rl.backbone.spec, rl.row_spec)]
     assert spaces[0].sum() < spaces[1].sum()
     later = grown(8, "eight", steps=2, resume=tmp_path / "last.ckpt")

@@ -37,7 +37,7 @@ from lit_dlm.rl.rollout import (
 from lit_dlm.tasks import PromptExample
 from lit_dlm.trajectories.format import encode_block
 from tests.processes import in_processes
-from tests.rollouts import EOS, G, learner, module, policy, rollout_data
+from tests.rollouts import EOS, G, learner, rollout_data
 
 
 def engine(
@@ -54,21 +54,17 @@ def engine(
 
 
 def prompts(step: int = 0) -> list:
-    found = []
-    for place, ids in enumerate(([10, 11, 12], [13, 14])):
-        example = PromptExample(uid=f"task/train/{place}", task="task", text="?")
-        found += rollout_prompts(
-            example, ids, method="warm", step=step, place=place, num_responses=3
-        )
-    return found
+    problems = [
+        (PromptExample(uid=f"task/train/{number}", task="task", text="?"), ids)
+        for number, ids in enumerate(([10, 11, 12], [13, 14]))
+    ]
+    return rollout_prompts(problems, method="warm", step=step, num_responses=3)
 
 
 def test_a_response_belongs_to_its_name_and_not_to_its_batch() -> None:
-    told: list[int] = []
-    first = engine(batch_size=6).generate(prompts(), report=told.append)
+    first = engine(batch_size=6).generate(prompts())
     second = engine(batch_size=4).generate(prompts())
     other = engine(batch_size=6).generate(prompts(step=1))
-    assert told == [6]
     tokens = [rollout.trajectory.tokens.tolist() for rollout in first]
     assert tokens == [rollout.trajectory.tokens.tolist() for rollout in second]
     assert len({tuple(row) for row in tokens}) == 6
@@ -85,10 +81,6 @@ def test_responses_that_almost_fill_their_budget_can_count_as_overlong() -> None
     lengths = [one.trajectory.meta["num_tokens"] for one, _ in pairs]
     assert [one.is_overlong for one, _ in pairs] == [length >= 8 for length in lengths]
     assert [other.is_overlong for _, other in pairs] == [length >= 5 for length in lengths]
-    with pytest.raises(ValueError, match="overlong_margin: expected 0 to 3"):
-        RolloutEngine(
-            module(policy()), method="random", response_length=4, batch_size=1, overlong_margin=4
-        )
 
 
 @pytest.mark.parametrize("score_on", ["filtered", "raw"])
@@ -139,13 +131,6 @@ def test_scores_go_into_the_record_and_records_into_order() -> None:
     assert groups_of(records) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(ValueError, match="method: expected one of random, got 'x'"):
-        RolloutEngine(module(policy()), method="x", response_length=4, batch_size=1)
-    with pytest.raises(ValueError, match="at least 1"):
-        RolloutEngine(module(policy()), method="random", response_length=0, batch_size=1)
-
-
 class Alike(Reward):
     """How many responses of a group begin as oddly: looks at the group as a whole."""
 
@@ -157,13 +142,13 @@ class Alike(Reward):
 
 
 class DropMixed(GroupFilter):
-    """Drops most groups, so that more rounds are needed."""
+    """Drops groups that begin both ways."""
 
     def keep(self, scores: Sequence[RewardScore]) -> bool:
         return min(score.total for score in scores) == 3 / 7
 
 
-def _collected(rank: int, world_size: int, places: int) -> tuple[list[bytes], set[int], int]:
+def _collected(rank: int, world_size: int, slots: int) -> tuple[list[bytes], set[int], set[bool]]:
     """Two RL steps; the responses of a prompt are on several processes."""
     if world_size > 1:
         dist.init_process_group("gloo")
@@ -171,8 +156,7 @@ def _collected(rank: int, world_size: int, places: int) -> tuple[list[bytes], se
         rewards=[Alike()],
         filters=[DropMixed()],
         prompts_per_step=5,
-        max_rollout_rounds=3,
-        rollout_batch_size=places,
+        rollout_batch_size=slots,
     )
     uneven = Decoder(
         policy=ThresholdPolicy(0.4),
@@ -184,28 +168,35 @@ def _collected(rank: int, world_size: int, places: int) -> tuple[list[bytes], se
     ranks = Ranks(rank, world_size)
     found: list[bytes] = []
     steps: set[int] = set()
-    cursor = 0
+    kept: set[bool] = set()
     for step in range(2):
         if rank:
             time.sleep(0.05)  # the others take more then
-        rollouts = source.collect(step, cursor, version=7, ranks=ranks)
-        cursor += rollouts.num_drawn
+        told: list[tuple[str, int, int]] = []
+
+        def report(*one: Any, told: Any = told) -> None:
+            told.append(one)
+
+        rollouts = source.collect(step, 5 * step, version=7, ranks=ranks, report=report)
+        share = -(-15 // world_size)
+        assert all(one[0] == "rollout" and one[1] <= one[2] == share for one in told)
+        assert rollouts.num_prompts == 5
         found += [encode_block([record]) for record in rollouts.records]
         steps |= {record.num_steps for record in rollouts.records}
-        assert rollouts.occupancy is not None
-        assert 0.0 < rollouts.occupancy <= 1.0
-        assert {"rollout", "wait", "reward"} == rollouts.seconds.keys()
+        kept |= {record.meta["kept"] for record in rollouts.records}
+        assert 0.0 <= rollouts.times["occupancy"] <= 1.0
+        assert {"rollout", "wait", "reward"} < rollouts.times.keys()
     source.close()
-    return found, steps, cursor
+    return found, steps, kept
 
 
-def test_records_do_not_depend_on_places_or_processes() -> None:
-    """Every byte of the records of two RL steps, scores and further rounds included."""
-    expected = _, steps, drawn = _collected(0, 1, 1)
+def test_records_do_not_depend_on_slots_or_processes() -> None:
+    """Every byte of the records of two RL steps, scores included."""
+    expected = _, steps, kept = _collected(0, 1, 1)
     assert len(steps) > 2  # rows do not end together
-    assert drawn > 2 * 5  # groups were dropped and made up for
-    for places in (8, 64):
-        assert _collected(0, 1, places) == expected
+    assert kept == {True, False}
+    for slots in (8, 64):
+        assert _collected(0, 1, slots) == expected
     for count in (2, 3):
         for found in in_processes(count, _collected, count, 4):
             assert found == expected
@@ -224,7 +215,11 @@ def _one_response(rank: int, world_size: int) -> tuple[bytes, bool, list[float]]
     source.close()
     with torch.no_grad():
         logits = rl.backbone(torch.arange(8, 14)[None])[0, :, 8:12]
-    return encode_block(rollouts.records), bool(rollouts.occupancy), logits.flatten().tolist()
+    return (
+        encode_block(rollouts.records),
+        bool(rollouts.times["occupancy"]),
+        logits.flatten().tolist(),
+    )
 
 
 @pytest.mark.ddp

@@ -10,26 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dlm.backbones.lora_settings import LoRASettings
 from lit_dlm.callbacks import RewardCurve
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.rewards import Reward, RewardScore, Rollout
-from lit_dlm.rl.advantages import RawReward
-from lit_dlm.rl.items import RolloutItem, collate_items, order_of_writing
 from lit_dlm.rl.module import TraceRLModule
 from lit_dlm.rl.settings import ValueObjective
-from lit_dlm.rl.step import Slot, fill_advantages, fill_old_scores, shard_items
-from lit_dlm.trajectories.record import Trajectory
-from tests.rollouts import (
-    FAMILIES,
-    answer_cells,
-    decoded,
-    fit,
-    learner,
-    module,
-    policy,
-    rollout_data,
-)
+from lit_dlm.rl.step import fill_old_scores, shard_items
+from tests.rollouts import answer_cells, decoded, fit, learner, module, policy, rollout_data
 
 BLOCK = {"attention": "block", "block_size": 4}
 
@@ -59,19 +46,11 @@ def standing(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{**group, "lr": 0.0} for group in params])
 
 
-def test_an_update_is_the_mean_over_the_rows_of_its_items() -> None:
-    """Items of 4, 1 and 1 rows, three a batch: the sum over six rows is divided by three slots."""
-    (batch,) = shard_items([4.0, 1.0, 1.0], batch_size=3)[0]
-    assert sorted(batch, key=lambda slot: slot.item) == [Slot(n, 0.5) for n in range(3)]
-
-
-def one_update(
-    folder: Path, *, packing: int, accumulate: int, max_tokens: int | None = None
-) -> tuple[torch.Tensor, float]:
+def one_update(folder: Path, *, packing: int, accumulate: int) -> tuple[torch.Tensor, float]:
     curve = RewardCurve(str(folder))
     rl = learner(family=BLOCK, packing=packing, optimizer=sgd)
     before = trained(rl)
-    data = rollout_data(rewards=[HashReward()], batch_size=1, max_tokens_per_batch=max_tokens)
+    data = rollout_data(rewards=[HashReward()], batch_size=1)
     fit(rl, data, folder, steps=1, callbacks=[curve], accumulate_grad_batches=accumulate)
     (point,) = curve.points
     assert point["updates"] == 1
@@ -88,54 +67,32 @@ def test_packed_rows_make_the_update_of_separate_ones(tmp_path: Path) -> None:
     assert packed_norm == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [1, 4])
-def test_batches_by_tokens_make_the_same_update(tmp_path: Path, packing: int) -> None:
-    """Rows of about 30 tokens: hundreds of batches of one item, or as few as 400 tokens allow."""
-    apart, norm = one_update(tmp_path / "1", packing=packing, accumulate=1000)
-    together, same = one_update(tmp_path / "2", packing=packing, accumulate=1000, max_tokens=400)
-    assert apart.abs().max() > 1e-3
-    torch.testing.assert_close(together, apart, rtol=0, atol=1e-6)
-    assert same == pytest.approx(norm, rel=1e-4)
-
-
-def one_response(rl: TraceRLModule) -> tuple[list[RolloutItem], list[Trajectory]]:
-    """The items of the response that has most, each pushing its tokens elsewhere."""
+def gradient_of_one_response(rl: TraceRLModule) -> tuple[frozenset[Any], torch.Tensor]:
+    """Of one update on the response that has most items, each pushing its tokens elsewhere."""
     records = [max(decoded(rl.backbone, 12), key=lambda record: len(answer_cells(record)))]
     items = rl.rows.items(records)
-    fill_advantages(rl, items, records, advantage=RawReward(), batch_size=8)
-    for item in items:
-        item.advantage = item.cells.float() - 2.5
-    return items, records
-
-
-def gradient_of(
-    rl: TraceRLModule, items: list[RolloutItem], records: list[Trajectory]
-) -> torch.Tensor:
-    """Gradient of one update on all items."""
-    (slots,) = shard_items([item.size for item in items], batch_size=50)[0]
-    fill_old_scores(rl, [slots], items, records)
-    chosen = [(items[slot.item], slot.factor) for slot in slots]
+    items.advantage = items.cell.float() - 2.5
+    (share,) = shard_items(items.size.numpy(), batch_size=50)
+    fill_old_scores(rl, [share], items)
+    batch = items.batch(share.items, factor=share.factor, num_slots=50)
     rl.zero_grad()
-    rl.training_step(collate_items(chosen, records, rl.row_spec, num_slots=50)).backward()
-    return flat(p.grad for p in rl.parameters() if p.grad is not None)
+    rl.training_step(batch).backward()
+    rows = frozenset(tuple(row) for row in items.supervised.tolist())
+    return rows, flat(p.grad for p in rl.parameters() if p.grad is not None)
 
 
 @pytest.mark.slow
 def test_capped_rows_have_the_gradient_of_all_on_average() -> None:
     """Two of four rows: the mean over all six pairs is the gradient without a cap."""
     every = module(policy(), corruption=TraceMasking(padding="replayed")).eval()
-    items, records = one_response(every)
-    assert len(items) == 4
-    whole = gradient_of(every, items, records)
+    rows, whole = gradient_of_one_response(every)
+    assert len(rows) == 4
     rl = module(policy(), corruption=TraceMasking(padding="replayed", rows_per_sample=2)).eval()
     found: dict[Any, torch.Tensor] = {}
     for seed in range(60):
         rl.rows.seed = seed
-        items, records = one_response(rl)
-        pair = frozenset(tuple(item.cells.tolist()) for item in items)
-        if pair not in found:
-            found[pair] = gradient_of(rl, items, records)
+        pair, gradient = gradient_of_one_response(rl)
+        found[pair] = gradient
     assert len(found) == 6
     mean = torch.stack(list(found.values())).mean(0)
     torch.testing.assert_close(mean, whole, rtol=1e-4, atol=1e-6)
@@ -168,32 +125,3 @@ def test_what_is_logged_does_not_depend_on_how_rows_are_dealt(tmp_path: Path) ->
     # Updates of different size count alike in the mean over updates, tokens always do.
     for name in ("value_error", "value_explained"):
         assert several[f"train/{name}"] == pytest.approx(first[f"train/{name}"], rel=1e-5)
-
-
-@pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("shrink", [1, 2, 3])
-def test_steps_of_returns_are_the_states_of_the_decode(name: str, shrink: int) -> None:
-    """Padding that is written in steps of its own counts in both."""
-    backbone = policy(**FAMILIES[name])
-    corruption = TraceMasking(padding="replayed", shrink=shrink)
-    value = ValueObjective(lora=LoRASettings(rank=2))
-    rl = module(backbone, corruption=corruption, value=value)
-    records = decoded(backbone, 12, per_step=1)
-    _, responses = rl.rows.batch_of(records)
-    steps, members = order_of_writing(responses, shrink=shrink)
-    blocks = responses.blocks
-    found: dict[int, list[set[int]]] = {}
-    for item in rl.rows.items(records):
-        cells = item.cells.tolist()
-        kinds = [0] * len(cells) if blocks is None else blocks[item.record, item.cells].tolist()
-        for kind in set(kinds):
-            group = {cell for cell, k in zip(cells, kinds, strict=True) if k == kind}
-            found.setdefault(item.record, []).append(group)
-    for row, groups in found.items():
-        numbers = steps[row][members[row]].unique().tolist()
-        assert numbers == list(range(len(numbers)))
-        expected = [
-            set(((steps[row] == number) & members[row]).nonzero()[:, 0].tolist())
-            for number in numbers
-        ]
-        assert sorted(map(sorted, groups)) == sorted(map(sorted, expected))

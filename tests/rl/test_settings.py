@@ -1,4 +1,4 @@
-"""Settings that would go unnoticed: rows beyond the model's length, and stopping too late."""
+"""Settings of rollouts, prompts that are too long, and stopping by rewards of RL steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from lit_dlm.toy.word_problems import WordProblems
 from tests.rollouts import G, fit, learner, rollout_data
 
 
-def test_rows_beyond_the_backbones_positions_are_counted_and_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "shards"}, "^shards"),
+        ({"responses_per_prompt": 0}, "^responses_per_prompt"),
+        ({"val_response_length": 0}, "^val_response_length"),
+        ({"advantage": "mean"}, "^advantage"),
+        ({"responses_per_prompt": 1}, "^responses_per_prompt: .* GroupZScore"),
+        ({"responses_per_prompt": 1, "advantage": "leave_one_out"}, "LeaveOneOut"),
+        ({"overlong_margin": G}, "^overlong_margin"),
+        ({"filters": [object()]}, "^filters"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rollout_data(**options)
+
+
+def test_rows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
     rl = learner(family={"max_positions": 26})
-    lengths = [len(rl.encode(e)) for e in WordProblems("train", num_examples=20).examples()]
-    num_long = sum(length + G > 26 for length in lengths)
-    assert 0 < num_long < 20
-    refused = rf"^response_length: {num_long} of 20 prompts have, with a response of 8 tokens, more"
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(ValueError, match=r"^response_length: .* 26 positions"):
         fit(rl, rollout_data(), tmp_path, steps=1)
-    rl = learner(family={"max_positions": max(lengths) + G})
-    data = rollout_data(val_tasks=[WordProblems("test", num_examples=2)], val_response_length=50)
-    refused = r"^val_response_length: 2 of 2 prompts have, with a response of 50 tokens, more than"
-    with pytest.raises(ValueError, match=refused):
-        fit(rl, data, tmp_path, steps=1)
 
 
 class Falling(Reward):
@@ -42,18 +51,11 @@ class Falling(Reward):
         return [RewardScore(total=-float(self.rl.current_epoch)) for _ in group]
 
 
-def run(folder: Path, **options: Any) -> int:
-    """RL steps until the reward has not risen for one."""
+def test_early_stopping_looks_at_every_rl_step_when_it_ends(tmp_path: Path) -> None:
+    """The second RL step is the first without a rise; validations come after the second and 4th."""
     rl = learner()
     tasks = [WordProblems("test", num_examples=2)]
     data = rollout_data(rewards=[Falling(rl)], val_tasks=tasks, prompts_per_step=1)
-    stopper = EarlyStopping("rollout/reward_smoothed", mode="max", patience=1, **options)
-    trainer = fit(rl, data, folder, steps=4, callbacks=[stopper], check_val_every_n_epoch=2)
-    return trainer.current_epoch
-
-
-def test_early_stopping_looks_at_every_rl_step_when_it_ends(tmp_path: Path) -> None:
-    """The second RL step is the first without a rise; validations come after the second and 4th."""
-    assert run(tmp_path) == 2
-    with pytest.raises(ValueError, match=r"check_on_train_epoch_end: expected true.*got false"):
-        run(tmp_path, check_on_train_epoch_end=False)
+    stopper = EarlyStopping("rollout/reward_smoothed", mode="max", patience=1)
+    trainer = fit(rl, data, tmp_path, steps=4, callbacks=[stopper], check_val_every_n_epoch=2)
+    assert trainer.current_epoch == 2

@@ -16,20 +16,3 @@ from lit_dlm.decoding.policies.topk import (
     RandomPolicy,
     SequentialPolicy,
 )
-
-__all__ = [
-    "BonusPolicy",
-    "CommitPolicy",
-    "ConfidencePolicy",
-    "DynamicPolicy",
-    "EntropyBoundedPolicy",
-    "EntropyPolicy",
-    "GaussSeidelPolicy",
-    "JacobiPolicy",
-    "LaggedPolicy",
-    "MarginPolicy",
-    "NoisyConfidencePolicy",
-    "RandomPolicy",
-    "SequentialPolicy",
-    "ThresholdPolicy",
-]

@@ -22,6 +22,8 @@ class CommitPolicy(Plug):
     ``margin``, ``drawn``, ``raw_prob``, ``raw_entropy``, ``raw_margin``, or ``region`` (proposals
     for the whole response, not only for the window).
     A policy that asks for ``hidden`` also has an attribute ``hidden_layers: tuple[int, ...]``."""
+    needs_quota: bool = False
+    needs_layout: bool = False
     forwards_per_step: int = 0
     """Forwards of a learned head in one step: 0 for heuristics."""
 

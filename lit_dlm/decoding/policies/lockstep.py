@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_dlm.decoding.layout import LAYOUT_WANTED
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.regions import RegionMap
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
@@ -27,14 +26,10 @@ class RegionPass:
     """What a pass over all regions with the same forward would commit."""
 
     regions: RegionMap
-    candidates: Tensor
-    """``(b, L)`` bool."""
-    prob: Tensor
-    """``(b, L)`` floating point."""
-    tau: Tensor
-    """``(b, L)`` in the dtype of ``prob``: threshold of each column's region."""
-    in_cap: Tensor
-    """``(b, L)`` bool: candidates that the cap of their region leaves."""
+    candidates: Tensor  # (b, L) bool
+    prob: Tensor  # (b, L) floating point
+    tau: Tensor  # (b, L) in the dtype of prob: threshold of each column's region
+    in_cap: Tensor  # (b, L) bool: candidates that the cap of their region leaves
 
     def commit(self, bonus: Tensor | float = 0.0) -> Tensor:
         """``(b, L)`` bool: the pass, with a bonus on every probability."""
@@ -67,8 +62,7 @@ class LockstepPolicy(CommitPolicy):
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
         """Commits by region; with a quota (a budget of steps), at least so many."""
-        if state.regions is None:
-            raise ValueError(f"layout: {type(self).__name__} {LAYOUT_WANTED}")
+        assert state.regions is not None
         one_pass = self._pass(state, state.regions, candidates, proposal.prob)
         commit = self.choose(state, one_pass)
         if quota is not None:

@@ -40,13 +40,12 @@ class DynamicPolicy(ThresholdPolicy):
     ``ConfidencePolicy`` with the same quota.
     """
 
+    needs_quota = True
+
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        if quota is None:
-            raise ValueError(
-                "quota: DynamicPolicy needs one (EvenQuota with steps_per_block), got NoQuota"
-            )
+        assert quota is not None
         commit = candidates & (proposal.prob > self.threshold)
         return Selection(commit | top_quota(proposal.prob, candidates, quota), proposal.prob)
 
@@ -63,11 +62,7 @@ class EntropyBoundedPolicy(CommitPolicy):
     requires = frozenset({"entropy"})
 
     def __init__(self, bound: float = 0.35) -> None:
-        """Sets the bound.
-
-        Args:
-            bound: in nats, above 0; dLLM-RL's default is 0.35.
-        """
+        """Sets the bound in nats; 0.35 is dLLM-RL's."""
         if not bound > 0.0:
             raise ValueError(f"bound: expected a number above 0, got {bound}")
         self.bound = bound

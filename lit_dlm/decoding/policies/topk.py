@@ -10,11 +10,14 @@ from torch import Tensor
 from lit_dlm.decoding.policies.base import CommitPolicy
 from lit_dlm.decoding.state import DecodeState, Proposal, Selection
 from lit_dlm.ops.noise import uniform_noise
+from lit_dlm.ops.options import at_least
 from lit_dlm.ops.scores import top_quota
 
 
 class TopQuotaPolicy(CommitPolicy):
     """Commits the ``quota`` best candidates; subclasses say what "best" means."""
+
+    needs_quota = True
 
     @abstractmethod
     def score(self, state: DecodeState, proposal: Proposal) -> Tensor:
@@ -23,12 +26,7 @@ class TopQuotaPolicy(CommitPolicy):
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
     ) -> Selection:
-        """Commits the best ``quota`` candidates of each row."""
-        if quota is None:
-            raise ValueError(
-                f"quota: {type(self).__name__} needs one (FixedQuota, EvenQuota or ScheduleQuota), "
-                "got NoQuota"
-            )
+        assert quota is not None
         scores = self.score(state, proposal)
         return Selection(top_quota(scores, candidates, quota), scores)
 
@@ -55,16 +53,9 @@ class NoisyConfidencePolicy(TopQuotaPolicy):
     """
 
     def __init__(self, steps: int, temperature: float = 1.0) -> None:
-        """Sets the noise.
-
-        Args:
-            steps: of the decode.
-            temperature: factor of the noise before the first step.
-        """
-        if steps < 1 or temperature < 0.0:
-            raise ValueError(
-                f"steps, temperature: expected at least 1 and 0, got {steps} and {temperature}"
-            )
+        """Sets the steps of the decode and the factor of the noise before the first of them."""
+        at_least(1, steps=steps)
+        at_least(0, temperature=temperature)
         self.steps = steps
         self.temperature = temperature
         shares = 1.0 - torch.arange(1, steps + 1, dtype=torch.float64) / steps

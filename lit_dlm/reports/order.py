@@ -1,8 +1,9 @@
-"""In which order a response was filled: heat map, scatter, and Kendall's tau."""
+"""In which order a response was filled: heat map, scatter, Kendall's tau, pace and confidences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 from torchmetrics.functional import kendall_rank_corrcoef
 
 from lit_dlm.reports.pieces import TokenPieces
+from lit_dlm.reports.plots import Theme
 from lit_dlm.reports.regions import Region
-from lit_dlm.reports.themes import Theme
 from lit_dlm.trajectories.record import Trajectory
 
 
@@ -33,7 +34,7 @@ def left_to_rightness(
         chosen &= positions
     place = np.flatnonzero(chosen)
     steps = record.commit_step[place]
-    if len(place) < 2 or (steps == steps[0]).all():
+    if len(np.unique(steps)) < 2:
         return None
     tau = kendall_rank_corrcoef(
         torch.from_numpy(place.astype(np.float32)), torch.from_numpy(steps.astype(np.float32))
@@ -59,8 +60,21 @@ def last_writes(record: Trajectory) -> NDArray[np.int32]:
         writer[:, record.given] = -2
     for step, position, _ in record.events().tolist():
         writer[step + 1 :, position] = step
-    writer[states == record.mask_id] = -1
+    writer[states == record.mask_id] = -1  # also where a step took a token back
     return writer
+
+
+def writes_per_step(record: Trajectory, region: Region) -> NDArray[np.int64]:
+    """``(T,)`` int64: tokens that each step wrote inside a region, overwritten ones included."""
+    step, position, token = record.events().T
+    inside = (position >= region.start) & (position < region.end) & (token != record.mask_id)
+    return np.bincount(step[inside], minlength=record.num_steps)
+
+
+def fill_rate(record: Trajectory, region: Region) -> NDArray[np.float64]:
+    """``(T + 1,)`` float64: the share of a region that holds a token, from the start to the end."""
+    filled = last_writes(record)[:, region.start : region.end] != -1
+    return filled.mean(1)
 
 
 def fill_order_figure(
@@ -78,9 +92,8 @@ def fill_order_figure(
     figure = Figure(figsize=(width, height), layout="constrained")
     axis = figure.add_subplot()
     axis.set_facecolor(theme.mask)
-    shown = np.ma.masked_where(writer < 0, writer + 1)
     image = axis.imshow(
-        shown,
+        np.ma.masked_where(writer < 0, writer + 1),
         aspect="auto",
         interpolation="nearest",
         cmap="viridis",
@@ -91,21 +104,15 @@ def fill_order_figure(
     axis.set(ylabel="step", ylim=(T + 0.5, 0.5), xlim=(-0.5, G - 0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(visible=False)
-    remasked = [(s, p) for s, p, token in record.events().tolist() if token == record.mask_id]
-    if remasked:
-        axis.plot(
-            [position for _, position in remasked],
-            [step + 1 for step, _ in remasked],
-            "x",
-            color=theme.series[1],
-            markersize=5,
-            label="masked again",
-        )
+    step, position, token = record.events().T
+    remasked = token == record.mask_id
+    if remasked.any():
+        crosses: Any = {"color": theme.series[1], "markersize": 5, "label": "masked again"}
+        axis.plot(position[remasked], step[remasked] + 1, "x", **crosses)
         axis.legend(loc="upper right", fontsize="small")
+    axis.set_xlabel("response position")
     if G <= 96:
         _label_tokens(axis, record, pieces)
-    else:
-        axis.set_xlabel("response position")
     _bands(axis, regions, theme)
     bar = figure.colorbar(image, ax=axis, pad=0.01, fraction=0.05)
     bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -129,13 +136,16 @@ def order_figure(
         place = place[written[part.start : part.end]]
         solid, hollow = place[text[place]], place[~text[place]]
         colour = theme.series[number % len(theme.series)]
-        label = part.name if len(regions) > 1 else None
-        axis.scatter(solid, record.commit_step[solid] + 1, s=18, color=colour, label=label)
+        axis.scatter(solid, record.commit_step[solid] + 1, s=16, color=colour, label=part.name)
         axis.scatter(
             hollow, record.commit_step[hollow] + 1, s=16, facecolors="none", edgecolors=colour
         )
     axis.set(xlabel="response position", ylabel="written in step", xlim=(-1, record.num_generated))
-    axis.set_title(_tau_title(record, text), fontsize=11)
+    tau, inner = left_to_rightness(record), left_to_rightness(record, positions=text)
+    title = "Kendall's tau: " + ("undefined" if tau is None else f"{tau:+.2f}")
+    if inner is not None and not text.all():
+        title += f" ({inner:+.2f} without special tokens)"
+    axis.set_title(title, fontsize=11)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     axis.grid(alpha=0.5)
     if 1 < len(regions) <= 8:
@@ -143,54 +153,76 @@ def order_figure(
     return figure
 
 
-def _tau_title(record: Trajectory, text: NDArray[np.bool_]) -> str:
-    tau = left_to_rightness(record)
-    title = "Kendall's tau: " + ("undefined" if tau is None else f"{tau:+.2f}")
-    if not text.all():
-        inner = left_to_rightness(record, positions=text)
-        if inner is not None:
-            title += f" ({inner:+.2f} without special tokens)"
-    return title
+def statistics_figure(
+    record: Trajectory, regions: Sequence[Region], _: TokenPieces, theme: Theme
+) -> Figure:
+    """Four panels: tokens per step, tokens in all, share filled, confidences; each by region.
+
+    Without regions, or with more than eight, the response is drawn as one.
+    """
+    if not regions or len(regions) > 8:
+        regions = [Region("response", 0, record.num_generated)]
+    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+    axes = figure.subplots(2, 2)
+    (pace, total), (filled, confidence) = axes
+    steps = np.arange(record.num_steps + 1)
+    below = np.zeros(record.num_steps)
+    for part, colour in zip(regions, theme.series, strict=False):
+        counts = writes_per_step(record, part)
+        pace.bar(steps[1:], counts, bottom=below, color=colour, width=0.85, label=part.name)
+        below += counts
+        total.plot(steps, np.append(0, counts.cumsum()), color=colour)
+        filled.plot(steps, 100 * fill_rate(record, part), color=colour)
+    pace.set(xlabel="step", ylabel="tokens written")
+    total.set(xlabel="step", ylabel="tokens written in all")
+    total.set_ylim(0, max(1.0, total.get_ylim()[1]))
+    filled.set(xlabel="step", ylabel="filled, %", ylim=(0, 103))
+    confidence.set(xlabel="confidence when written", ylabel="tokens", xlim=(0, 1))
+    if "commit_prob" in record.signals:
+        prob = record.signals["commit_prob"].astype(np.float64)
+        groups = [prob[part.start : part.end] for part in regions]
+        confidence.hist(
+            [group[np.isfinite(group)] for group in groups],
+            bins=np.linspace(0, 1, 21).tolist(),
+            stacked=True,
+            color=theme.series[: len(groups)],
+        )
+    else:
+        told: Any = {"ha": "center", "va": "center", "color": theme.muted}
+        confidence.text(0.5, 0.5, "not recorded", **told)
+        confidence.set(xticks=[], yticks=[])
+    for axis in axes.flat:
+        axis.grid(alpha=0.5)
+        axis.set_axisbelow(True)
+    for axis in axes.flat[:3]:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(regions) > 1:
+        handles, labels = pace.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
 
 
 def _label_tokens(axis: Axes, record: Trajectory, pieces: TokenPieces) -> None:
-    labels = [
-        "" if token == record.mask_id or pieces.is_special(token) else _short(pieces.text(token))
-        for token in record.tokens.tolist()
-    ]
+    labels = []
+    for token, is_text in zip(record.tokens.tolist(), text_positions(record, pieces), strict=True):
+        text = pieces.text(token) if is_text else ""
+        text = text.strip(" ").replace("\n", "⏎").replace("\t", "⇥")
+        labels.append(text if len(text) <= 8 else text[:7] + "…")
     axis.set_xticks(range(len(labels)), labels, rotation=90, family="monospace", fontsize=8)
     axis.tick_params(axis="x", length=0)
     axis.set_xlabel("response position, with its final token")
 
 
-def _short(text: str) -> str:
-    shown = text.strip(" ").replace("\n", "⏎").replace("\t", "⇥")
-    return shown if len(shown) <= 8 else shown[:7] + "…"
-
-
 def _bands(axis: Axes, regions: Sequence[Region], theme: Theme) -> None:
     """Names and bounds of the regions, above the axis."""
+    above = axis.get_xaxis_transform()
     for number, part in enumerate(regions):
         colour = theme.series[number % len(theme.series)]
         if part.start > 0:
             axis.axvline(part.start - 0.5, color=theme.text, linewidth=1, alpha=0.7)
-        axis.plot(
-            [part.start - 0.4, part.end - 0.6],
-            [1.02, 1.02],
-            transform=axis.get_xaxis_transform(),
-            color=colour,
-            linewidth=4,
-            clip_on=False,
-            solid_capstyle="butt",
-        )
+        line: Any = {"color": colour, "linewidth": 4, "clip_on": False, "solid_capstyle": "butt"}
+        axis.plot([part.start - 0.4, part.end - 0.6], [1.02, 1.02], transform=above, **line)
         if len(regions) <= 16:
-            axis.text(
-                (part.start + part.end - 1) / 2,
-                1.04,
-                part.name,
-                transform=axis.get_xaxis_transform(),
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                color=theme.text,
-            )
+            middle = (part.start + part.end - 1) / 2
+            told: Any = {"ha": "center", "va": "bottom", "fontsize": 8, "color": theme.text}
+            axis.text(middle, 1.04, part.name, transform=above, **told)

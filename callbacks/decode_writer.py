@@ -1,0 +1,336 @@
+"""Grades what is decoded beside the decode loop, and writes results and trajectories."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from rich.console import Console
+
+from lit_dlm.callbacks.grading_queue import GradingQueue
+from lit_dlm.callbacks.record_shards import RecordShards, describe_run
+from lit_dlm.callbacks.trace_pictures import file_name
+from lit_dlm.grading import Verdict
+from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.ops.options import of_kind, within
+from lit_dlm.pictures import drawn_picture
+from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_report
+from lit_dlm.tasks import Task
+from lit_dlm.trajectories.store import RunRecord, completed_uids
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWriter(BasePredictionWriter):
+    """Writes what ``predict`` decodes: graded results, trajectories, or both.
+
+    Results are a JSON line per sample, and at the end a summary, a table and a plot; pictures that
+    the model draws go to ``{run_dir}/pictures/{method}/{uid}.png``. With both, every line names its
+    trajectory, so that every number can be replayed. The data module is told what the folders hold,
+    so that a restart, on any number of processes, makes what is missing; with both, a sample counts
+    once both hold it. What a killed run left is recovered first.
+
+    Args:
+        run_dir: folder of the run; results go to ``{run_dir}/results``. None without it.
+        trajectories_dir: folder of trajectory shards, which need a module that captures
+            (``model.level``); ``{run_dir}/trajectories`` by default where it does.
+        grade: whether to grade where only trajectories are written: each then holds ``correct``,
+            and ``score`` where the grader gives partial credit.
+        num_workers: grading threads.
+        records_per_block: a killed run loses the records of an unfinished block, at most.
+        max_gigabytes: stop the run with an error when the shards have grown beyond this.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | None = None,
+        *,
+        trajectories_dir: str | None = None,
+        grade: bool = False,
+        num_workers: int = 1,
+        records_per_block: int = 64,
+        max_gigabytes: float | None = None,
+    ) -> None:
+        super().__init__(write_interval="batch")
+        if run_dir is None and trajectories_dir is None:
+            raise ValueError("DecodeWriter: expected run_dir, trajectories_dir or both, got none")
+        within("(0, inf)", max_gigabytes=max_gigabytes)
+        self.results = None if run_dir is None else ResultFolder(Path(run_dir) / "results")
+        self.trajectories_dir = None if trajectories_dir is None else Path(trajectories_dir)
+        self.grade = grade or run_dir is not None
+        self.num_workers = num_workers
+        self._options: dict[str, Any] = {
+            "name": "decodes",
+            "split": "train" if run_dir is None else "test",
+            "records_per_block": records_per_block,
+            "max_gigabytes": max_gigabytes,
+        }
+        self._queue: GradingQueue | None = None
+        self._shards: RecordShards | None = None
+        self._run: RunRecord | None = None
+
+    # -- before the first batch ------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if stage != "predict":
+            return
+        of_kind(pl_module, DecodeModule, option="model")
+        if self.trajectories_dir is not None and pl_module.level is None:
+            raise ValueError(
+                f"model.level: expected one, since trajectories go to {self.trajectories_dir}; "
+                "got none"
+            )
+        if sum(isinstance(one, DecodeWriter) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("callbacks: expected one DecodeWriter, which can write both, got more")
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._rank = trainer.global_rank
+        run = self._run = describe_run(trainer, pl_module)
+        if self.grade:
+            tasks = {task.name: task for task in data.tasks}
+            self._queue = GradingQueue(tasks, num_workers=self.num_workers)
+        folder = self.trajectories_dir
+        if self.results is not None:
+            if trainer.is_global_zero:
+                self._claim(self.results, run, pl_module, data.tasks)
+            if folder is None and pl_module.level is not None:
+                folder = self.results.folder.parent / "trajectories"
+        if folder is not None:
+            self._shards = RecordShards(folder, trainer, run, **self._options)
+        data.done = self._held(trainer)
+        # Before any process writes what another would then not list.
+        trainer.strategy.barrier("work_listed")
+
+    def _claim(
+        self, results: ResultFolder, run: RunRecord, module: DecodeModule, tasks: Sequence[Task]
+    ) -> None:
+        """Notes everything that decides the results of each method on each task, or compares it."""
+        assert self._queue is not None
+        for task in tasks:
+            for method, decoder in run.decode["methods"].items():
+                settings = {
+                    "backbone": run.model,
+                    "decoder": decoder,
+                    "response_length": run.decode["response_length"],
+                    "seed": module.seed,
+                    "tokenizer": module.tokenizer_path,
+                    **run.data["tasks"][task.name],
+                }
+                if module.chat_template:
+                    settings["chat_template"] = module.chat_template
+                if not module.cut_at_eos:
+                    settings["cut_at_eos"] = False
+                if task.runs_code:
+                    settings["isolation"] = self._queue.isolation
+                results.claim(task.name, method, settings)
+        logger.info("Results go to %s", results.folder)
+
+    def _held(self, trainer: Trainer) -> Collection[str]:
+        """Keys of the decodes that need not be made again; repairs the results first."""
+        records = None if self._shards is None else self._shards.held
+        if self.results is None:
+            return records or ()
+        if trainer.is_global_zero and (removed := self.results.repair(records)):
+            told = "%s: removed %d results that are there twice or lack their trajectory"
+            logger.warning(told, self.results.folder, removed)
+        trainer.strategy.barrier("results_repaired")
+        return self.results.decode_uids()
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: Any, prediction: Any, *_: Any
+    ) -> None:
+        """Hands a batch to the graders and writes every batch whose grades are complete."""
+        if self._queue is None:
+            self._write(prediction, None)
+        else:
+            self._queue.submit(prediction)
+            self._write_graded()
+
+    def _write_graded(self, *, wait: bool = False) -> None:
+        if self._queue is not None:
+            for decoded, verdicts in self._queue.finished(wait=wait):
+                self._write(decoded, verdicts)
+
+    def _write(self, decoded: DecodedBatch, verdicts: Sequence[Verdict] | None) -> None:
+        if self.results is not None and verdicts is not None:
+            self._write_rows(self.results, decoded, verdicts)
+        # After the rows: of the two a killed run can only lack records, and rows that lack theirs
+        # are found and made again.
+        if self._shards is not None:
+            facts = None if verdicts is None else [grade_facts(verdict) for verdict in verdicts]
+            self._shards.put_batch(decoded, facts)
+
+    def _write_rows(
+        self, results: ResultFolder, decoded: DecodedBatch, verdicts: Sequence[Verdict]
+    ) -> None:
+        assert self._queue is not None
+        run_dir = results.folder.parent
+        named: list[dict[str, str] | None] = [None] * len(verdicts)
+        if self._shards is not None:
+            folder = os.path.relpath(self._shards.folder, run_dir)
+            named = [
+                {"set": folder, "uid": record.uid, "digest": record.digest().hex()}
+                for record in decoded.trajectories
+            ]
+        soft = {name for name, task in self._queue.tasks.items() if task.is_soft}
+        rows = [
+            _row(decoded, number, verdict, named[number], soft)
+            for number, verdict in enumerate(verdicts)
+        ]
+        for row in rows:
+            if picture := drawn_picture(row.completion):
+                path = run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.with_name(path.name + ".png").write_bytes(picture.read())
+        results.append(rows, rank=self._rank)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        # Not in on_predict_end, which Lightning skips where a process has no work left: here all
+        # processes meet.
+        if self._run is None:
+            return
+        try:
+            self._write_graded(wait=True)
+        except BaseException as error:  # the threads must be joined whatever happens
+            self.on_exception(trainer, pl_module, error)
+            raise
+        run, shards = self._run, self._shards
+        self._stop_grading()
+        if shards is not None:
+            shards.close(trainer)
+        trainer.strategy.barrier("decodes_written")
+        if not trainer.is_global_zero:
+            return
+        if self.results is None:
+            assert shards is not None
+            _require_all(trainer, completed_uids(shards.folder), shards.folder)
+        else:
+            _report(trainer, self.results, run, list(pl_module.decoders))
+            _require_all(trainer, self.results.decode_uids(), self.results.folder)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        shards = self._shards
+        try:
+            if self._queue is not None:
+                self._queue.close()
+                self._write_graded()
+        except BaseException as error:  # likely what broke the run; the threads must be joined
+            if error is not exception:
+                is_ours = not isinstance(error, OSError)
+                logger.error("graded samples are lost (%s)", error, exc_info=is_ours)
+        finally:
+            self._stop_grading()
+            if shards is not None:
+                shards.close_after(exception)
+
+    def _stop_grading(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
+        self._queue, self._shards, self._run = None, None, None
+
+
+def _report(trainer: Trainer, results: ResultFolder, run: RunRecord, order: Sequence[str]) -> None:
+    """Summary, tables and plot, which every logger gets too."""
+    run_dir = results.folder.parent
+    summaries: Sequence[MethodSummary] = summarise_folder(results.folder, order)
+    results.write_facts(_facts(run))
+    write_report(summaries, run_dir, Console())
+    if trainer.loggers and summaries:
+        # Here: most runs have none, and it imports their packages.
+        from lit_dlm.reports.profile import log_profile
+
+        front = run_dir / "front.png"
+        for target in trainer.loggers:
+            log_profile(target, summaries, front if front.exists() else None)
+
+
+def _require_all(trainer: Trainer, done: Collection[str], folder: Path) -> None:
+    """Refuses to end a run that has lost some of its samples.
+
+    Nothing is asked of a run that was to decode a part only, or whose data are not our own.
+    """
+    wanted = getattr(getattr(trainer, "datamodule", None), "wanted", None)
+    is_part = trainer.limit_predict_batches != 1.0 or isinstance(trainer.limit_predict_batches, int)
+    if wanted is None or is_part or trainer.should_stop:
+        return
+    left = [key for key in wanted if key not in done]
+    if left:
+        raise ValueError(
+            f"{folder}: expected {len(wanted)} samples, got {len(wanted) - len(left)}; "
+            f"{left[0]} and {len(left) - 1} more were not decoded by any process (were they dealt "
+            "among them twice?); the same command makes them"
+        )
+
+
+def grade_facts(verdict: Verdict) -> dict[str, Any]:
+    """What a record says about its grade."""
+    facts: dict[str, Any] = {"correct": verdict.is_correct}
+    return facts if verdict.score is None else {**facts, "score": verdict.score}
+
+
+def _facts(run: RunRecord) -> dict[str, Any]:
+    """What a reader of the report wants to know, as JSON types."""
+    return {
+        "model": run.tokenizer["path"],
+        "family": run.model.get("family"),
+        "parameters": run.model.get("num_parameters"),
+        "dtype": run.model.get("dtype"),
+        "seed": run.randomness["seed"],
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "device": ", ".join(run.hardware["devices"]) or f"CPU ({run.hardware['machine']})",
+        "processes": run.hardware["world_size"],
+        "versions": {
+            name: run.software[name]
+            for name in ("lit_dlm", "commit", "torch", "transformers", "python")
+            if run.software[name] is not None
+        },
+    }
+
+
+def _row(
+    decoded: DecodedBatch,
+    number: int,
+    verdict: Verdict,
+    trajectory: dict[str, str] | None,
+    soft: Collection[str],
+) -> ResultRow:
+    """The row of a sample; tasks that are ``soft`` count by the verdict's score."""
+    example, result = decoded.examples[number], decoded.result
+    fill = None if decoded.fill is None else decoded.fill[number]
+    seconds = result.policy_seconds
+    return ResultRow(
+        uid=example.uid,
+        task=example.task,
+        method=decoded.method,
+        correct=verdict.is_correct,
+        verdict=verdict.status,
+        detail=verdict.detail,
+        answer=verdict.answer,
+        completion=decoded.completions[number],
+        nfe=int(result.num_steps[number]),
+        policy_forwards=int(result.policy_forwards[number]),
+        idle_steps=int(result.idle_steps[number]),
+        stalled_steps=int(result.stalled_steps[number]),
+        num_tokens=decoded.num_tokens[number],
+        response_length=result.ids.shape[1] - result.start,
+        seconds=float(result.seconds[number]),
+        status=result.status[number],
+        seed=int(result.seeds[number]),
+        policy_seconds=0.0 if seconds is None else float(seconds[number]),
+        trajectory=trajectory,
+        fill=None if fill is None else fill.by_name(),
+        lockstep=None if fill is None else fill.lockstep_score(),
+        prompt=example.text,
+        response=example.response,
+        score=verdict.score if example.task in soft else None,
+    )

@@ -1,0 +1,189 @@
+"""Trajectories of a run in shards: one folder, where each process has shards of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_dlm.modules.decode import DecodedBatch, DecodeModule
+from lit_dlm.modules.generate import TraceModule
+from lit_dlm.pictures import PICTURES, PictureFolder
+from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.store import (
+    BackgroundWriter,
+    RunRecord,
+    TrajectoryShardWriter,
+    completed_uids,
+    drop_shards,
+    merge_manifest,
+    recover,
+)
+from lit_dlm.trajectories.store.provenance import (
+    SAMPLE_SEED_RULE,
+    hardware_facts,
+    tokenizer_digest,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class RecordShards:
+    """Recovers a folder, writes this process's records in a thread, and merges the manifest.
+
+    All processes must make one together. Records whose uid the folder holds already are left out,
+    so a restart never writes one twice.
+
+    Args:
+        folder: of the trajectory set.
+        trainer: the running trainer.
+        run: from :func:`describe_run`; a folder of other settings is refused.
+        max_gigabytes: stop with an error when the folder has grown beyond this.
+        is_stale: of which uids what the folder holds is deleted, to be written anew.
+        options: further ones of :class:`TrajectoryShardWriter`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trainer: Trainer,
+        run: RunRecord,
+        *,
+        max_gigabytes: float | None = None,
+        is_stale: Callable[[str], bool] | None = None,
+        **options: Any,
+    ) -> None:
+        self.folder = Path(folder)
+        if trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            run.save(self.folder)
+            recover(self.folder)
+            if is_stale is not None and (dropped := drop_shards(self.folder, is_stale)):
+                logger.warning("%s: deleted %d records, to be made anew", self.folder, dropped)
+            logger.info("Trajectories go to %s", self.folder)
+        trainer.strategy.barrier("shards_recovered")
+        self.held = completed_uids(self.folder)
+        """Uids that the folder held when this run began."""
+        budget = None
+        if max_gigabytes is not None:
+            size = sum(path.stat().st_size for path in self.folder.glob("*.tar"))
+            budget = int((max_gigabytes * 1e9 - size) / trainer.world_size)
+        # No process may start a shard while another still counts what the folder holds.
+        trainer.strategy.barrier("shards_counted")
+        self._pictures = PictureFolder(self.folder / PICTURES)
+        self._writer = BackgroundWriter(
+            TrajectoryShardWriter(
+                self.folder, rank=trainer.global_rank, run=run, max_total_bytes=budget, **options
+            )
+        )
+
+    def put_batch(self, decoded: DecodedBatch, facts: Sequence[Mapping[str, Any]] | None) -> None:
+        """Queues the records of a captured batch; ``facts`` of each row are added to its meta."""
+        assert decoded.captured is not None
+        rows = [row for row in range(len(decoded.examples)) if decoded.uid(row) not in self.held]
+        for row in rows:
+            for picture in decoded.examples[row].images:
+                self._pictures.put(picture)
+
+        def make() -> list[Trajectory]:
+            records = decoded.trajectories
+            return [records[row].with_meta(**(facts[row] if facts else {})) for row in rows]
+
+        if rows:
+            self._writer.put_batch(make, nbytes=decoded.captured.nbytes)
+
+    def put_records(self, records: Sequence[Trajectory], vision: Any) -> None:
+        """Queues records, which must not be changed any more; ``vision`` knows their pictures."""
+        for record in records:
+            if record.uid not in self.held:
+                for digest in record.meta.get("images", ()):
+                    self._pictures.put(vision.found(digest))
+                self._writer.put(record)
+
+    def flush(self) -> None:
+        """Waits until everything queued is in finished shards."""
+        self._writer.flush()
+
+    def close(self, trainer: Trainer) -> None:
+        """Finishes the shards; when all processes have, the first merges the manifest."""
+        self._writer.close()
+        trainer.strategy.barrier("shards_closed")
+        if trainer.is_global_zero:
+            manifest = merge_manifest(self.folder)
+            counts = manifest["num_records"], len(manifest["shards"]), manifest["bytes"] / 1e6
+            logger.info("%s: %d trajectories in %d shards, %.1f MB", self.folder, *counts)
+
+    def close_after(self, exception: BaseException) -> None:
+        """Finishes the shards of a run that ends with an error, which is not replaced."""
+        try:
+            self._writer.close()
+        except BaseException as error:  # the run ends with its own exception, this one is logged
+            if error is not exception:
+                told = "%s: not all trajectories could be written (%s)"
+                is_ours = not isinstance(error, OSError)
+                logger.error(told, self.folder, error, exc_info=is_ours)
+
+
+def describe_run(trainer: Trainer, module: DecodeModule) -> RunRecord:
+    """What makes the decodes of a run: settings, versions and devices, on all processes the same.
+
+    The first process hashes the weight files, which may be many gigabytes, and tells the others.
+    """
+    text = _describe(trainer, module).text() if trainer.is_global_zero else ""
+    return RunRecord.parse(trainer.strategy.broadcast(text))
+
+
+def _describe(trainer: Trainer, module: DecodeModule) -> RunRecord:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    describe = getattr(module.backbone, "describe", None)
+    spec = module.backbone.spec
+    # Not every data module has these.
+    methods = getattr(data, "methods", None) or list(module.decoders)
+    assignment = getattr(data, "assignment", None)
+    template = {"chat_template": module.chat_template} if module.chat_template else {}
+    capture: dict[str, Any] = {"level": module.level}
+    if isinstance(module, TraceModule):
+        capture |= {
+            "step_ratio": module.step_ratio,
+            "scheme": module.scheme,
+            "layout": module.settings.layout,
+            "hidden_layers": list(module.settings.hidden_layers),
+        }
+    return RunRecord(
+        model=dict(describe()) if describe else {"class": type(module.backbone).__name__},
+        tokenizer={
+            "path": module.tokenizer_path,
+            "digest": tokenizer_digest(module.tokenizer),
+            "mask_id": spec.mask_id,
+            "pad_id": spec.pad_id,
+            "eos_ids": list(spec.eos_ids),
+            **template,
+        },
+        decode={
+            "methods": {name: module.decoders[name].describe() for name in methods},
+            "response_length": data.response_length,
+            "capture": capture,
+            **template,
+        },
+        randomness={
+            "seed": module.seed,
+            "sample_seed": SAMPLE_SEED_RULE,
+            "noise": "splitmix64 of (sample seed, stream, step, position, token)",
+        },
+        data={
+            "tasks": {
+                task.name: {"split": task.split}
+                | ({"template": task.template} if task.template else {})
+                for task in data.tasks
+            },
+            "assignment": assignment,
+        },
+        hardware={
+            **hardware_facts(),
+            "world_size": trainer.world_size,
+            "batch_size": data.batch_size,
+        },
+    )

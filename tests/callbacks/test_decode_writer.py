@@ -1,0 +1,250 @@
+"""What a predict run leaves on disk, and what it makes of a folder that another run left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lit_dlm.callbacks import DecodeWriter
+from lit_dlm.datamodules import PromptDataModule
+from lit_dlm.reports.results import ResultFolder, ResultRow
+from lit_dlm.trajectories.store import TrajectoryShardReader, completed_uids
+from tests.callbacks.letters import LENGTH, Letters, trace_module
+from tests.fakes import MASK
+from tests.processes import in_two_processes
+
+pytestmark = pytest.mark.slow  # whole predict loops
+
+
+def predict(
+    *writers: DecodeWriter, module=None, count: int = 6, data=PromptDataModule, **options
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=list(writers),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"devices": 1, **options.pop("trainer", {})},
+    )
+    prompts = data([Letters(count)], response_length=LENGTH, batch_size=3, **options)
+    trainer.predict(module or trace_module(), datamodule=prompts, return_predictions=False)
+
+
+def both(run_dir: Path) -> DecodeWriter:
+    return DecodeWriter(str(run_dir))
+
+
+def shards(folder: Path, **options) -> DecodeWriter:
+    return DecodeWriter(trajectories_dir=str(folder), **{"records_per_block": 4, **options})
+
+
+def rows_of(run_dir: Path) -> list[ResultRow]:
+    folder = ResultFolder(run_dir / "results")
+    return [row for pair in folder.pairs() for row in folder.rows(*pair)]
+
+
+def check(run_dir: Path, count: int) -> None:
+    """Each sample has one row and one record, and the row names the record by its digest."""
+    rows = rows_of(run_dir)
+    records = list(TrajectoryShardReader(run_dir / "trajectories"))
+    assert len(rows) == len(records) == count
+    by_uid = {record.uid: record for record in records}
+    for row in rows:
+        assert row.trajectory is not None
+        record = by_uid.pop(row.trajectory["uid"])
+        assert row.trajectory == {
+            "set": "trajectories",
+            "uid": f"{row.uid}@{row.method}",
+            "digest": record.digest().hex(),
+        }
+        assert (row.nfe, row.seed, row.status) == (record.num_steps, record.seed, record.status)
+        assert row.completion == " ".join(str(token) for token in record.tokens)
+        assert record.meta["correct"] == row.correct
+
+
+def test_every_row_names_the_trajectory_that_it_came_from(tmp_path):
+    predict(both(tmp_path))
+    check(tmp_path, 12)
+    module = trace_module()
+    predict(both(tmp_path), module=module)
+    assert module.backbone.forwards == 0
+    check(tmp_path, 12)
+
+
+def test_further_responses_join_the_first_ones(tmp_path):
+    """Six prompts, of which the method that draws gives one response more."""
+    predict(both(tmp_path))
+    first = {(row.method, row.uid): row for row in rows_of(tmp_path)}
+    predict(both(tmp_path), responses_per_prompt=2)
+    check(tmp_path, 18)
+    rows = {(row.method, row.uid): row for row in rows_of(tmp_path)}
+    assert {key: rows[key] for key in first} == first
+    others = [row for key, row in rows.items() if key not in first]
+    for row in others:
+        assert (row.method, row.response) == ("random", 1)
+        assert row.uid == f"{row.prompt_uid}#1"
+        assert row.seed != first[row.method, row.prompt_uid].seed
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    found = {record["method"]: (record["n"], record["pass_at"]) for record in summary}
+    assert found["confidence"] == (6, None)
+    assert found["random"][0] == 12
+    assert list(found["random"][1]) == ["2"]
+
+
+def test_what_only_one_of_both_folders_holds_is_made_again(tmp_path, caplog):
+    """Killed between the two writers, rows lack their records; lost rows leave theirs."""
+    predict(both(tmp_path))
+    for path in (tmp_path / "trajectories").glob("*.tar*"):
+        path.unlink()
+    predict(both(tmp_path))
+    assert "removed 12 results that are there twice or lack their trajectory" in caplog.text
+    check(tmp_path, 12)
+    (part,) = (tmp_path / "results" / "letters" / "random").glob("part-*.jsonl")
+    lines = part.read_text().splitlines(keepends=True)
+    part.write_text("".join(lines[:2]))
+    predict(both(tmp_path))
+    check(tmp_path, 12)
+
+
+def test_more_methods_in_the_same_folder_are_welcome(tmp_path):
+    module = trace_module()
+    del module.decoders["random"]
+    predict(both(tmp_path), module=module)
+    check(tmp_path, 6)
+    predict(both(tmp_path))
+    check(tmp_path, 12)
+
+
+def test_an_exception_keeps_rows_and_records_in_step(tmp_path):
+    with pytest.raises(RuntimeError, match="the machine broke"):
+        predict(both(tmp_path), module=trace_module(fail_at=LENGTH))
+    kept = {f"{row.uid}@{row.method}" for row in rows_of(tmp_path)}
+    assert kept == completed_uids(tmp_path / "trajectories")
+    predict(both(tmp_path))
+    check(tmp_path, 12)
+
+
+def test_settings_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    bare = trace_module(capture=False)
+    with pytest.raises(ValueError, match=r"model\.level"):
+        predict(shards(tmp_path), module=bare)
+    with pytest.raises(ValueError, match="expected one DecodeWriter"):
+        predict(both(tmp_path), shards(tmp_path / "other"), module=bare)
+    predict(shards(tmp_path), count=1)
+    other = trace_module(seed=5)
+    with pytest.raises(ValueError, match=r"randomness\.seed: 0 in the folder, 5 now"):
+        predict(shards(tmp_path), module=other)
+    assert bare.backbone.forwards == other.backbone.forwards == 0
+
+
+def test_without_capture_rows_name_no_trajectory(tmp_path):
+    predict(both(tmp_path), module=trace_module(capture=False))
+    assert {row.trajectory for row in rows_of(tmp_path)} == {None}
+
+
+def test_every_decode_is_written_with_its_provenance(tmp_path):
+    """Two methods. The confidence order follows the table: 0.9, 0.8, 0.7, 0.6."""
+    predict(shards(tmp_path))
+    records = {record.uid: record for record in TrajectoryShardReader(tmp_path)}
+    assert set(records) == {
+        f"letters/test/{n}@{method}" for n in range(6) for method in ("confidence", "random")
+    }
+    record = records["letters/test/1@confidence"]
+    assert record.prompt_ids.tolist() == [7, 10 + ord("b")]
+    assert record.tokens.tolist() == [40, 41, 42, 43]
+    assert record.commit_step.tolist() == [0, 1, 2, 3]
+    assert record.mask_id == MASK
+    assert record.meta == {"task": "letters", "method": "confidence"}
+    assert records["letters/test/1@random"].commit_step.tolist() != [0, 1, 2, 3]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".tar"}
+    assert {"run.json", "manifest.json"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_second_run_does_only_what_is_missing(tmp_path):
+    predict(shards(tmp_path), count=4)
+    first = set(tmp_path.glob("*.tar"))
+    for forwards in (2 * 2 * LENGTH, 0):  # six problems, two batches, two methods
+        module = trace_module()
+        predict(shards(tmp_path), module=module, count=10)
+        assert module.backbone.forwards == forwards
+    assert len(list(TrajectoryShardReader(tmp_path))) == 20
+    assert first < set(tmp_path.glob("*.tar"))
+
+
+def test_the_size_limit_stops_the_run_and_keeps_what_is_written(tmp_path):
+    """The first block is already larger than 100 bytes."""
+    with pytest.raises(RuntimeError, match="max_gigabytes"):
+        predict(shards(tmp_path, max_gigabytes=1e-7))
+    assert 0 < len(completed_uids(tmp_path)) < 12
+    predict(shards(tmp_path, max_gigabytes=1.0))
+    assert len(list(TrajectoryShardReader(tmp_path))) == 12
+
+
+def test_a_full_disk_surfaces_and_flushed_blocks_are_recovered(tmp_path, monkeypatch, caplog):
+    """The third block cannot be written, nor anything after it."""
+    plain, calls = os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 3:  # the run record and two blocks
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        predict(shards(tmp_path), count=10)
+    assert "decodes-train-r00000-000000.tar.tmp-" in error.value.filename
+    assert all(record.exc_info is None or record.exc_info is False for record in caplog.records)
+    assert completed_uids(tmp_path) == set()
+    monkeypatch.undo()
+    module = trace_module()
+    predict(shards(tmp_path), module=module, count=10)
+    assert len(list(TrajectoryShardReader(tmp_path))) == 20
+    assert module.backbone.forwards < 8 * LENGTH  # eight records came from the orphan
+
+
+def test_grades_are_stored_with_the_records(tmp_path):
+    predict(shards(tmp_path, grade=True))
+    meta = {record.uid: record.meta for record in TrajectoryShardReader(tmp_path)}
+    assert (meta["letters/test/2@random"]["correct"], meta["letters/test/2@random"]["score"]) == (
+        False,
+        0.5,
+    )
+    assert meta["letters/test/3@random"]["correct"] is True
+    assert "score" not in meta["letters/test/3@random"]
+
+
+def _plain(rank: int, folder: Path) -> None:
+    """A trainer as anybody makes one, whose own sampler would deal the samples again."""
+    trainer = {"devices": 2, "strategy": "ddp"}
+    predict(both(folder), module=trace_module(capture=False), count=7, trainer=trainer)
+
+
+@pytest.mark.ddp
+def test_a_plain_trainer_of_two_processes_decodes_every_sample_once(tmp_path):
+    in_two_processes(_plain, tmp_path)
+    rows = rows_of(tmp_path)
+    assert len(rows) == len({(row.uid, row.method) for row in rows}) == 14
+    (summary, _) = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["n"] == 7
+
+
+class Half(PromptDataModule):
+    """Deals samples that were dealt already."""
+
+    def streams(self):
+        return super().streams()[::2]
+
+
+def test_a_run_that_lost_samples_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"results: expected 12 samples, got 6; .* 5 more were no"):
+        predict(both(tmp_path), data=Half)
+    predict(both(tmp_path))
+    check(tmp_path, 12)
