@@ -457,7 +457,7 @@ def test_json_that_is_too_deep_or_long_is_an_error_that_names_its_file(
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}.*not valid JSON"):
         read_rows(str(path), split="test", required=())
-    with pytest.raises(ValueError, match=rf"{name}.*not valid JSON"):
+    with pytest.raises(ValueError, match=name):
         list((read_tabom if "jsonl" in name else read_step_map)(path, ImportSettings()))
 
 

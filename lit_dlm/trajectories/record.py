@@ -91,13 +91,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         put = object.__setattr__
         for name in ("prompt_ids", "tokens", "commit_step"):
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int32)
-            if array.ndim != 1:
-                raise ValueError(
-                    f"trajectory {self.uid!r}: {name} must have one dimension, "
-                    f"got shape {array.shape}"
-                )
-            put(self, name, array)
+            put(self, name, np.ascontiguousarray(getattr(self, name), dtype=np.int32))
         for name in ("num_steps", "mask_id", "vocab_size", "seed"):
             put(self, name, int(getattr(self, name)))
         if self.given is not None:
@@ -204,31 +198,33 @@ class Trajectory:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _fail(self, message: str) -> NoReturn:
-        raise TrajectoryFormatError(f"trajectory {self.uid!r}: {message}")
-
     def _check_step(self, step: int, last: int) -> None:
         if not 0 <= step <= last:
-            self._fail(f"step must be in 0..{last}, got {step}")
+            raise ValueError(f"trajectory {self.uid!r}: step must be in 0..{last}, got {step}")
 
     def _check_fields(self, masked_rows: int) -> None:
         """Checks what :class:`Columns` lack: seed, status, uid and signals."""
+        wrong = ""
         if not 0 <= self.seed < 2**64:
-            self._fail(f"seed must be in 0..2**64-1, got {self.seed}")
+            wrong = f"seed must be in 0..2**64-1, got {self.seed}"
         if self.status not in STATUSES:
-            self._fail(f"status must be one of {STATUSES}, got {self.status!r}")
-        try:
-            size = len(self.uid.encode())
-        except UnicodeEncodeError as error:
-            self._fail(f"the uid is not valid text: {error}")
-        if not 1 <= size <= MAX_LENGTH:
-            self._fail(f"uid must have 1 to {MAX_LENGTH} bytes of UTF-8, got {size}")
+            wrong = f"status must be one of {STATUSES}, got {self.status!r}"
+        if not 1 <= len(self.uid.encode(errors="replace")) <= MAX_LENGTH or not _is_text(self.uid):
+            wrong = f"uid must be a text of 1 to {MAX_LENGTH} bytes of UTF-8"
         for name, array in self.signals.items():
-            if name not in SIGNAL_DTYPES:
-                self._fail(f"unknown signal {name!r}; known: {sorted(SIGNAL_DTYPES)}")
             expected = self.num_generated if name.startswith("commit_") else masked_rows
-            if array.shape != (expected,):
-                self._fail(f"signal {name!r} must have shape {(expected,)}, got {array.shape}")
+            if name not in SIGNAL_DTYPES or array.shape != (expected,):
+                wrong = (
+                    f"signal {name!r}: expected one of {sorted(SIGNAL_DTYPES)} with shape "
+                    f"{(expected,)}, got {array.shape}"
+                )
+        if wrong:
+            raise TrajectoryFormatError(f"trajectory {self.uid!r}: {wrong}")
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
@@ -252,25 +248,24 @@ def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
     """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
-    mask_id, vocab_size = records[0].mask_id, records[0].vocab_size
+    first = records[0]
+    for r in records:
+        shape = r.tokens.shape
+        lengths = (*r.prompt_ids.shape, *shape, r.num_steps)
+        if (
+            (r.mask_id, r.vocab_size) != (first.mask_id, first.vocab_size)
+            or r.commit_step.shape != shape
+            or (r.given is not None and r.given.shape != shape)
+            or len(lengths) != 3
+            or not 0 <= min(lengths) <= max(lengths) <= MAX_LENGTH
+        ):
+            raise TrajectoryFormatError(
+                f"trajectory {r.uid!r}: expected the mask id and vocabulary of its block, lengths "
+                f"and steps up to {MAX_LENGTH}, and commit_step and given of the shape of tokens"
+            )
+    mask_id, vocab_size = first.mask_id, first.vocab_size
     events = [r.superseded for r in records if r.superseded is not None]
     given = None
-    for r in records:
-        if (r.mask_id, r.vocab_size) != (mask_id, vocab_size):
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: mask id and vocabulary size must be those of the block, "
-                f"expected {(mask_id, vocab_size)}, got {(r.mask_id, r.vocab_size)}"
-            )
-        G = len(r.tokens)
-        if r.commit_step.shape != (G,) or (r.given is not None and r.given.shape != (G,)):
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: commit_step and given must have shape ({G},) like tokens"
-            )
-        if max(len(r.prompt_ids), G, r.num_steps) > MAX_LENGTH or r.num_steps < 0:
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: prompt length, response length and steps must be in "
-                f"0..{MAX_LENGTH}, got {(len(r.prompt_ids), G, r.num_steps)}"
-            )
     if any(r.given is not None for r in records):
         given = np.concatenate(
             [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
@@ -397,19 +392,14 @@ class StepFeatures:
             projector_digest: digest of the function that made the features.
         """
         values = np.asarray(features, dtype=np.float32)
-        if values.ndim != 3:
-            raise ValueError(f"features: expected shape (S, R, F), got {values.shape}")
-        sizes = tuple(int(size) for size in groups) if groups is not None else (values.shape[2],)
-        if any(size <= 0 for size in sizes) or sum(sizes) != values.shape[2]:
-            raise ValueError(
-                f"feature groups: expected positive sizes that sum to {values.shape[2]}, "
-                f"got {sizes}"
-            )
+        sizes = (values.shape[-1],) if groups is None else tuple(int(size) for size in groups)
         largest = float(np.abs(values).max(initial=0.0))
         limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
-        if not largest <= limit:
+        fits = values.ndim == 3 and min(sizes) > 0 and sum(sizes) == values.shape[2]
+        if not fits or not largest <= limit:
             raise ValueError(
-                f"features: values must be finite and at most {limit:g}, got {largest:g}"
+                f"features: expected shape (S, R, {sum(sizes)}) for groups {sizes}, finite and at "
+                f"most {limit:g}, got {values.shape} and {largest:g}"
             )
         codes: NDArray[Any] = values
         scales: NDArray[np.float16] | None = None
@@ -427,32 +417,28 @@ class StepFeatures:
 
     def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
         """Checks shapes and ranges against the record ``uid``."""
-        if self.layout not in ("generation", "all", "masked"):
-            raise ValueError(f"trajectory {uid!r}: unknown feature layout {self.layout!r}")
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
-        expected: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
-            "features": ((self.num_kept, rows, sum(self.groups)), self.features),
-            "proposals": ((self.num_kept, rows), self.proposals),
+        shape = (self.num_kept, rows)
+        expected = {
+            "layout": (self.layout, self.layout in ("generation", "all", "masked")),
+            "features": (self.features.shape, self.features.shape == (*shape, sum(self.groups))),
+            "proposals": (self.proposals.shape, self.proposals.shape == shape),
+            "dtype": (
+                self.features.dtype,
+                self.features.dtype == (np.float16 if self.scales is None else np.int8),
+            ),
         }
         if self.scales is not None:
-            expected["scales"] = ((self.num_kept, rows, len(self.groups)), self.scales)
-        for name, (shape, array) in expected.items():
-            if array.shape != shape:
+            wanted = (*shape, len(self.groups))
+            expected["scales"] = (self.scales.shape, self.scales.shape == wanted)
+        steps = np.concatenate([[-1], self.kept_steps, [num_steps]])
+        expected["kept_steps"] = (self.kept_steps, bool((np.diff(steps) > 0).all()))
+        for name, (found, fits) in expected.items():
+            if not fits:
                 raise ValueError(
-                    f"trajectory {uid!r}: features.{name} must have shape {shape} "
-                    f"(layout {self.layout!r}), got {array.shape}"
+                    f"trajectory {uid!r}: features.{name} does not fit layout {self.layout!r} and "
+                    f"{shape} kept steps and rows of {num_steps} steps, got {found}"
                 )
-        want = np.int8 if self.scales is not None else np.float16
-        if self.features.dtype != want:
-            raise ValueError(
-                f"trajectory {uid!r}: {self.scheme} features must be {np.dtype(want)}, "
-                f"got {self.features.dtype}"
-            )
-        steps = self.kept_steps
-        if len(steps) and (steps[0] < 0 or steps[-1] >= num_steps or (np.diff(steps) <= 0).any()):
-            raise ValueError(
-                f"trajectory {uid!r}: features.kept_steps must ascend within 0..{num_steps - 1}"
-            )
 
 
 def _int8(
@@ -467,9 +453,6 @@ def _int8(
     wide = np.repeat(scales.astype(np.float32), sizes, axis=2)
     codes = np.rint(np.divide(values, wide, out=np.zeros_like(values), where=wide > 0))
     return codes.astype(np.int8), scales
-
-
-_ENDS_AS_MASK = "a position ends as a mask after a write, but has no earlier write"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -516,15 +499,16 @@ class Columns:
             unwritten & ~is_mask, "a position with no commit step, not given, must hold the mask id"
         )
         removed = written & is_mask
-        if len(self.events) == 0:
-            self._refuse(
-                removed, "a position ends as a mask after a write without an earlier write"
-            )
-        else:
-            self._check_events(removed)
+        if len(self.events):
+            removed[self._check_events()] = False
+        self._refuse(removed, "a position ends as a mask after a write without an earlier write")
 
-    def _check_events(self, removed: NDArray[np.bool_]) -> None:
-        """Events are strictly ordered, in range, before the last write, and change something."""
+    def _check_events(self) -> Int64:
+        """Events are strictly ordered, in range, before the last write, and change something.
+
+        Returns:
+            ``(K,)`` their flat response indices.
+        """
         record = self.event_records()
         step, position, token = self.events.T.astype(np.int64)
         outside = (step < 0) | (position < 0) | (position >= self.num_generated[record])
@@ -545,9 +529,7 @@ class Columns:
         after = np.where(np.roll(first, -1), self.tokens[flat], np.roll(token, -1))
         repeats = (token == before) | (token == after)
         self._refuse_event(repeats, record[order], "repeats the value that stands there")
-        removed = removed.copy()
-        removed[flat] = False
-        self._refuse(removed, _ENDS_AS_MASK)
+        return flat
 
     def event_records(self) -> Int64:
         """``(K,)`` record number of each superseded write."""

@@ -19,10 +19,6 @@ def test_each_stratum_keeps_one_step(ratio):
             assert sum(low <= step < high for step in kept) == 1
 
 
-def test_ratio_one_keeps_every_step():
-    assert KeptSteps([5], ratio=1.0).steps(0, 700) == list(range(700))
-
-
 def test_the_choice_depends_on_the_seed_alone():
     alone = KeptSteps([7], ratio=0.2).steps(0, 300)
     assert KeptSteps([3, 7, 9], ratio=0.2).steps(1, 300) == alone
@@ -54,9 +50,3 @@ def test_counts_of_the_release_at_its_ratio(num_steps, least, share):
     assert set(counts.tolist()) == {least, least + 1}
     assert abs((counts == least + 1).mean() - share) < 0.106
     assert round(counts.mean()) == {128: 38, 256: 77}[num_steps]
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1.5, -0.1])
-def test_ratios_outside_the_unit_interval_are_refused(ratio):
-    with pytest.raises(ValueError, match="step_ratio"):
-        KeptSteps([1], ratio=ratio)
