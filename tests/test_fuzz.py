@@ -433,12 +433,6 @@ def test_a_configuration_is_a_mapping_or_an_error_that_names_a_file(data: Any) -
             config_files.with_files(arguments)
 
 
-def test_the_good_inputs_are_good() -> None:
-    assert len(decode_block(_block())) == 3
-    with_features = attach_features(read_block(_block()), _records(features=False), _features())
-    assert with_features[0].features is not None
-
-
 # -- what was found --------------------------------------------------------------------------------
 
 

@@ -78,8 +78,7 @@ class TrajectoryCapture:
             level: how much to keep.
             features: needed at level ``features``, and only there.
         """
-        if (level == "features") != (features is not None):
-            raise ValueError(f"capture level {level!r} and features={features} do not fit")
+        assert (level == "features") == (features is not None), "features belong to that level"
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
@@ -175,8 +174,7 @@ class TrajectoryCapture:
         Their records can be made at any time and in any thread.
         """
         if self._captured is None:
-            if not self._ended:
-                raise ValueError("capture: no decode has ended yet")
+            assert self._ended, "no decode has ended yet"
             self._captured = CapturedDecode(
                 copies=self._copies,
                 rows=self._ended,

@@ -142,10 +142,10 @@ def _inspect(options: argparse.Namespace) -> None:
         block, found = reader.outline(*place)
         columns.update({name: block.batch[name].nbytes for name in block.batch.schema.names})
         records += map(_counts, found)
-    runs = {digest: run.as_dict() for run, digest in map(run_of_shard, shards)}
     console = Console()
-    for digest, run in runs.items():
-        console.print(_table(f"Run {digest}", (), _run_rows(run)))
+    for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
+        console.print(f"Run {digest}", style="bold")
+        console.print_json(run.text(), indent=1)
     entries = [entry for shard in shards for entry in reader.side_file(shard).blocks]
     count, size = max(len(records), 1), sum(shard.stat().st_size for shard in shards)
     ended = Counter(record.status for record in records)
@@ -208,31 +208,6 @@ def _method_row(records: list[_Counts]) -> tuple[str, ...]:
 def _range(values: list[int]) -> str:
     mean = sum(values) / max(len(values), 1)
     return f"{min(values, default=0)} to {max(values, default=0)}, mean {mean:.1f}"
-
-
-def _run_rows(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """The facts of a run that people look for first."""
-    model, decode, tokenizer = run["model"], run["decode"], run["tokenizer"]
-    rows = [
-        ("model", _short(model, "id", "path", "family", "decoder", "num_parameters", "dtype")),
-        ("weights", _short(model, "weights_sha256")),
-        ("tokenizer", _short(tokenizer, "path", "digest")),
-        ("seed", _short(run["randomness"], "seed")),
-        ("capture", _short(dict(decode.get("capture") or {}))),
-    ]
-    for name, method in (decode.get("methods") or {}).items():
-        plugs = [f"{part} {_short(plug)}" for part, plug in method.items() if part != "settings"]
-        rows.append((f"method {name}", str(method.get("undescribed") or "; ".join(plugs))))
-    rows.append(("software", _short(run["software"], "lit_dlm", "commit", "torch", "transformers")))
-    rows.append(("hardware", _short(run["hardware"])))
-    return [(name, value) for name, value in rows if value]
-
-
-def _short(values: Any, *keys: str) -> str:
-    if not isinstance(values, dict):
-        return str(values)
-    chosen = keys or tuple(values)
-    return ", ".join(f"{key} {values[key]}" for key in chosen if values.get(key) not in (None, []))
 
 
 # -- replay ----------------------------------------------------------------------------------------

@@ -184,8 +184,10 @@ def _user_text(record: Trajectory, tokenizer: Any) -> str:
 
 # -- import ----------------------------------------------------------------------------------------
 
-_PROMPT_KEYS = ("prompt", "instruction", "question")
-_RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
+_TEXT_KEYS = {
+    "user": ("prompt", "instruction", "question"),
+    "assistant": ("response", "output", "gen_text", "answer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,7 @@ _ID_LISTS = ("prompt_token_ids", "response_token_ids", "prompt_ids", "response_i
 _STEP_LISTS = ("decoding_order", "step_map", "non_ltr_positions", "given_positions")
 _ROW = {
     **dict.fromkeys((*_ID_LISTS, *_STEP_LISTS), _IDS),
-    **{name: pa.string() for name in (*_PROMPT_KEYS, *_RESPONSE_KEYS, "status")},
+    **{name: pa.string() for name in (*_TEXT_KEYS["user"], *_TEXT_KEYS["assistant"], "status")},
     **_NUMBERS,
 }
 """Fields of rows that are read, and their types; others are for other tools."""
@@ -221,7 +223,7 @@ def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
     """The row with arrays for lists of integers; what it does not say is that of the settings."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    checked = dict(row)
+    checked = {**row, "tokenizer": settings.tokenizer}
     for name, kind in _ROW.items():
         if row.get(name) is None:
             checked[name] = getattr(settings, name, None)
@@ -249,8 +251,8 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     for number, line in numbered_lines(path):
         with _located(f"{path}:{number}"):
             row = _checked_row(json.loads(line), settings)
-            prompt = _prompt_ids(row, "prompt_token_ids", settings, templated=False)
-            tokens = _response_ids(row, "response_token_ids", settings)
+            prompt = _ids(row, "prompt_token_ids", "user", template=True)
+            tokens = _ids(row, "response_token_ids", "assistant")
             row, tokens, order = _ordered(row, tokens, settings)
             given = _cells(row["given_positions"], len(tokens))
             name = f"{Path(path.name.removesuffix('.gz')).stem}/{number}"
@@ -296,8 +298,8 @@ def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             steps = _fact(row, "step_map")
             if row["num_steps"] is None and (steps >= 0).all():  # block models count from 1 there
                 steps = steps - steps.min(initial=2**31)
-            prompt = _prompt_ids(row, "prompt_ids", settings, templated=True)
-            tokens = _response_ids(row, "response_ids", settings)
+            prompt = _ids(row, "prompt_ids", "user")
+            tokens = _ids(row, "response_ids", "assistant")
             length = max(row["response_length"] or 0, len(tokens))
             if len(steps) != len(tokens) or steps.min(initial=0) < 0 or length > MAX_LENGTH:
                 raise ValueError(
@@ -407,52 +409,28 @@ def _cells(positions: NDArray[np.int64] | None, length: int) -> NDArray[np.bool_
 def _fact(row: Mapping[str, Any], name: str) -> Any:
     """What a row or an option must say."""
     if row[name] is None:
-        hint = f"; give --{name}" if name in _NUMBERS else ""
+        hint = f"; give --{name}" if name in vars(ImportSettings()) else ""
         raise ValueError(f"the row has no {name}{hint}")
     return row[name]
 
 
-def _prompt_ids(
-    row: Mapping[str, Any], ids_key: str, settings: ImportSettings, *, templated: bool
-) -> Any:
-    """Prompt ids of a row; texts pass through the chat template unless they already did."""
-    if row[ids_key] is not None:
-        return row[ids_key]
-    text = _first_text(row, _PROMPT_KEYS, role="user")
-    tokenizer = _tokenizer(ids_key, settings)
-    if templated or getattr(tokenizer, "chat_template", None) is None:
-        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-    )
-    return np.array(ids, dtype=np.int64)
-
-
-def _response_ids(row: Mapping[str, Any], ids_key: str, settings: ImportSettings) -> Any:
-    if row[ids_key] is not None:
-        return row[ids_key]
-    text = _first_text(row, _RESPONSE_KEYS, role="assistant")
-    ids = _tokenizer(ids_key, settings).encode(text, add_special_tokens=False)
-    return np.array(ids, dtype=np.int64)
-
-
-def _first_text(row: Mapping[str, Any], keys: tuple[str, ...], *, role: str) -> str:
-    """The first text of a row, or the first turn of a role in its ``messages``."""
-    texts = [row[key] for key in keys if row[key] is not None]
-    turns = row.get("messages")
-    dicts = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-    texts += [turn.get("content") for turn in dicts if turn.get("role") == role]
+def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False) -> Any:
+    """Ids of a row, or of its first text of a role; a ``template`` is put around the text."""
+    if row[name] is not None:
+        return row[name]
+    texts = [row[key] for key in _TEXT_KEYS[role] if row[key] is not None]
+    turns = row.get("messages") or []
+    texts += [turn.get("content") for turn in turns if turn.get("role") == role]
     if not texts or not isinstance(texts[0], str):
-        raise ValueError(
-            f"expected one of the texts {', '.join(keys)}, or a turn of the {role} in messages"
-        )
-    return texts[0]
-
-
-def _tokenizer(ids_key: str, settings: ImportSettings) -> Any:
-    if settings.tokenizer is None:
-        raise ValueError(f"the row has no {ids_key}; give --tokenizer to use its texts")
-    return settings.tokenizer
+        keys = ", ".join(_TEXT_KEYS[role])
+        raise ValueError(f"expected one of the texts {keys}, or a turn of the {role} in messages")
+    tokenizer = _fact(row, "tokenizer")
+    if template and getattr(tokenizer, "chat_template", None) is not None:
+        turn = {"role": role, "content": texts[0]}
+        ids = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer.encode(texts[0], add_special_tokens=False)
+    return np.array(ids, dtype=np.int64)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

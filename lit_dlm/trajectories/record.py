@@ -58,22 +58,15 @@ position that is masked before that step), ordered by step, then position (see
 class Trajectory:
     """One decoded sample. Arrays are numpy on the host; treat them as read-only."""
 
-    uid: str
-    """Stable name of the sample, unique in a data set."""
-    prompt_ids: Int32
-    """``(P,)`` int32, without padding."""
-    tokens: Int32
-    """``(G,)`` int32 after the last step; the mask id where nothing stands."""
+    uid: str  # stable name of the sample, unique in a data set
+    prompt_ids: Int32  # (P,) int32, without padding
+    tokens: Int32  # (G,) int32 after the last step; the mask id where nothing stands
     commit_step: Int32
     """``(G,)`` int32, the step of the last write; -1 where no step wrote (empty or given)."""
-    num_steps: int
-    """Executed steps T."""
-    mask_id: int
-    """Id of the mask token."""
-    vocab_size: int
-    """Token ids are below this number (the mask id may be above)."""
-    seed: int = 0
-    """Noise seed of this sample, 0 <= seed < 2**64."""
+    num_steps: int  # executed steps T
+    mask_id: int  # id of the mask token
+    vocab_size: int  # token ids are below this number (the mask id may be above)
+    seed: int = 0  # noise seed of this sample, 0 <= seed < 2**64
     status: RecordStatus = "complete"
     """How the decode ended."""
     given: NDArray[np.bool_] | None = None
@@ -83,8 +76,7 @@ class Trajectory:
     sorted by (step, position); ``None`` when there is none."""
     signals: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Optional columns by name, see :data:`SIGNAL_DTYPES`."""
-    features: StepFeatures | None = None
-    """Features of kept steps, where they were captured."""
+    features: StepFeatures | None = None  # features of kept steps, where they were captured
     meta: dict[str, Any] = field(default_factory=dict)
     """Anything small that JSON can hold: source, reward, finish reason."""
 
@@ -318,16 +310,12 @@ class StepFeatures:
     and masks are functions of the record and are never stored.
     """
 
-    kept_steps: NDArray[np.int32]
-    """``(S,)`` int32, strictly ascending."""
-    features: NDArray[Any]
-    """``(S, R, F)`` float16, or int8 with ``scales``."""
+    kept_steps: NDArray[np.int32]  # (S,) int32, strictly ascending
+    features: NDArray[Any]  # (S, R, F) float16, or int8 with scales
     scales: NDArray[np.float16] | None = None
     """``(S, R, number of groups)`` float16 for int8 features; ``None`` for float16."""
-    groups: tuple[int, ...]
-    """Sizes of the feature groups, in order; they sum to F."""
-    proposals: NDArray[np.int32]
-    """``(S, R)`` int32: the token each row was proposed to become."""
+    groups: tuple[int, ...]  # sizes of the feature groups, in order; they sum to F
+    proposals: NDArray[np.int32]  # (S, R) int32: the token each row was proposed to become
     layout: FeatureLayout = "generation"
     """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
     R = G, of which only rows that are masked before the step are stored (half of them on average,

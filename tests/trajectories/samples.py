@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,19 @@ def records_of(count: int, *, start: int = 0, **options) -> list[Trajectory]:
 def shard_writer(folder: Path, **options) -> TrajectoryShardWriter:
     defaults = {"name": "demo", "split": "train", "rank": 0, "run": run_record()}
     return TrajectoryShardWriter(folder, **{**defaults, "records_per_block": 4, **options})
+
+
+def in_child(action: Callable[[], object]) -> None:
+    """Runs something in a forked process, which ends without tidying up."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def write_shards(folder: Path, records: Iterable[Trajectory], **options) -> None:

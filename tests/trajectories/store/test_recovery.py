@@ -17,7 +17,8 @@ from lit_dlm.trajectories.store import (
     merge_manifest,
     recover,
 )
-from tests.trajectories.samples import assert_same, records_of, shard_writer, write_shards
+from lit_dlm.trajectories.store.writer import OPEN_FILES
+from tests.trajectories.samples import assert_same, in_child, records_of, shard_writer, write_shards
 
 
 def _resume(folder: Path, records, *, pause: float = 0.0, **options) -> None:
@@ -60,12 +61,8 @@ def _crashed_writer(folder: Path, records, **options) -> Path:
         shards = shard_writer(folder, **options)
         for record in records:
             shards.put(record)
-        os._exit(0)
 
-    child = os.fork()
-    if child == 0:
-        action()
-    os.waitpid(child, 0)
+    in_child(action)
     (orphan,) = folder.glob("*.tmp-*")
     return orphan
 
@@ -199,16 +196,11 @@ def test_the_file_of_a_living_writer_is_left_alone(tmp_path):
             shards.put(record)
         assert recover(tmp_path) == []  # our own
 
-        read, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:  # another process: the lock tells
-            from lit_dlm.trajectories.store.writer import OPEN_FILES
+        def another_process() -> None:
+            OPEN_FILES.clear()  # the lock tells
+            assert recover(tmp_path) == []
 
-            OPEN_FILES.clear()
-            os.write(write_end, str(len(recover(tmp_path))).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(read, 9) == b"0"
+        in_child(another_process)
     assert len(list(TrajectoryShardReader(tmp_path))) == 5
 
 

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 import re
 import resource
 import tarfile
-import traceback
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from lit_dlm.trajectories.store import (
 )
 from tests.trajectories.samples import (
     assert_same,
+    in_child,
     random_record,
     records_of,
     shard_writer,
@@ -124,13 +123,5 @@ def test_a_full_disk_is_an_os_error_and_nothing_is_lost(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
         shards.close()
 
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(action)
     assert [record.uid for record in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
