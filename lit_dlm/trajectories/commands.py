@@ -10,12 +10,13 @@ import argparse
 import hashlib
 import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
@@ -137,77 +138,66 @@ def _inspect(options: argparse.Namespace) -> None:
     shards = shard_paths(options.shards)
     reader = TrajectoryShardReader(shards, features=False)
     columns: Counter[str] = Counter()
-    records: list[_Counts] = []
+    rows: list[dict[str, Any]] = []
     for place in _tracked(reader.blocks, len(reader.blocks), "Blocks"):
-        block, found = reader.outline(*place)
+        block, records = reader.outline(*place)
         columns.update({name: block.batch[name].nbytes for name in block.batch.schema.names})
-        records += map(_counts, found)
+        rows += map(_counts, records)
     console = Console()
     for digest, run in {digest: run for run, digest in map(run_of_shard, shards)}.items():
         console.print(f"Run {digest}", style="bold")
         console.print_json(run.text(), indent=1)
     entries = [entry for shard in shards for entry in reader.side_file(shard).blocks]
-    count, size = max(len(records), 1), sum(shard.stat().st_size for shard in shards)
-    ended = Counter(record.status for record in records)
+    size, count = sum(shard.stat().st_size for shard in shards), max(len(rows), 1)
     facts = [
-        ("records", f"{len(records):,}"),
+        ("records", f"{len(rows):,}"),
         ("shards, blocks", f"{len(shards):,}, {len(entries):,}"),
         ("size", decimal(size, precision=2)),
         ("bytes per record", f"{size / count:,.0f}"),
         ("of these, features", f"{sum(e.feature_size or 0 for e in entries) / count:,.0f}"),
-        ("prompt tokens", _range([record.num_prompt for record in records])),
-        ("response tokens", _range([record.num_generated for record in records])),
-        ("steps", _range([record.num_steps for record in records])),
-        ("ended", ", ".join(f"{n} {name}" for name, n in ended.items())),
-        ("with overwritten writes", str(sum(record.has_overwritten for record in records))),
     ]
+    for name in ("prompt tokens", "response tokens", "steps"):
+        values = [row[name] for row in rows] or [0]
+        mean = sum(values) / len(values)
+        facts.append((name, f"{min(values)} to {max(values)}, mean {mean:.1f}"))
+    ended = Counter(row["status"] for row in rows)
+    facts.append(("ended", ", ".join(f"{number} {name}" for name, number in ended.items())))
+    facts.append(("with overwritten writes", str(sum(row["overwritten"] for row in rows))))
     console.print(_table("Set", (), facts))
-    methods: dict[str, list[_Counts]] = defaultdict(list)
-    for record in records:
-        methods[record.method].append(record)
-    heads = ("method", ">records", ">steps", ">tokens per step", ">correct")
-    rows = [(name, *_method_row(methods[name])) for name in sorted(methods)]
-    console.print(_table("Methods", heads, rows))
+    console.print(_method_table(rows))
     sizes = [(name, f"{size / count:.1f}") for name, size in columns.items()]
     console.print(_table("Columns, unpacked bytes per record", ("column", ">bytes"), sizes))
 
 
-class _Counts(NamedTuple):
+def _counts(record: Trajectory) -> dict[str, Any]:
     """What is counted of a record."""
-
-    num_prompt: int
-    num_generated: int
-    num_steps: int
-    num_committed: int
-    status: str
-    has_overwritten: bool
-    method: str
-    correct: bool | None
-
-
-def _counts(record: Trajectory) -> _Counts:
-    meta = record.meta
-    lengths = record.num_prompt, record.num_generated, record.num_steps, record.num_committed
-    method = str(meta.get("method", "-"))
-    has_overwritten = record.superseded is not None
-    return _Counts(*lengths, record.status, has_overwritten, method, meta.get("correct"))
+    correct = record.meta.get("correct")
+    return {
+        "method": str(record.meta.get("method", "-")),
+        "prompt tokens": record.num_prompt,
+        "response tokens": record.num_generated,
+        "steps": record.num_steps,
+        "committed": record.num_committed,
+        "status": record.status,
+        "overwritten": record.superseded is not None,
+        "correct": None if correct is None else float(correct),
+    }
 
 
-def _method_row(records: list[_Counts]) -> tuple[str, ...]:
-    steps = sum(record.num_steps for record in records)
-    committed = sum(record.num_committed for record in records)
-    grades = [bool(record.correct) for record in records if record.correct is not None]
-    return (
-        f"{len(records):,}",
-        f"{steps / len(records):.1f}",
-        f"{committed / max(steps, 1):.2f}",
-        f"{sum(grades) / len(grades):.3f}" if grades else "-",
-    )
-
-
-def _range(values: list[int]) -> str:
-    mean = sum(values) / max(len(values), 1)
-    return f"{min(values, default=0)} to {max(values, default=0)}, mean {mean:.1f}"
+def _method_table(rows: list[dict[str, Any]]) -> Table:
+    sums = [("steps", "count"), ("steps", "sum"), ("committed", "sum"), ("correct", "mean")]
+    lines = [
+        (
+            method["method"],
+            f"{method['steps_count']:,}",
+            f"{method['steps_sum'] / method['steps_count']:.1f}",
+            f"{method['committed_sum'] / max(method['steps_sum'], 1):.2f}",
+            "-" if method["correct_mean"] is None else f"{method['correct_mean']:.3f}",
+        )
+        for method in pa.Table.from_pylist(rows).group_by("method").aggregate(sums).to_pylist()
+    ]
+    heads = ("method", ">records", ">steps", ">tokens per step", ">correct")
+    return _table("Methods", heads, sorted(lines))
 
 
 # -- replay ----------------------------------------------------------------------------------------

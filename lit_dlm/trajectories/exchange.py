@@ -289,9 +289,7 @@ def _ordered(
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``."""
     with _located(path):
-        rows = json.loads(path.read_bytes())
-        if not isinstance(rows, list):
-            raise ValueError(f"expected a JSON list, got {type(rows).__name__}")
+        rows = list(json.loads(path.read_bytes()))
     for number, stored in enumerate(rows):
         with _located(f"{path}: entry {number}"):
             row = _checked_row(stored, settings)

@@ -62,14 +62,11 @@ class TraceRecorder:
             pad_mask: ``(B, L)`` or ``(B, start)``, nonzero on real tokens (an attention mask).
             seeds: noise seed of each row, where the loop has one.
         """
-        if ids.ndim != 2 or not 0 < start < ids.shape[1]:
+        fits = ids.ndim == 2 and 0 < start < ids.shape[1]
+        if not fits or bool((ids[:, :start] == self.mask_id).any()):
             raise ValueError(
-                f"recorder: expected ids of shape (B, L) and 0 < start < L, got {tuple(ids.shape)} "
-                f"and start {start}"
-            )
-        if bool((ids[:, :start] == self.mask_id).any()):
-            raise ValueError(
-                f"recorder: a prompt (columns before {start}) holds the mask id {self.mask_id}"
+                "recorder: expected ids of shape (B, L), 0 < start < L and no mask id "
+                f"({self.mask_id}) before start, got {tuple(ids.shape)} and start {start}"
             )
         self._start = start
         real = torch.ones_like(ids) if pad_mask is None else pad_mask
@@ -96,8 +93,7 @@ class TraceRecorder:
             uids: one name per row.
             metas: small JSON values per row, such as ``{"method": "llada", "task": "gsm8k"}``.
         """
-        if not self._canvases:
-            raise ValueError("recorder: no decode has begun; call begin first")
+        assert self._canvases, "no decode has begun; call begin first"
         states = torch.stack(self._canvases).cpu().numpy()  # (T + 1, B, L)
         self._canvases = []
         start, mask_id = self._start, self.mask_id

@@ -355,19 +355,20 @@ def method_of(record: Trajectory, run: RunRecord) -> str:
 
 def _decoder_of(batch: _Batch, execution: Execution) -> Decoder:
     recorded = batch.run.decode["methods"][batch.method]
+    reason: object = recorded.get("undescribed")
     try:
-        if "undescribed" in recorded:
-            raise ValueError(
-                f"its loop cannot be executed again: {recorded['undescribed']}; levels 0 to 2 "
-                "verify its files"
+        if reason is None:
+            return decoder_from_description(
+                recorded,
+                policy_folders=execution.policy_folders,
+                plug_modules=execution.plug_modules,
             )
-        return decoder_from_description(
-            recorded,
-            policy_folders=execution.policy_folders,
-            plug_modules=execution.plug_modules,
-        )
     except ValueError as error:
-        raise ValueError(f"method {batch.method!r}: {error}") from error
+        reason = error
+    raise ValueError(
+        f"method {batch.method!r}: cannot be executed again, levels 0 to 2 verify its files: "
+        f"{reason}"
+    )
 
 
 def _differences(batch: _Batch, execution: Execution) -> list[str]:

@@ -210,7 +210,7 @@ def test_a_loop_without_a_description_is_verified_up_to_level_2(
     )
     folder = write_set(tmp_path / "set", [record], foreign_run("loop", decoder))
     assert not verify(shards_in(folder), level=2).failed
-    with pytest.raises(ValueError, match=f"'loop': its loop cannot be executed again: .*{reason}"):
+    with pytest.raises(ValueError, match=f"'loop': cannot be executed again.*: .*{reason}"):
         verify(shards_in(folder), level=3, execution=Execution(backbone=backbone))
 
 
@@ -269,9 +269,8 @@ def test_misuse_of_a_recorder_is_named() -> None:
     canvas = torch.tensor([[7, MASK, MASK]])
     for message, misuse in {
         "expected the whole canvas a call of begin": lambda r: r.step(canvas),
-        "no decode has begun": lambda r: r.end(["a"]),
         r"expected ids of shape \(B, L\)": lambda r: r.begin(canvas, start=3),
-        "a prompt .* holds the mask id": lambda r: r.begin(canvas, start=2),
+        "no mask id .* before start": lambda r: r.begin(canvas, start=2),
         r"expected the whole canvas \(1, 3\)": lambda r: (
             r.begin(canvas, start=1),
             r.step(canvas[:, 1:]),
@@ -298,4 +297,4 @@ def test_the_example_of_the_documentation_runs(
     assert "it writes from left to right in plain Python" in text
     assert traj(["verify", "runs/mine"]) == 0
     assert traj(["verify", "runs/mine", "--level", "3", "--backbone", "tiny"]) == 2
-    assert "cannot be executed again: it writes from left to right" in capsys.readouterr().err
+    assert ": it writes from left to right" in capsys.readouterr().err

@@ -239,8 +239,7 @@ class TrajectoryShardWriter:
 
         One that breaks a rule is an error and is not added.
         """
-        if self._closed:
-            raise ValueError(f"{self.folder}: the writer is closed")
+        assert not self._closed, "the writer is closed"
         record.validate()
         meta_text(record)
         if record.uid in self._uids:
