@@ -157,8 +157,8 @@ def test_recover_saves_the_blocks_of_a_dead_process(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "nowhere"), "nowhere: expected a trajectory shard"),
-        (("inspect", "{empty}"), "expected a trajectory shard"),
+        (("inspect", "nowhere"), "nowhere: there is no such shard"),
+        (("inspect", "{empty}"), "there is no such shard or folder"),
         (("verify", "{set}", "--level", "3"), "--backbone: level 3 executes the records"),
         (("verify", "{set}", "--level", "7"), "invalid choice: 7"),
         (("verify", "{set}", "--level", "3", "--backbone", "nope"), "nope"),

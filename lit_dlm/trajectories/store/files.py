@@ -208,7 +208,7 @@ def shard_paths(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         shards = [path] if path.is_file() else shards_in(path)
         if not shards:
-            raise ValueError(f"{path}: expected a trajectory shard or a folder with shards")
+            raise ValueError(f"{path}: there is no such shard or folder with shards")
         found += shards
     return list(dict.fromkeys(found))
 

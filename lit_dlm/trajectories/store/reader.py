@@ -57,7 +57,9 @@ class TrajectoryShardReader:
             except TrajectoryFormatError as error:
                 self._damage(error)
         if not self._sides:
-            raise TrajectoryFormatError(f"{shards}: there are no trajectory shards")
+            raise TrajectoryFormatError(
+                f"{shards}: there is no such folder of shards, or no trajectory shards are in it"
+            )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
             for path, side in self._sides.items()

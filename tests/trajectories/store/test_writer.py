@@ -98,7 +98,7 @@ def test_an_empty_writer_leaves_no_shard(tmp_path):
     write_shards(tmp_path, [])
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(TrajectoryFormatError, match="there are no trajectory shards"):
+        with pytest.raises(TrajectoryFormatError, match="no trajectory shards"):
             TrajectoryShardReader(folder)
 
 
