@@ -307,7 +307,8 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
         first = 16 * digests.offset
         _check_strictly(flat, digests.buffers()[1][first : first + 16 * len(digests)].to_pybytes())
     n = len(statuses)
-    given, events = [None] * n, [None] * n
+    given: list[Any] = [None] * n
+    events: list[Any] = [None] * n
     if flat.given is not None:
         given = [own if own.any() else None for own in views(flat.given, flat.num_generated)]
     if len(flat.events):

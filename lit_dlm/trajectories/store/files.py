@@ -173,14 +173,14 @@ class SideFile:
             blocks = tuple(BlockEntry(**entry) for entry in row.pop("blocks"))
             side = SideFile(blocks=blocks, uids=tuple(row.pop("uids")), **row)
             # Places that nobody need trust: a reader takes as much memory as they say.
-            ends = [entry.offset + entry.size for entry in blocks]
+            ends = [0, *(entry.offset + entry.size for entry in blocks)]
             ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
-            num_records = sum(entry.num_records for entry in blocks)
-            is_exact = is_exact and max(ends, default=0) <= side.bytes and None not in side.uids
-            if not is_exact or len(set(side.uids)) != num_records:
+            counts = {sum(entry.num_records for entry in blocks), side.num_records}
+            counts.add(len(set(side.uids) - {None}))
+            if not is_exact or max(ends) > side.bytes or len(counts) > 1:
                 raise ValueError(
-                    f"{num_records} records in blocks up to byte {max(ends, default=0)} do not fit "
-                    f"its {len(set(side.uids))} uids and {side.bytes} bytes"
+                    f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
+                    f"byte {max(ends)} of {side.bytes}"
                 )
             return side
         except (pa.ArrowException, *STRANGE) as error:

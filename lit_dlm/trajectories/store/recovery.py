@@ -168,7 +168,8 @@ def _recover_file(
         return []
     members, is_whole = archived_blocks(path)
     run_text = members.pop(RUN_KEY, {}).get("json", b"").decode(errors="replace")
-    target, saved, dropped = None, 0, 0
+    target: ShardFile | None = None
+    saved = dropped = 0
     for key, parts in members.items():
         try:
             records, run_digest = _whole_block(parts)

@@ -15,7 +15,6 @@ import tarfile
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from lit_dlm.ops.files import sync_folder
@@ -313,11 +312,15 @@ class TrajectoryShardWriter:
             return
         self._closed = True
         self.max_total_bytes = None  # what waits here was accepted
-        with ExitStack() as last:
-            last.callback(lambda: self._shard and self._shard.abandon())
-            # A broken record must not cost the shard its name.
-            last.callback(lambda: self._pending or self._finish())
-            self._write_pending()
+        try:
+            try:
+                self._write_pending()
+            finally:
+                if not self._pending:  # a broken record must not cost the shard its name
+                    self._finish()
+        finally:
+            if self._shard is not None:
+                self._shard.abandon()
 
     def _finish(self) -> None:
         if self._shard is not None:

@@ -132,6 +132,7 @@ def in_block(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         (in_block(key=["x"]), "not a side file"),
         (lambda content: content.update(shard=["x"]), "not a side file"),
         (lambda content: content.update(bytes=None), "not a side file"),
+        (lambda content: content.update(num_records=5), "do not fit"),
         (lambda content: content.update(version=3), r"not a side file.*shard of .*3\)"),
         (lambda content: content["uids"].__setitem__(1, content["uids"][0]), "do not fit"),
         (lambda content: content["uids"].__setitem__(1, None), "do not fit"),
