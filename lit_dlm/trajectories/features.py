@@ -46,11 +46,8 @@ _DENSE_SLACK = 256 << 20
 """Values that a small block in layout ``masked`` may take when its zeros are put back."""
 
 
-def encode_features(records: Sequence[Trajectory], *, level: int = 3) -> bytes:
-    """Writes the features of a block of records, of which at least one has some.
-
-    They hardly shrink, so a high level buys nothing.
-    """
+def encode_features(records: Sequence[Trajectory]) -> bytes:
+    """Writes the features of a block of records, of which at least one has some."""
     assert feature_facts(records) is not None, "encode_features: no record has features"
     columns: dict[str, pa.Array] = {
         "uid": pa.array([record.uid for record in records]),
@@ -62,22 +59,21 @@ def encode_features(records: Sequence[Trajectory], *, level: int = 3) -> bytes:
         if any(part is not None for part in parts):
             columns[name] = list_column(parts)
     batch = pa.record_batch(columns)
-    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=level)
+    # They hardly shrink, so a high level would buy nothing.
+    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=3)
 
 
 def attach_features(
     block: Block, records: Sequence[Trajectory], data: bytes | memoryview
 ) -> list[Trajectory]:
-    """Joins a features member to the records of its block.
-
-    Returns:
-        The records, those with kept steps carrying their features (views of the member's columns).
-    """
+    """The records of a block, those with kept steps with their features, views of the member."""
     batch = known_columns(unpack(data), _COLUMNS, tuple(_COLUMNS)[:4])
     # Features belong to a record by its name and its content: a changed one must not have them.
     named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
-    own = [(record.uid, record.digest()) for record in records]
-    require(block.features is not None and list(named) == own, "its features are of other records")
+    expected = [(record.uid, record.digest()) for record in records]
+    require(
+        block.features is not None and list(named) == expected, "its features are of other records"
+    )
     assert block.features is not None
     columns = {
         name: split_lists(batch.column(name))

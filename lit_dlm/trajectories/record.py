@@ -407,7 +407,7 @@ class StepFeatures:
         """Checks shapes and ranges against the record ``uid``."""
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
         shape = (self.num_kept, rows)
-        expected = {
+        expected: dict[str, tuple[object, bool]] = {
             "layout": (self.layout, self.layout in ("generation", "all", "masked")),
             "features": (self.features.shape, self.features.shape == (*shape, sum(self.groups))),
             "proposals": (self.proposals.shape, self.proposals.shape == shape),

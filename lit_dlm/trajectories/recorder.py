@@ -206,33 +206,22 @@ def record_generate(
     return result, recorder.end(uids, metas)
 
 
-def foreign_run(
-    method: str,
-    decoder: Decoder | str,
-    *,
-    model: Mapping[str, Any] | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
-    data: Mapping[str, Any] | None = None,
-    batch_size: int | None = None,
-) -> RunRecord:
+def foreign_run(method: str, decoder: Decoder | str, *, batch_size: int | None = None) -> RunRecord:
     """The run record of records from a foreign loop.
 
     Args:
         method: what ``meta["method"]`` of the records says.
         decoder: plugs that decide as the loop does, for verification by re-execution; or the reason
             why there are none, which verification then gives.
-        model: facts such as ``HFBackbone.describe()`` returns; verification compares them.
-        tokenizer: ``path``, ``digest`` and special ids.
-        data: where the prompts are from.
         batch_size: rows of a batch, so that verification can form the same ones.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
     return RunRecord(
-        model=model or {},
-        tokenizer=tokenizer or {},
+        model={},
+        tokenizer={},
         decode={"methods": {method: described}},
         randomness={},
-        data=data or {},
+        data={},
         hardware={**hardware_facts(), "batch_size": batch_size},
     )
 
