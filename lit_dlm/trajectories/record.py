@@ -240,6 +240,43 @@ def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
     """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
+    _check_shapes(records)
+    events = [r.superseded for r in records if r.superseded is not None]
+    given = None
+    if any(r.given is not None for r in records):
+        given = np.concatenate(
+            [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
+        )
+    counts = np.array(
+        [
+            (
+                r.num_prompt,
+                r.num_generated,
+                r.num_steps,
+                0 if r.superseded is None else len(r.superseded),
+            )
+            for r in records
+        ],
+        dtype=np.int64,
+    )
+    num_prompt, num_generated, num_steps, num_events = counts.T.copy()
+    return Columns(
+        uids=[r.uid for r in records],
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        num_steps=num_steps,
+        prompts=np.concatenate([r.prompt_ids for r in records]),
+        tokens=np.concatenate([r.tokens for r in records]),
+        commit_step=np.concatenate([r.commit_step for r in records]),
+        given=given,
+        num_events=num_events,
+        events=np.concatenate(events) if events else np.empty((0, 3), dtype=np.int32),
+        mask_id=records[0].mask_id,
+        vocab_size=records[0].vocab_size,
+    )
+
+
+def _check_shapes(records: Sequence[Trajectory]) -> None:
     first = records[0]
     for r in records:
         shape = r.tokens.shape
@@ -255,29 +292,6 @@ def flatten(records: Sequence[Trajectory]) -> Columns:
                 f"trajectory {r.uid!r}: expected the mask id and vocabulary of its block, lengths "
                 f"and steps up to {MAX_LENGTH}, and commit_step and given of the shape of tokens"
             )
-    mask_id, vocab_size = first.mask_id, first.vocab_size
-    events = [r.superseded for r in records if r.superseded is not None]
-    given = None
-    if any(r.given is not None for r in records):
-        given = np.concatenate(
-            [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
-        )
-    return Columns(
-        uids=[r.uid for r in records],
-        num_prompt=np.array([len(r.prompt_ids) for r in records], dtype=np.int64),
-        num_generated=np.array([len(r.tokens) for r in records], dtype=np.int64),
-        num_steps=np.array([r.num_steps for r in records], dtype=np.int64),
-        prompts=np.concatenate([r.prompt_ids for r in records]),
-        tokens=np.concatenate([r.tokens for r in records]),
-        commit_step=np.concatenate([r.commit_step for r in records]),
-        given=given,
-        num_events=np.array(
-            [0 if r.superseded is None else len(r.superseded) for r in records], dtype=np.int64
-        ),
-        events=np.concatenate(events) if events else np.empty((0, 3), dtype=np.int32),
-        mask_id=mask_id,
-        vocab_size=vocab_size,
-    )
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
