@@ -254,11 +254,11 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
             prompt = _ids(row, "prompt_token_ids", "user", template=True)
             tokens = _ids(row, "response_token_ids", "assistant")
             row, tokens, order = _ordered(row, tokens, settings)
-            given = _cells(row["given_positions"], len(tokens))
+            given = _cells(row, "given_positions", len(tokens))
             name = f"{Path(path.name.removesuffix('.gz')).stem}/{number}"
             record = _record(row, name, prompt, tokens, order, given)
             if row["non_ltr_positions"] is not None:
-                listed = _cells(row["non_ltr_positions"], len(tokens))
+                listed = _cells(row, "non_ltr_positions", len(tokens))
                 if not np.array_equal(listed, _non_ltr(record.commit_step)):
                     kept = np.flatnonzero(listed).tolist()
                     record = record.with_meta(non_ltr_positions=kept)
@@ -394,13 +394,14 @@ def parsed_json(where: str, text: bytes) -> Any:
         raise ValueError(f"{where}: not valid JSON ({error})") from None
 
 
-def _cells(positions: NDArray[np.int64] | None, length: int) -> NDArray[np.bool_]:
-    """``(length,)`` bool, ``True`` at some positions."""
+def _cells(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.bool_]:
+    """``(length,)`` bool, ``True`` at the positions that a field lists."""
+    positions = np.empty(0, np.int64) if row[name] is None else row[name]
+    outside = positions[(positions < 0) | (positions >= length)]
+    if len(outside):
+        raise ValueError(f"{name}: expected positions below {length}, got {outside[0]}")
     cells = np.zeros(length, dtype=bool)
-    for position in () if positions is None else positions.tolist():
-        if not 0 <= position < length:
-            raise ValueError(f"expected positions below {length}, got {position}")
-        cells[position] = True
+    cells[positions] = True
     return cells
 
 

@@ -178,15 +178,16 @@ def record_generate(
         nonlocal num_forwards
         ids = kwargs.get("input_ids", args[0] if args else None)
         try:
-            if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) not in (B, 2 * B):
-                raise ValueError(f"expected input ids of {B} rows (or twice as many), got {ids}")
-            ids = ids[:B]
-            if num_forwards:
-                recorder.step(ids)
-            elif ids.shape[1] > P and torch.equal(ids[:, :P], prompt_ids.to(ids.device)):
-                recorder.begin(ids, start=P, pad_mask=attention_mask)
+            fits = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) in (B, 2 * B)
+            if fits and num_forwards:
+                recorder.step(ids[:B])
+            elif fits and torch.equal(ids[:B, :P], prompt_ids.to(ids.device)):
+                recorder.begin(ids[:B], start=P, pad_mask=attention_mask)
             else:
-                raise ValueError(f"expected the {P} columns of prompt_ids, got {tuple(ids.shape)}")
+                raise ValueError(
+                    f"expected {B} rows (or twice as many) that begin with the {P} columns of "
+                    f"prompt_ids, got {ids}"
+                )
         except ValueError as error:
             raise ValueError(
                 f"forward {num_forwards} of {name}: {error}; a loop with a cache shows its "

@@ -232,7 +232,7 @@ def test_a_loop_that_hides_its_canvas_is_refused_with_the_way_out(backbone: HFBa
 
     for run, message in (
         (cached, r"forward 1 .* expected the whole canvas \(2, 12\).*let it call TraceRecorder"),
-        (other, r"forward 0 .* expected the 4 columns of prompt_ids"),
+        (other, r"forward 0 .* begin with the 4 columns of prompt_ids"),
         (nothing, "it never called the forward of ReleasedModel"),
     ):
         with pytest.raises(ValueError, match=message):
