@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import struct
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
-
-from lit_dlm.ops.files import write_atomically
 
 PLACE = "<image>"
 """Where a picture belongs in the text of a prompt; those without a place go before the text."""
@@ -202,7 +201,10 @@ class PictureFolder:
             return
         path = self.folder / picture.digest
         if not path.is_file():
-            write_atomically(path, picture.read())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # ranks share folders
+            partial.write_bytes(picture.read())
+            os.replace(partial, path)
         self._held.add(picture.digest)
 
     def __contains__(self, digest: str) -> bool:

@@ -48,7 +48,6 @@ from lit_dlm.backbones.weights import (
     weight_files,
 )
 from lit_dlm.ops.alignment import gather_rows
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.options import one_of
 from lit_dlm.ops.precision import without_autocast
 
@@ -466,8 +465,10 @@ class StoredDecoder(nn.Module):
                 write=write,
             )
         if write:
+            partial = folder / "config.json.partial"
             text = json.dumps(config, indent=2, sort_keys=True)
-            write_atomically(folder / "config.json", text + "\n")
+            partial.write_text(text + "\n", encoding="utf-8")
+            os.replace(partial, folder / "config.json")
 
     def _require_whole(self, purpose: str) -> None:
         if self._is_4bit:

@@ -8,6 +8,7 @@ weights that it adapts for good, or while a policy decodes.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,7 +24,6 @@ from transformers import PreTrainedModel
 from lit_dlm.backbones.families import LLADA_MODULES, KeyMap, PEFTTask
 from lit_dlm.backbones.lora_settings import CONFIG_FILE, LoRASettings
 from lit_dlm.backbones.weights import plain_tensor, read_weights, save_weights
-from lit_dlm.ops.files import write_atomically
 from lit_dlm.ops.precision import without_autocast
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -252,7 +252,9 @@ def save_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(tensors, folder / WEIGHTS_FILE)
-    write_atomically(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    partial = folder / f"{CONFIG_FILE}.partial"
+    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, folder / CONFIG_FILE)
 
 
 @torch.no_grad()

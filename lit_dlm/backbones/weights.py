@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lit_dlm.backbones.location import read_json_object
 from lit_dlm.ops.digests import TensorDigest, is_finite, tensors_digest, write_tensors
-from lit_dlm.ops.files import write_atomically
 
 _SHOWN = 5
 _INDEX_FILE = "model.safetensors.index.json"
@@ -232,7 +232,9 @@ def save_checkpoint(
         text = json.dumps(
             {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2
         )
-        write_atomically(index, text + "\n")
+        partial = folder / f"{_INDEX_FILE}.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        os.replace(partial, index)
     else:
         index.unlink(missing_ok=True)
     for path in [*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"]:

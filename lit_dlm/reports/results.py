@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.ops.files import write_atomically
+from lit_dlm.trajectories.store import files
 
 FACTS_FILE = "run.json"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -243,6 +243,12 @@ def _located(place: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file so that readers see all of it or nothing; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
