@@ -89,9 +89,9 @@ def read(folder: Path, count: int) -> int:
 
 def verify(folder: Path, count: int) -> int:
     """Integrity, structure and authenticity."""
-    from lit_dlm.trajectories.verify import check_files
+    from lit_dlm.trajectories.verify import verify as verified
 
-    problems = check_files(shards_in(folder), level=2)
+    problems = verified(shards_in(folder), level=2).problems
     if problems:
         raise ValueError(problems[0])
     return count

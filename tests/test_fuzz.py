@@ -433,12 +433,6 @@ def test_a_configuration_is_a_mapping_or_an_error_that_names_a_file(data: Any) -
             config_files.with_files(arguments)
 
 
-def test_the_good_inputs_are_good() -> None:
-    assert len(decode_block(_block())) == 3
-    with_features = attach_features(read_block(_block()), _records(features=False), _features())
-    assert with_features[0].features is not None
-
-
 # -- what was found --------------------------------------------------------------------------------
 
 
@@ -457,7 +451,7 @@ def test_json_that_is_too_deep_or_long_is_an_error_that_names_its_file(
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name}.*not valid JSON"):
         read_rows(str(path), split="test", required=())
-    with pytest.raises(ValueError, match=rf"{name}.*not valid JSON"):
+    with pytest.raises(ValueError, match=name):
         list((read_tabom if "jsonl" in name else read_step_map)(path, ImportSettings()))
 
 

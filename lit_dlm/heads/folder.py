@@ -7,7 +7,6 @@ two exports, is refused.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lit_dlm.ops.digests import is_finite, tensors_digest, write_tensors
+from lit_dlm.ops.files import write_atomically
 
 _DIGEST = "sha256"
 
@@ -34,9 +34,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2) + "\n"
     write_tensors(tensors, folder / weights, {_DIGEST: tensors_digest(tensors, text)})
-    partial = folder / f"{config}.partial"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, folder / config)
+    write_atomically(folder / config, text)
 
 
 def read_folder(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from lit_dlm.ops.files import replacing
 
 
 class TensorDigest:
@@ -47,15 +47,12 @@ def tensors_digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file as a whole; equal tensors give equal bytes."""
     plain = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(plain, partial, metadata=dict(metadata))
-        _sort_metadata(partial)
-        partial.chmod(0o644)  # safetensors makes files that only their owner may read
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            save_file(plain, partial, metadata=dict(metadata))
+            _sort_metadata(partial)
+            partial.chmod(0o644)  # safetensors makes files that only their owner may read
     except (SafetensorError, OSError) as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise OSError(f"{path}: cannot be written ({error})") from error
 
 

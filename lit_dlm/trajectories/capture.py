@@ -1,11 +1,11 @@
 """Capture: an observer that turns a decode into trajectories.
 
-Every step's response canvas goes into a buffer on the device, and nothing else at level ``tokens``:
-no host copy, no synchronisation. When rows have ended, one copy brings the buffer to the host.
-Commit steps and overwritten writes are derived there from the canvases of all steps (a change
-between two of them is a write), so every policy is covered without its help, re-masking and edits
-included. That takes longer than the copying during the decode, so it is left to whoever asks for
-the records, such as the writer's thread.
+Every step's response canvas goes into a buffer on the device, without a host copy or a
+synchronisation. When rows have ended, one copy brings the buffer to the host. Commit steps and
+overwritten writes are derived there from the canvases of all steps (a change between two of them is
+a write), so every policy is covered without its help, re-masking and edits included. That takes
+longer than the copying during the decode, so it is left to whoever asks for the records, such as
+the writer's thread.
 
 Levels: ``tokens`` (the record alone), ``signals`` (also probability, entropy and proposal at every
 masked position of every step, and probability and selection margin of every write), ``features``
@@ -78,8 +78,7 @@ class TrajectoryCapture:
             level: how much to keep.
             features: needed at level ``features``, and only there.
         """
-        if (level == "features") != (features is not None):
-            raise ValueError(f"capture level {level!r} and features={features} do not fit")
+        assert (level == "features") == (features is not None), "features belong to that level"
         self.vocab_size = vocab_size
         self.level = level
         self.features = features
@@ -94,7 +93,7 @@ class TrajectoryCapture:
         device = state.ids.device
         B, G = len(state.rows), state.ids.shape[1] - state.start
         self._copies = HostCopies(device)
-        buffer = partial(StepBuffer, B, G, copies=self._copies, expected_steps=G)
+        buffer = partial(StepBuffer, B, G, copies=self._copies)
         self._canvas = buffer(torch.int32)
         self._signals: dict[str, StepBuffer] = {}  # of every step, by name
         self._tables: dict[str, Tensor] = {}  # of every write, (B, G) float16
@@ -114,14 +113,12 @@ class TrajectoryCapture:
 
     def _enter(self, state: DecodeState, places: Sequence[int]) -> None:
         """Notes what rows start from; the host gets it at once, where few rows are sent."""
-        start = StartingRows.of(
-            state.ids,
-            state.start,
-            pad_mask=state.pad_mask,
-            seeds=state.seeds,
-            copies=self._copies,
-            editable=state.editable,
-        )
+        ids, P = state.ids, state.start
+        seeds = state.seeds.to(ids.device).view(torch.int32)
+        real = torch.ones_like(ids) if state.pad_mask is None else state.pad_mask
+        facts = (ids[:, P:], ids[:, :P], real[:, :P], seeds)
+        joined = torch.cat([fact.int().flatten() for fact in facts])
+        start = StartingRows(self._copies.add(joined), (len(ids), P, ids.shape[1] - P))
         for number, place in enumerate(places):
             self._open[place] = CapturedRow(start, number, place, self._step)
         if self.features is not None:
@@ -177,8 +174,7 @@ class TrajectoryCapture:
         Their records can be made at any time and in any thread.
         """
         if self._captured is None:
-            if not self._ended:
-                raise ValueError("capture: no decode has ended yet")
+            assert self._ended, "no decode has ended yet"
             self._captured = CapturedDecode(
                 copies=self._copies,
                 rows=self._ended,
@@ -288,45 +284,15 @@ class StartingRows:
 
     facts: Tensor
     """One int32 row: the response ``(n, G)``, prompt columns ``(n, P)``, which of them are real
-    ``(n, P)``, seeds as pairs ``(n, 2)``, and whether a prompt column was editable ``(1,)``."""
+    ``(n, P)``, and seeds as pairs ``(n, 2)``; one copy to the host."""
     shape: tuple[int, int, int]  # n, P and G
-
-    @classmethod
-    def of(
-        cls,
-        ids: Tensor,
-        start: int,
-        *,
-        pad_mask: Tensor | None,
-        seeds: Tensor,
-        copies: HostCopies,
-        editable: Tensor | None = None,
-    ) -> StartingRows:
-        """Sends the facts of ``(n, L)`` canvases and masks and ``(n,)`` seeds to the host."""
-        prompt = ids[:, :start]
-        facts = (
-            ids[:, start:],
-            prompt,
-            torch.ones_like(prompt) if pad_mask is None else pad_mask[:, :start],
-            seeds.to(ids.device).view(torch.int32),
-            torch.zeros_like(prompt[:1, 0])
-            if editable is None
-            else editable[:, :start].any()[None],
-        )
-        joined = torch.cat([fact.int().flatten() for fact in facts])
-        return cls(copies.add(joined), (len(ids), start, ids.shape[1] - start))
 
     @cached_property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Response, prompt, real columns, and seeds as uint64; once the copies have arrived."""
         n, P, G = self.shape
-        sizes = np.cumsum([n * G, n * P, n * P, 2 * n])
-        first, ids, real, seeds, editable = np.split(self.facts.numpy(), sizes)
-        if editable.any():
-            raise ValueError(
-                f"capture: editable columns must not lie before column {P}, where the response "
-                "begins"
-            )
+        sizes = np.cumsum([n * G, n * P, n * P])
+        first, ids, real, seeds = np.split(self.facts.numpy(), sizes)
         unsigned = np.ascontiguousarray(seeds).view(np.uint64)
         return first.reshape(n, G), ids.reshape(n, P), real.reshape(n, P) != 0, unsigned
 
@@ -386,12 +352,6 @@ class CapturedDecode:
             uids: one name per row, in their order.
             metas: small JSON values per row.
         """
-        n = len(self.rows)
-        if len(uids) != n or (metas is not None and len(metas) != n):
-            raise ValueError(
-                f"capture: expected {n} uids (and metas), got {len(uids)} and "
-                f"{'none' if metas is None else len(metas)}"
-            )
         self.copies.wait()
         return [
             self._trajectory(row, uid, {} if metas is None else dict(metas[number]))
@@ -580,32 +540,17 @@ class StepBuffer:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        num_columns: int,
-        dtype: torch.dtype,
-        copies: HostCopies,
-        *,
-        expected_steps: int,
-        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        self, num_rows: int, num_columns: int, dtype: torch.dtype, copies: HostCopies
     ) -> None:
-        """Sets up a buffer; memory is taken at the first step.
+        """Sets up a buffer of B places and G columns; memory is taken at the first step.
 
-        Args:
-            num_rows: B, places of the batch.
-            num_columns: G.
-            dtype: values are converted to it.
-            copies: brings full parts to the host.
-            expected_steps: most likely T; more steps take more parts. Most policies commit a token
-                or more per step, so that there are at most as many as cells.
-            max_chunk_bytes: largest part, unless a single step is larger.
+        Most policies commit a token or more per step, so that there are at most as many steps as
+        columns; more steps take more parts, each of at most :data:`MAX_CHUNK_BYTES`.
         """
         self.num_rows, self.num_columns, self.dtype = num_rows, num_columns, dtype
-        self.length = 0
-        """Steps so far."""
         self._copies = copies
         step_bytes = max(num_rows * num_columns * dtype.itemsize, 1)
-        self._chunk_steps = max(1, min(expected_steps, max_chunk_bytes // step_bytes))
+        self._chunk_steps = max(1, min(num_columns, MAX_CHUNK_BYTES // step_bytes))
         self._chunk: Tensor | None = None  # (chunk steps, B, G)
         self._sent = self._at = 0  # steps of the chunk
         self._first_step = 0
@@ -623,7 +568,6 @@ class StepBuffer:
                 any more.
         """
         self._waiting.append((rows, values[:, values.shape[1] - self.num_columns :]))
-        self.length += 1
         if len(self._waiting) == self._room:
             self._settle()
 

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.record import MAX_LENGTH, RecordStatus, Trajectory
+from lit_dlm.ops.files import replacing
+from lit_dlm.trajectories.format import COLUMNS, block_of, record_batch, records_of
+from lit_dlm.trajectories.record import MAX_LENGTH, Trajectory
+from lit_dlm.trajectories.store.files import STRANGE
 
 _ROWS_PER_GROUP = 1024
 _RELEASE_METHODS = {"confidence": "default"}
@@ -100,24 +103,15 @@ def step_map_row(record: Trajectory, tokenizer: Any) -> dict[str, Any]:
     return row if reward is None else {**row, "reward": float(reward)}
 
 
-def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> int:
-    """Writes one JSON object per line; returns the number of rows."""
-    with _replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        count = 0
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
-    return count
-
-
-def write_json_list(rows: Iterable[dict[str, Any]], path: Path) -> int:
-    """Writes one JSON list, one entry a line. Returns the number of rows."""
+def write_json_rows(rows: Iterable[dict[str, Any]], path: Path, *, as_list: bool) -> int:
+    """Writes one JSON object per line, or one JSON list with an entry a line; how many they are."""
     count = 0
-    with _replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    begin, between, end = ("[\n", ",\n", "\n]\n") if as_list else ("", "\n", "\n")
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(begin)
         for count, row in enumerate(rows, start=1):
-            file.write("[\n" if count == 1 else ",\n")
-            file.write(json.dumps(row, ensure_ascii=False))
-        file.write("\n]\n" if count else "[]\n")
+            file.write(("" if count == 1 else between) + json.dumps(row, ensure_ascii=False))
+        file.write(end)
     return count
 
 
@@ -127,16 +121,11 @@ def write_parquet(records: Iterable[Trajectory], path: Path, *, run_text: str | 
     The columns are those of a block (:mod:`lit_dlm.trajectories.format`), and so are the metadata,
     with the run record of all rows beside them. Returns the number of rows.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from lit_dlm.trajectories.format import COLUMNS, record_batch
-
     # One type for all groups; a column that a group lacks is null there.
     kinds = {name: types[-1] for name, types in COLUMNS.items() if name != "kept_steps"}
     schema, file, count = pa.schema(list(kinds.items())), None, 0
     rows = (replace(record, features=None) for record in records)
-    with _replacing(path) as partial, ExitStack() as stack:
+    with replacing(path) as partial, ExitStack() as stack:
         for _, alike in groupby(rows, key=lambda record: tuple(sorted(record.signals))):
             while group := list(islice(alike, _ROWS_PER_GROUP)):
                 batch = record_batch(group)
@@ -193,21 +182,12 @@ def _user_text(record: Trajectory, tokenizer: Any) -> str:
     return text
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Gives another file to fill, and moves it over ``path`` when that has succeeded."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 # -- import ----------------------------------------------------------------------------------------
 
-_PROMPT_KEYS = ("prompt", "instruction", "question")
-_RESPONSE_KEYS = ("response", "output", "gen_text", "answer")
+_TEXT_KEYS = {
+    "user": ("prompt", "instruction", "question"),
+    "assistant": ("response", "output", "gen_text", "answer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +203,45 @@ class ImportSettings:
     shorter than they are; ``none`` refuses such a row."""
 
 
+_NUMBERS = {
+    "num_steps": pa.uint16(),
+    "seed": pa.uint64(),
+    **{name: pa.int32() for name in ("mask_id", "vocab_size", "pad_id", "response_length")},
+}
+_IDS = pa.list_(pa.int32())
+_ID_LISTS = ("prompt_token_ids", "response_token_ids", "prompt_ids", "response_ids")
+_STEP_LISTS = ("decoding_order", "step_map", "non_ltr_positions", "given_positions")
+_ROW = {
+    **dict.fromkeys((*_ID_LISTS, *_STEP_LISTS), _IDS),
+    **{name: pa.string() for name in (*_TEXT_KEYS["user"], *_TEXT_KEYS["assistant"], "status")},
+    **_NUMBERS,
+}
+"""Fields of rows that are read, and their types; others are for other tools."""
+
+
+def _checked_row(row: Any, settings: ImportSettings) -> dict[str, Any]:
+    """The row with arrays for lists of integers; what it does not say is that of the settings."""
+    if not isinstance(row, dict):
+        raise ValueError(f"expected a JSON object, got {type(row).__name__}")
+    checked = {**row, "tokenizer": settings.tokenizer}
+    for name, kind in _ROW.items():
+        if row.get(name) is None:
+            checked[name] = getattr(settings, name, None)
+            continue
+        try:
+            values = pa.array([row[name]], kind)
+        except (pa.ArrowException, OverflowError, UnicodeError) as error:
+            raise ValueError(f"{name}: expected {kind}: {error}") from error
+        is_list = kind == _IDS
+        # Arrow cuts fractions off.
+        if values.to_pylist() != [row[name]] or (is_list and values.flatten().null_count):
+            raise ValueError(f"{name}: expected {kind}, got {row[name]!r}")
+        (checked[name],) = values.to_pylist()
+        if is_list:
+            checked[name] = values.flatten().to_numpy().astype(np.int64)
+    return checked
+
+
 def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """Reads TABOM's JSONL (``decoding_order``), also gzipped; errors name the file and line.
 
@@ -230,163 +249,134 @@ def read_tabom(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     Where a row's ``non_ltr_positions`` are not what its order gives, ``meta`` keeps them.
     """
     for number, line in numbered_lines(path):
-        where = f"{path}:{number}"
-        row = json_object(where, parsed_json(where, line))
-        prompt = _prompt_ids(where, row, "prompt_token_ids", settings, templated=False)
-        tokens = _response_ids(where, row, "response_token_ids", settings)
-        row, tokens, order = _ordered(where, row, tokens, settings)
-        given = _cells(where, row, "given_positions", len(tokens))
-        record = _record(where, row, settings, path, number, prompt, tokens, order, given)
-        if row.get("non_ltr_positions") is not None:
-            listed = _cells(where, row, "non_ltr_positions", len(tokens))
-            if not np.array_equal(listed, _non_ltr(record.commit_step)):
-                record = record.with_meta(non_ltr_positions=np.flatnonzero(listed).tolist())
+        with _located(f"{path}:{number}"):
+            row = _checked_row(json.loads(line), settings)
+            prompt = _ids(row, "prompt_token_ids", "user", template=True)
+            tokens = _ids(row, "response_token_ids", "assistant")
+            row, tokens, order = _ordered(row, tokens, settings)
+            given = _cells(row, "given_positions", len(tokens))
+            name = f"{Path(path.name.removesuffix('.gz')).stem}/{number}"
+            record = _record(row, name, prompt, tokens, order, given)
+            if row["non_ltr_positions"] is not None:
+                listed = _cells(row, "non_ltr_positions", len(tokens))
+                if not np.array_equal(listed, _non_ltr(record.commit_step)):
+                    kept = np.flatnonzero(listed).tolist()
+                    record = record.with_meta(non_ltr_positions=kept)
         yield record
 
 
 def _ordered(
-    where: str, row: dict[str, Any], tokens: Any, settings: ImportSettings
+    row: dict[str, Any], tokens: Any, settings: ImportSettings
 ) -> tuple[dict[str, Any], Any, Any]:
     """The row, its tokens and their order, as many entries as tokens."""
-    order = None
-    if row.get("decoding_order") is not None:
-        order = _integers(where, "decoding_order", row["decoding_order"])
-    has_ids = "response_token_ids" in row
-    found = (
-        "the row has no decoding_order"
-        if order is None
-        else f"decoding_order has {len(order)} entries"
-    )
-    found = f"{where}: {found} for {len(tokens)} tokens"
-    if order is None or len(order) < len(tokens):
-        if settings.missing_order != "ltr":
-            raise ValueError(
-                f"{found}; only training with the data's missing_order: ltr takes such a row"
-            )
-        if not has_ids:
-            # Its text does not say where the answer ends.
-            raise ValueError(f"{found}, and no response_token_ids; read it as a ResponsesFile")
+    order = np.empty(0, np.int64) if row["decoding_order"] is None else row["decoding_order"]
+    count = len(order)
+    has_ids = row["response_token_ids"] is not None  # a text does not say where the answer ends
+    if has_ids and count < len(tokens) and settings.missing_order == "ltr":
         # What the row says of its decode is not of this order.
-        kept = {k: v for k, v in row.items() if k not in ("num_steps", "non_ltr_positions")}
-        return kept, tokens, np.arange(len(tokens))
-    if len(order) > len(tokens):
-        if not has_ids:
-            raise ValueError(f"{found} of its text; expected equal numbers or response_token_ids")
-        pad_id = _fact(where, row, "pad_id", settings.pad_id)
-        tokens = np.concatenate([tokens, np.full(len(order) - len(tokens), pad_id)])
+        return row | {"num_steps": None, "non_ltr_positions": None}, tokens, np.arange(len(tokens))
+    if count < len(tokens) or (count > len(tokens) and not has_ids):
+        raise ValueError(
+            f"decoding_order has {count} entries for {len(tokens)} tokens; training takes a row "
+            "with fewer and response_token_ids with missing_order: ltr"
+        )
+    if count > len(tokens):
+        pads = np.full(count - len(tokens), _fact(row, "pad_id"))
+        tokens = np.concatenate([tokens, pads])
     return row, tokens, order
 
 
 def read_step_map(path: Path, settings: ImportSettings) -> Iterator[Trajectory]:
     """Reads dLLM-RL's JSON list of ``{prompt, response, step_map, reward}``."""
-    rows = parsed_json(str(path), path.read_bytes())
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a JSON list, got {type(rows).__name__}")
-    for number, row in enumerate(rows):
-        where = f"{path}: entry {number}"
-        if not isinstance(row, dict) or "step_map" not in row:
-            raise ValueError(f"{where}: expected an object with a step_map")
-        steps = _integers(where, "step_map", row["step_map"])
-        if "num_steps" not in row and (steps >= 0).all():  # dLLM-RL's block models count from 1
-            steps = steps - steps.min(initial=2**31)
-        prompt = _prompt_ids(where, row, "prompt_ids", settings, templated=True)
-        tokens = _response_ids(where, row, "response_ids", settings)
-        if len(steps) != len(tokens) or (len(steps) and steps.min() < 0):
-            raise ValueError(
-                f"{where}: step_map has {len(steps)} entries of 0 or more for {len(tokens)} tokens"
-            )
-        length = max(_whole(where, row, "response_length", 0), len(tokens))
-        if length > MAX_LENGTH:
-            raise ValueError(
-                f"{where}: response_length: expected at most {MAX_LENGTH}, got {length}"
-            )
-        mask_id = _fact(where, row, "mask_id", settings.mask_id)
-        padding = length - len(tokens)
-        tokens = np.concatenate([tokens, np.full(padding, mask_id)])
-        steps = np.concatenate([steps, np.full(padding, -1)])
-        given = np.zeros(length, dtype=bool)
-        yield _record(where, row, settings, path, number, prompt, tokens, steps, given)
+    with _located(path):
+        rows = list(json.loads(path.read_bytes()))
+    for number, stored in enumerate(rows):
+        with _located(f"{path}: entry {number}"):
+            row = _checked_row(stored, settings)
+            steps = _fact(row, "step_map")
+            if row["num_steps"] is None and (steps >= 0).all():  # block models count from 1 there
+                steps = steps - steps.min(initial=2**31)
+            prompt = _ids(row, "prompt_ids", "user")
+            tokens = _ids(row, "response_ids", "assistant")
+            length = max(row["response_length"] or 0, len(tokens))
+            if len(steps) != len(tokens) or steps.min(initial=0) < 0 or length > MAX_LENGTH:
+                raise ValueError(
+                    f"step_map has {len(steps)} entries of 0 or more for {len(tokens)} tokens in "
+                    f"a response_length of {length}, at most {MAX_LENGTH}"
+                )
+            padding = length - len(tokens)
+            tokens = np.concatenate([tokens, np.full(padding, _fact(row, "mask_id"))])
+            steps = np.concatenate([steps, np.full(padding, -1)])
+            given = np.zeros(length, dtype=bool)
+            record = _record(row, f"{path.stem}/{number}", prompt, tokens, steps, given)
+        yield record
 
 
 def read_parquet(path: Path) -> tuple[Iterator[Trajectory], str | None]:
     """The records that :func:`write_parquet` wrote, and their run's text where the file has one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from lit_dlm.trajectories.format import block_of, records_of
-
-    try:
+    with _located(path):
         file = pq.ParquetFile(path)
         facts = file.schema_arrow.metadata or {}
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a Parquet file: {error}") from error
 
     def rows() -> Iterator[Trajectory]:
         for number in range(file.num_row_groups):
-            try:
+            with _located(f"{path}: row group {number}"):
                 table = file.read_row_group(number).combine_chunks()
                 full = [c.name for c in table.schema if table[c.name].null_count < len(table)]
-                for batch in table.select(full).to_batches():
-                    yield from records_of(block_of(batch.replace_schema_metadata(facts)))
-            except (pa.ArrowException, OSError, TrajectoryFormatError) as error:
-                raise ValueError(f"{path}: row group {number}: {error}") from error
+                batches = table.select(full).to_batches()
+                records = [records_of(block_of(b.replace_schema_metadata(facts))) for b in batches]
+            yield from chain.from_iterable(records)
 
     run_text = facts.get(b"lit_dlm_run")
     return rows(), None if run_text is None else run_text.decode(errors="replace")
 
 
+@contextmanager
+def _located(where: object) -> Iterator[None]:
+    """Says where it is that others wrote something else than was expected."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, *STRANGE) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{where}: {text}") from error
+
+
 def _record(
-    where: str,
-    row: Mapping[str, Any],
-    settings: ImportSettings,
-    path: Path,
-    number: int,
-    prompt: Any,
-    tokens: Any,
-    order: Any,
-    given: Any,
+    row: Mapping[str, Any], name: str, prompt: Any, tokens: Any, order: Any, given: Any
 ) -> Trajectory:
     """A record from one row; steps of -1 become masks, except in given cells."""
-    mask_id = _fact(where, row, "mask_id", settings.mask_id)
+    mask_id = _fact(row, "mask_id")
     order = np.where(given, -1, order)
     tokens = np.where((order < 0) & ~given, mask_id, tokens)
-    status: RecordStatus = row.get("status") or (
-        "complete" if (tokens != mask_id).all() else "step_limit"
-    )
+    is_full = bool((tokens != mask_id).all())
+    steps = row["num_steps"]
     record = Trajectory(
-        uid=str(row.get("id", f"{Path(path.name.removesuffix('.gz')).stem}/{number}")),
+        uid=str(row.get("id", name)),
         prompt_ids=prompt,
         tokens=tokens,
         commit_step=order,
-        num_steps=_whole(where, row, "num_steps", int(order.max(initial=-1)) + 1),
+        num_steps=int(order.max(initial=-1)) + 1 if steps is None else steps,
         mask_id=mask_id,
-        vocab_size=_fact(where, row, "vocab_size", settings.vocab_size),
-        seed=_whole(where, row, "seed", 0),
-        status=status,
+        vocab_size=_fact(row, "vocab_size"),
+        seed=row["seed"] or 0,
+        status=row["status"] or ("complete" if is_full else "step_limit"),
         given=given,
-        meta=_meta(where, row),
+        meta=_meta(row),
     )
-    try:
-        record.validate()
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    record.validate()
     return record
 
 
-def _meta(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(row: Mapping[str, Any]) -> dict[str, Any]:
     """``meta`` of an export of ours, else what the other tools' fields say."""
     if row.get("meta") is not None:
-        if not isinstance(row["meta"], dict):
-            raise ValueError(f"{where}: meta must be an object, got {type(row['meta']).__name__}")
         return dict(row["meta"])
     named = (("method", "method"), ("data_source", "task"), ("reward", "score"))
     meta = {name: row[key] for key, name in named if row.get(key) not in (None, "")}
     correct = row.get("correct")
-    if correct is not None:
-        if correct not in (0, 1):
-            raise ValueError(f"{where}: correct must be true, false or null, got {correct!r}")
-        meta["correct"] = bool(correct)
-    return meta
+    if correct not in (0, 1, None):
+        raise ValueError(f"correct must be true, false or null, got {correct!r}")
+    return meta if correct is None else {**meta, "correct": bool(correct)}
 
 
 def json_object(where: str, value: Any) -> dict[str, Any]:
@@ -404,95 +394,42 @@ def parsed_json(where: str, text: bytes) -> Any:
         raise ValueError(f"{where}: not valid JSON ({error})") from None
 
 
-def _integers(where: str, name: str, values: Any) -> Any:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise ValueError(f"{where}: {name} must be a list of integers")
-    for value in values:
-        if not -(2**31) <= value < 2**31:
-            raise ValueError(f"{where}: {name} holds {value}, which has more than 32 bits")
-    return np.array(values, dtype=np.int64)
-
-
-def _cells(where: str, row: Mapping[str, Any], name: str, length: int) -> Any:
+def _cells(row: Mapping[str, Any], name: str, length: int) -> NDArray[np.bool_]:
     """``(length,)`` bool, ``True`` at the positions that a field lists."""
-    positions = _integers(where, name, row.get(name) or [])
+    positions = np.empty(0, np.int64) if row[name] is None else row[name]
     outside = positions[(positions < 0) | (positions >= length)]
     if len(outside):
-        raise ValueError(
-            f"{where}: {name} holds {outside[0]}, expected positions below {length}, "
-            "the number of tokens"
-        )
+        raise ValueError(f"{name}: expected positions below {length}, got {outside[0]}")
     cells = np.zeros(length, dtype=bool)
     cells[positions] = True
     return cells
 
 
-def _whole(where: str, row: Mapping[str, Any], name: str, default: int) -> int:
-    value = row.get(name)
-    if value is None:
-        return default
-    if type(value) is not int:
-        raise ValueError(f"{where}: {name} must be an integer, got {value!r}")
-    if not 0 <= value < 2**64:
-        raise ValueError(f"{where}: {name} must be in 0..2**64-1, got {value}")
-    return value
+def _fact(row: Mapping[str, Any], name: str) -> Any:
+    """What a row or an option must say."""
+    if row[name] is None:
+        hint = f"; give --{name}" if name in vars(ImportSettings()) else ""
+        raise ValueError(f"the row has no {name}{hint}")
+    return row[name]
 
 
-def _fact(where: str, row: Mapping[str, Any], name: str, default: int | None) -> int:
-    if row.get(name) is None and default is None:
-        raise ValueError(f"{where}: the row has no {name}; give --{name}")
-    value = _whole(where, row, name, default or 0)
-    if value >= 2**31:  # they become elements of arrays
-        raise ValueError(f"{where}: {name}: expected less than 2**31, got {value}")
-    return value
-
-
-def _prompt_ids(
-    where: str, row: Mapping[str, Any], ids_key: str, settings: ImportSettings, *, templated: bool
-) -> Any:
-    """Prompt ids of a row; texts pass through the chat template unless they already did."""
-    if ids_key in row:
-        return _integers(where, ids_key, row[ids_key])
-    text = _first_text(where, row, _PROMPT_KEYS, role="user")
-    tokenizer = _tokenizer(where, ids_key, settings)
-    if templated or getattr(tokenizer, "chat_template", None) is None:
-        return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-    )
+def _ids(row: Mapping[str, Any], name: str, role: str, *, template: bool = False) -> Any:
+    """Ids of a row, or of its first text of a role; a ``template`` is put around the text."""
+    if row[name] is not None:
+        return row[name]
+    texts = [row[key] for key in _TEXT_KEYS[role] if row[key] is not None]
+    turns = row.get("messages") or []
+    texts += [turn.get("content") for turn in turns if turn.get("role") == role]
+    if not texts or not isinstance(texts[0], str):
+        keys = ", ".join(_TEXT_KEYS[role])
+        raise ValueError(f"expected one of the texts {keys}, or a turn of the {role} in messages")
+    tokenizer = _fact(row, "tokenizer")
+    if template and getattr(tokenizer, "chat_template", None) is not None:
+        turn = {"role": role, "content": texts[0]}
+        ids = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer.encode(texts[0], add_special_tokens=False)
     return np.array(ids, dtype=np.int64)
-
-
-def _response_ids(
-    where: str, row: Mapping[str, Any], ids_key: str, settings: ImportSettings
-) -> Any:
-    if ids_key in row:
-        return _integers(where, ids_key, row[ids_key])
-    text = _first_text(where, row, _RESPONSE_KEYS, role="assistant")
-    tokenizer = _tokenizer(where, ids_key, settings)
-    return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-
-
-def _first_text(where: str, row: Mapping[str, Any], keys: tuple[str, ...], *, role: str) -> str:
-    """The first text of a row, or the first turn of a role in its ``messages``."""
-    for key in keys:
-        if isinstance(row.get(key), str):
-            return str(row[key])
-    turns = row.get("messages")
-    for turn in turns if isinstance(turns, list) else []:
-        if isinstance(turn, dict) and turn.get("role") == role:
-            if isinstance(turn.get("content"), str):
-                return str(turn["content"])
-            break
-    raise ValueError(
-        f"{where}: expected one of the texts {', '.join(keys)}, or a turn of the {role} in messages"
-    )
-
-
-def _tokenizer(where: str, ids_key: str, settings: ImportSettings) -> Any:
-    if settings.tokenizer is None:
-        raise ValueError(f"{where}: the row has no {ids_key}; give --tokenizer to use its texts")
-    return settings.tokenizer
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

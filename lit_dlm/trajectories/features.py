@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.format import (
     VERSION,
     Block,
@@ -29,10 +28,11 @@ from lit_dlm.trajectories.format import (
     pack,
     raw_limit,
     refusing,
+    require,
     split_lists,
     unpack,
 )
-from lit_dlm.trajectories.record import StepFeatures, Trajectory
+from lit_dlm.trajectories.record import Int32, StepFeatures, Trajectory
 
 _HALF = pa.list_(pa.float16())
 _COLUMNS: dict[str, tuple[pa.DataType, ...]] = {
@@ -46,13 +46,9 @@ _DENSE_SLACK = 256 << 20
 """Values that a small block in layout ``masked`` may take when its zeros are put back."""
 
 
-def encode_features(records: Sequence[Trajectory], *, level: int = 3) -> bytes:
-    """Writes the features of a block of records, of which at least one has some.
-
-    They hardly shrink, so a high level buys nothing.
-    """
-    if feature_facts(records) is None:
-        raise ValueError("encode_features: no record has features")
+def encode_features(records: Sequence[Trajectory]) -> bytes:
+    """Writes the features of a block of records, of which at least one has some."""
+    assert feature_facts(records) is not None, "encode_features: no record has features"
     columns: dict[str, pa.Array] = {
         "uid": pa.array([record.uid for record in records]),
         "digest": pa.array([record.digest() for record in records], pa.binary(16)),
@@ -63,24 +59,22 @@ def encode_features(records: Sequence[Trajectory], *, level: int = 3) -> bytes:
         if any(part is not None for part in parts):
             columns[name] = list_column(parts)
     batch = pa.record_batch(columns)
-    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=level)
+    # They hardly shrink, so a high level would buy nothing.
+    return pack(batch.replace_schema_metadata({"lit_dlm_trajectories": VERSION}), level=3)
 
 
 def attach_features(
     block: Block, records: Sequence[Trajectory], data: bytes | memoryview
 ) -> list[Trajectory]:
-    """Joins a features member to the records of its block.
-
-    Returns:
-        The records, those with kept steps carrying their features (views of the member's columns).
-    """
+    """The records of a block, those with kept steps with their features, views of the member."""
     batch = known_columns(unpack(data), _COLUMNS, tuple(_COLUMNS)[:4])
-    if block.features is None:
-        raise TrajectoryFormatError("features: those of another block")
     # Features belong to a record by its name and its content: a changed one must not have them.
     named = zip(batch.column("uid").to_pylist(), batch.column("digest").to_pylist(), strict=True)
-    if list(named) != [(record.uid, record.digest()) for record in records]:
-        raise TrajectoryFormatError("features: those of other records")
+    expected = [(record.uid, record.digest()) for record in records]
+    require(
+        block.features is not None and list(named) == expected, "its features are of other records"
+    )
+    assert block.features is not None
     columns = {
         name: split_lists(batch.column(name))
         for name in ("proposals", "features", "scales")
@@ -94,11 +88,11 @@ def attach_features(
             own = {name: lists[i] for name, lists in columns.items()}
             rows = record.num_generated + (record.num_prompt if facts.layout == "all" else 0)
             budget -= len(kept) * rows * sum(facts.groups)
-            if budget < 0:
-                raise TrajectoryFormatError("features: their rows take more values than they may")
+            require(budget >= 0, "the rows of its features take more values than they may")
             record = replace(record, features=_features(record, kept, rows, block, own))
-        elif any(len(lists[i]) for lists in columns.values()):
-            raise TrajectoryFormatError(f"features: {record.uid!r} kept no step")
+        else:
+            is_bare = not any(len(lists[i]) for lists in columns.values())
+            require(is_bare, f"{record.uid!r} has features, but kept no step")
         joined.append(record)
     return joined
 
@@ -115,10 +109,9 @@ def _features(
     shape = (len(kept), rows)
     mask = None
     if facts.layout == "masked":
-        if kept.max(initial=-1) >= record.num_steps:
-            raise TrajectoryFormatError(f"features: kept steps do not fit {record.uid!r}")
-        states = np.stack([record.state_at(int(step)) for step in kept])
-        mask = states == record.mask_id
+        is_inside = kept.max(initial=-1) < record.num_steps
+        require(is_inside, f"the kept steps of {record.uid!r} do not fit")
+        states, mask = _before(record, kept)
 
     def restored(name: str, width: int) -> NDArray[Any]:
         values = stored[name].reshape(-1, width)
@@ -144,15 +137,16 @@ def _features(
     return features
 
 
+def _before(record: Trajectory, steps: NDArray[np.int32]) -> tuple[Int32, NDArray[np.bool_]]:
+    """``(S, G)`` canvases before some steps, and where they hold masks."""
+    states = np.stack([record.state_at(int(step)) for step in steps])
+    return states, states == record.mask_id
+
+
 def only_masked(record: Trajectory, features: StepFeatures) -> StepFeatures:
     """Features in layout ``masked``, from ones of layout ``generation``: zeros at other rows."""
-    if features.layout != "generation":
-        raise ValueError(
-            f"trajectory {record.uid!r}: expected features in layout 'generation', "
-            f"got {features.layout!r}"
-        )
-    states = np.stack([record.state_at(int(step)) for step in features.kept_steps])
-    masked = states == record.mask_id
+    assert features.layout == "generation"
+    states, masked = _before(record, features.kept_steps)
     scales = features.scales
     if scales is not None:
         scales = np.where(masked[..., None], scales, np.float16(0))
@@ -171,11 +165,8 @@ def _stored_rows(record: Trajectory) -> tuple[NDArray[Any] | None, ...] | None:
         return None
     chosen: Any = ...
     if features.layout == "masked":
-        states = np.stack([record.state_at(int(step)) for step in features.kept_steps])
-        chosen = states == record.mask_id
-        if features.features[~chosen].any():
-            raise TrajectoryFormatError(
-                f"trajectory {record.uid!r}: features in layout 'masked' must be 0 where no mask is"
-            )
+        chosen = _before(record, features.kept_steps)[1]
+        is_bare = not features.features[~chosen].any()
+        require(is_bare, f"{record.uid!r}: features in layout 'masked' must be 0 where no mask is")
     arrays = (features.proposals, features.features, features.scales)
     return tuple(None if array is None else array[chosen].reshape(-1) for array in arrays)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -111,6 +112,12 @@ def decode_block(data: bytes | memoryview, *, strict: bool = True) -> list[Traje
     return records_of(read_block(data), strict=strict)
 
 
+def require(holds: object, rule: str) -> None:
+    """Refuses bytes or records that break a rule of the format."""
+    if not holds:
+        raise TrajectoryFormatError(f"block: {rule}")
+
+
 # -- records to columns ----------------------------------------------------------------------------
 
 
@@ -118,12 +125,10 @@ def record_batch(
     records: Sequence[Trajectory], *, run_digest: bytes = b"\0" * 16
 ) -> pa.RecordBatch:
     """The columns of a block, after every rule of the format was checked."""
-    if not 1 <= len(records) <= MAX_LENGTH:
-        raise ValueError(f"block: expected 1 to {MAX_LENGTH} records, got {len(records)}")
+    require(1 <= len(records) <= MAX_LENGTH, f"1 to {MAX_LENGTH} records, got {len(records)}")
     flat = checked(records)
-    if len(set(flat.uids)) < len(records):
-        twice = next(uid for uid in flat.uids if flat.uids.count(uid) > 1)
-        raise TrajectoryFormatError(f"trajectory {twice!r}: a uid appears twice")
+    ((uid, count),) = Counter(flat.uids).most_common(1)
+    require(count == 1, f"uid {uid!r} appears twice")
     # 255 is the last step of 256.
     steps = pa.uint8() if int(flat.num_steps.max()) <= 256 else pa.uint16()
     unwritten = flat.commit_step < 0
@@ -187,12 +192,8 @@ def list_column(
 def _signal_names(records: Sequence[Trajectory]) -> list[str]:
     """Names of the signals, which all records of a block share."""
     names = sorted(records[0].signals)
-    for record in records:
-        if sorted(record.signals) != names:
-            raise TrajectoryFormatError(
-                f"trajectory {record.uid!r}: all records of a block need the same signals, "
-                f"expected {names}, got {sorted(record.signals)}"
-            )
+    other = [record.uid for record in records if sorted(record.signals) != names]
+    require(not other, f"all records need the same signals {names}, unlike {other[:1]}")
     return names
 
 
@@ -201,11 +202,8 @@ def feature_facts(records: Sequence[Trajectory]) -> FeatureFacts | None:
     found = [(record, record.features) for record in records if record.features is not None]
     for record, own in found:
         own.validate(record.uid, record.num_prompt, record.num_generated, record.num_steps)
-        if own.kind != found[0][1].kind:
-            raise TrajectoryFormatError(
-                f"trajectory {record.uid!r}: all features of a block need one kind, expected "
-                f"{found[0][1].kind}, got {own.kind}"
-            )
+        same = own.kind == found[0][1].kind
+        require(same, f"all features need one kind, unlike {own.kind} of {record.uid!r}")
     if not found:
         return None
     first = found[0][1]
@@ -261,19 +259,14 @@ def block_of(batch: pa.RecordBatch) -> Block:
             said = json.loads(facts["features"])
             groups = tuple(map(int, said["groups"]))
             features = FeatureFacts(str(said["layout"]), groups, str(said["projector"]))
-        block = Block(
-            batch,
-            int(facts["mask_id"]),
-            int(facts["vocab_size"]),
-            bytes.fromhex(facts["run_digest"]),
-            features,
-        )
-    if not 1 <= batch.num_rows <= MAX_LENGTH or len(block.run_digest) != 16:
-        raise TrajectoryFormatError(
-            f"block: expected 1 to {MAX_LENGTH} records and a run digest of 16 bytes, got "
-            f"{batch.num_rows} and {len(block.run_digest)}"
-        )
-    return block
+        run_digest = bytes.fromhex(facts["run_digest"])
+        ids = int(facts["mask_id"]), int(facts["vocab_size"])
+    sizes = batch.num_rows, len(run_digest)
+    is_right = 1 <= sizes[0] <= MAX_LENGTH and sizes[1] == 16
+    require(
+        is_right, f"expected 1 to {MAX_LENGTH} records of a run digest of 16 bytes, got {sizes}"
+    )
+    return Block(batch, *ids, run_digest, features)
 
 
 def known_columns(
@@ -283,15 +276,14 @@ def known_columns(
     with refusing("its columns do not fit"):
         names = batch.schema.names
         missing = [name for name in required if name not in names]
-        if missing or len(set(names)) < len(names):
-            raise TrajectoryFormatError(f"block: columns {missing or names} missing or repeated")
+        once = not missing and len(set(names)) == len(names)
+        require(once, f"columns {missing or names} missing or repeated")
         known = batch.select([name for name in names if name in columns])
         for field in known.schema:
-            if field.type not in columns[field.name]:
-                raise TrajectoryFormatError(
-                    f"block: column {field.name!r} must be {columns[field.name][-1]}, "
-                    f"got {field.type}"
-                )
+            kinds = columns[field.name]
+            require(
+                field.type in kinds, f"column {field.name!r} must be {kinds[-1]}, got {field.type}"
+            )
         known.validate(full=True)
     return known
 
@@ -308,67 +300,44 @@ def records_of(block: Block, *, strict: bool = True) -> list[Trajectory]:
     flat = _read_flat(block)
     flat.check()
     statuses = _column(batch, "status").to_pylist()
-    if unknown := set(statuses).difference(STATUSES):
-        raise TrajectoryFormatError(f"block: unknown status {sorted(unknown)[0]!r}")
+    unknown = set(statuses).difference(STATUSES)
+    require(not unknown, f"unknown status {sorted(unknown)[:1]}")
     if strict:
         digests = _column(batch, "digest")
         first = 16 * digests.offset
         _check_strictly(flat, digests.buffers()[1][first : first + 16 * len(digests)].to_pybytes())
-    none = [None] * len(statuses)
-    columns = zip(
-        flat.uids,
-        views(flat.prompts, flat.num_prompt),
-        views(flat.tokens, flat.num_generated),
-        views(flat.commit_step, flat.num_generated),
-        flat.num_steps.tolist(),
-        _column(batch, "seed").to_numpy().tolist(),
-        statuses,
-        none if flat.given is None else views(flat.given, flat.num_generated),
-        views(flat.events, flat.num_events) if len(flat.events) else none,
-        _read_signals(batch, flat),
-        _read_metas(batch),
-        strict=True,
-    )
+    n = len(statuses)
+    given: list[Any] = [None] * n
+    events: list[Any] = [None] * n
+    if flat.given is not None:
+        given = [own if own.any() else None for own in views(flat.given, flat.num_generated)]
+    if len(flat.events):
+        events = [own if len(own) else None for own in views(flat.events, flat.num_events)]
+    fields = {
+        "uid": flat.uids,
+        "prompt_ids": views(flat.prompts, flat.num_prompt),
+        "tokens": views(flat.tokens, flat.num_generated),
+        "commit_step": views(flat.commit_step, flat.num_generated),
+        "num_steps": flat.num_steps.tolist(),
+        "mask_id": [flat.mask_id] * n,
+        "vocab_size": [flat.vocab_size] * n,
+        "seed": _column(batch, "seed").to_numpy().tolist(),
+        "status": statuses,
+        "given": given,
+        "superseded": events,
+        "signals": _read_signals(batch, flat),
+        "features": [None] * n,
+        "meta": _read_metas(batch),
+    }
     return [
-        trusted(
-            {
-                "uid": uid,
-                "prompt_ids": prompt_ids,
-                "tokens": tokens,
-                "commit_step": commit_step,
-                "num_steps": num_steps,
-                "mask_id": flat.mask_id,
-                "vocab_size": flat.vocab_size,
-                "seed": seed,
-                "status": status,
-                "given": given if given is not None and given.any() else None,
-                "superseded": events if events is not None and len(events) else None,
-                "signals": signals,
-                "features": None,
-                "meta": meta,
-            }
-        )
-        for (
-            uid,
-            prompt_ids,
-            tokens,
-            commit_step,
-            num_steps,
-            seed,
-            status,
-            given,
-            events,
-            signals,
-            meta,
-        ) in columns
+        trusted(dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)
     ]
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
     """A column without nulls."""
     column = batch.column(name)
-    if column.null_count:
-        raise TrajectoryFormatError(f"block: column {name!r} holds nulls")
+    require(not column.null_count, f"column {name!r} holds nulls")
     return column
 
 
@@ -376,8 +345,8 @@ def _flat(column: pa.Array) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Values of all lists back to back, ``(n,)`` lengths; a null is an empty list."""
     values, lengths = _bare(column)
     parts = values.flatten() if pa.types.is_struct(values.type) else [values]
-    if values.null_count or any(part.null_count for part in parts):
-        raise TrajectoryFormatError(f"block: nulls in a list of {values.type}")
+    has_nulls = values.null_count or any(part.null_count for part in parts)
+    require(not has_nulls, f"nulls in a list of {values.type}")
     arrays = [part.to_numpy(zero_copy_only=False) for part in parts]
     return (arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)), lengths
 
@@ -386,8 +355,9 @@ def _bare(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
     # Not by Arrow's functions: a call of one takes longer than a block of numbers.
     offsets = column.offsets.to_numpy()
     lengths = np.diff(offsets).astype(np.int64)
-    if column.null_count and lengths[column.is_null().to_numpy(zero_copy_only=False)].any():
-        raise TrajectoryFormatError("block: a null is no empty list")
+    if column.null_count:
+        is_null = column.is_null().to_numpy(zero_copy_only=False)
+        require(not lengths[is_null].any(), "a null is no empty list")
     return column.values[int(offsets[0]) : int(offsets[-1])], lengths
 
 
@@ -420,8 +390,7 @@ def _read_flat(block: Block) -> Columns:
         given = np.zeros(len(tokens), dtype=bool)
         if fits:
             given[np.repeat(has, num_generated)] = cells
-    if not fits:
-        raise TrajectoryFormatError("block: commit_step and given must be as long as tokens")
+    require(fits, "commit_step and given must be as long as tokens")
     num_events, events = np.zeros(len(num_prompt), dtype=np.int64), np.empty((0, 3), np.int32)
     if "superseded" in names:
         events, num_events = _flat(batch.column("superseded"))
@@ -444,24 +413,19 @@ def _read_flat(block: Block) -> Columns:
 
 def _check_strictly(flat: Columns, digests: bytes) -> None:
     """What costs more to check than to read: uids and content digests."""
-    if len(set(flat.uids)) != len(flat.uids) or not all(flat.uids):
-        raise TrajectoryFormatError("block: a uid is empty or appears twice")
+    is_right = len(set(flat.uids)) == len(flat.uids) and all(flat.uids)
+    require(is_right, "a uid is empty or appears twice")
     own = flat.content_digests()
     if b"".join(own) != digests:
         at = next(i for i, one in enumerate(own) if one != digests[16 * i : 16 * i + 16])
-        raise TrajectoryFormatError(f"trajectory {flat.uids[at]!r}: content digest does not match")
+        require(False, f"trajectory {flat.uids[at]!r}: content digest does not match")
 
 
 def _read_metas(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     if "meta" not in batch.schema.names:
         return [{} for _ in range(batch.num_rows)]
-    try:
-        metas = [json.loads(text or "{}") for text in batch.column("meta").to_pylist()]
-    except (ValueError, RecursionError) as error:
-        raise TrajectoryFormatError(f"block: column 'meta' is not JSON: {error}") from error
-    if not all(isinstance(meta, dict) for meta in metas):
-        raise TrajectoryFormatError("block: column 'meta' must hold JSON objects")
-    return metas
+    with refusing("column 'meta' is not JSON"):
+        return [dict(json.loads(text or "{}")) for text in batch.column("meta").to_pylist()]
 
 
 def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArray[Any]]]:
@@ -472,8 +436,7 @@ def _read_signals(batch: pa.RecordBatch, flat: Columns) -> list[dict[str, NDArra
     for name in names:
         values, lengths = _flat(_column(batch, name))
         wanted = flat.num_generated if name.startswith("commit_") else rows
-        if not np.array_equal(lengths, wanted):
-            raise TrajectoryFormatError(f"block: column {name!r} has lists of other lengths")
+        require(np.array_equal(lengths, wanted), f"column {name!r} has lists of other lengths")
         for own, part in zip(signals, views(values, lengths), strict=True):
             own[name] = part
     return signals
@@ -517,11 +480,8 @@ def pack(batch: pa.RecordBatch, *, level: int) -> bytes:
         packed += [frame.flush(_END_BLOCK)] if is_large else []
     packed.append(frame.flush())
     data = b"".join(packed)
-    if size > raw_limit(len(data)):
-        raise TrajectoryFormatError(
-            f"block: {batch.num_rows} records take {size} bytes, {len(data)} packed, which readers "
-            "would refuse; put fewer into a block"
-        )
+    fits = size <= raw_limit(len(data))
+    require(fits, f"readers would refuse {size} bytes in {len(data)}; put fewer into a block")
     return data
 
 
@@ -535,32 +495,27 @@ def unpack(data: bytes | memoryview) -> pa.RecordBatch:
 
     Any change of a bit is an error, but for a few bits of a frame that zstd itself does not read.
     """
-    if bytes(data[:4]) == _OLD_MAGIC:
-        raise TrajectoryFormatError(
-            "block: of the older format 1, which this version does not read"
-        )
+    is_old = bytes(data[:4]) == _OLD_MAGIC
+    require(not is_old, "of the older format 1, which this version does not read")
     with refusing("does not unpack"):
         frame = zstandard.get_frame_parameters(data)
         limit = raw_limit(len(data))
         # An unknown size is the largest number; nothing is unpacked before this.
-        if not frame.has_checksum or frame.content_size > limit:
-            raise TrajectoryFormatError(
-                f"block: expected a frame with a checksum and at most {limit} bytes, got "
-                f"{frame.content_size}"
-            )
+        fits = frame.has_checksum and frame.content_size <= limit
+        found = f"at most {limit} bytes, got {frame.content_size}"
+        require(fits, f"expected a frame with a checksum and {found}")
         if not hasattr(_LOCAL, "decompressor"):  # making one takes a third of the time of a block
             _LOCAL.decompressor = zstandard.ZstdDecompressor()
         raw = _LOCAL.decompressor.decompress(data, allow_extra_data=False)
         messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(raw))
         first, second = messages.read_next_message(), messages.read_next_message()
-        if second.type != "record batch" or _has_packed_buffers(second.metadata.to_pybytes()):
-            raise TrajectoryFormatError("block: expected one record batch, not compressed within")
+        is_plain = second.type == "record batch" and not _has_packed_buffers(
+            second.metadata.to_pybytes()
+        )
+        require(is_plain, "expected one record batch, not compressed within")
         schema = pa.ipc.read_schema(first)
         version = (schema.metadata or {}).get(b"lit_dlm_trajectories", b"none").decode()
-        if version != VERSION:
-            raise TrajectoryFormatError(
-                f"block: format version {version}, this reader knows {VERSION}"
-            )
+        require(version == VERSION, f"format version {version}, this reader knows {VERSION}")
         return pa.ipc.read_record_batch(second, schema)
 
 

@@ -58,22 +58,15 @@ position that is masked before that step), ordered by step, then position (see
 class Trajectory:
     """One decoded sample. Arrays are numpy on the host; treat them as read-only."""
 
-    uid: str
-    """Stable name of the sample, unique in a data set."""
-    prompt_ids: Int32
-    """``(P,)`` int32, without padding."""
-    tokens: Int32
-    """``(G,)`` int32 after the last step; the mask id where nothing stands."""
+    uid: str  # stable name of the sample, unique in a data set
+    prompt_ids: Int32  # (P,) int32, without padding
+    tokens: Int32  # (G,) int32 after the last step; the mask id where nothing stands
     commit_step: Int32
     """``(G,)`` int32, the step of the last write; -1 where no step wrote (empty or given)."""
-    num_steps: int
-    """Executed steps T."""
-    mask_id: int
-    """Id of the mask token."""
-    vocab_size: int
-    """Token ids are below this number (the mask id may be above)."""
-    seed: int = 0
-    """Noise seed of this sample, 0 <= seed < 2**64."""
+    num_steps: int  # executed steps T
+    mask_id: int  # id of the mask token
+    vocab_size: int  # token ids are below this number (the mask id may be above)
+    seed: int = 0  # noise seed of this sample, 0 <= seed < 2**64
     status: RecordStatus = "complete"
     """How the decode ended."""
     given: NDArray[np.bool_] | None = None
@@ -83,21 +76,14 @@ class Trajectory:
     sorted by (step, position); ``None`` when there is none."""
     signals: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Optional columns by name, see :data:`SIGNAL_DTYPES`."""
-    features: StepFeatures | None = None
-    """Features of kept steps, where they were captured."""
+    features: StepFeatures | None = None  # features of kept steps, where they were captured
     meta: dict[str, Any] = field(default_factory=dict)
     """Anything small that JSON can hold: source, reward, finish reason."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         for name in ("prompt_ids", "tokens", "commit_step"):
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int32)
-            if array.ndim != 1:
-                raise ValueError(
-                    f"trajectory {self.uid!r}: {name} must have one dimension, "
-                    f"got shape {array.shape}"
-                )
-            put(self, name, array)
+            put(self, name, np.ascontiguousarray(getattr(self, name), dtype=np.int32))
         for name in ("num_steps", "mask_id", "vocab_size", "seed"):
             put(self, name, int(getattr(self, name)))
         if self.given is not None:
@@ -204,31 +190,33 @@ class Trajectory:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _fail(self, message: str) -> NoReturn:
-        raise TrajectoryFormatError(f"trajectory {self.uid!r}: {message}")
-
     def _check_step(self, step: int, last: int) -> None:
         if not 0 <= step <= last:
-            self._fail(f"step must be in 0..{last}, got {step}")
+            raise ValueError(f"trajectory {self.uid!r}: step must be in 0..{last}, got {step}")
 
     def _check_fields(self, masked_rows: int) -> None:
         """Checks what :class:`Columns` lack: seed, status, uid and signals."""
+        wrong = ""
         if not 0 <= self.seed < 2**64:
-            self._fail(f"seed must be in 0..2**64-1, got {self.seed}")
+            wrong = f"seed must be in 0..2**64-1, got {self.seed}"
         if self.status not in STATUSES:
-            self._fail(f"status must be one of {STATUSES}, got {self.status!r}")
-        try:
-            size = len(self.uid.encode())
-        except UnicodeEncodeError as error:
-            self._fail(f"the uid is not valid text: {error}")
-        if not 1 <= size <= MAX_LENGTH:
-            self._fail(f"uid must have 1 to {MAX_LENGTH} bytes of UTF-8, got {size}")
+            wrong = f"status must be one of {STATUSES}, got {self.status!r}"
+        if not 1 <= len(self.uid.encode(errors="replace")) <= MAX_LENGTH or not _is_text(self.uid):
+            wrong = f"uid must be a text of 1 to {MAX_LENGTH} bytes of UTF-8"
         for name, array in self.signals.items():
-            if name not in SIGNAL_DTYPES:
-                self._fail(f"unknown signal {name!r}; known: {sorted(SIGNAL_DTYPES)}")
             expected = self.num_generated if name.startswith("commit_") else masked_rows
-            if array.shape != (expected,):
-                self._fail(f"signal {name!r} must have shape {(expected,)}, got {array.shape}")
+            if name not in SIGNAL_DTYPES or array.shape != (expected,):
+                wrong = (
+                    f"signal {name!r}: expected one of {sorted(SIGNAL_DTYPES)} with shape "
+                    f"{(expected,)}, got {array.shape}"
+                )
+        if wrong:
+            raise TrajectoryFormatError(f"trajectory {self.uid!r}: {wrong}")
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
@@ -252,45 +240,58 @@ def derive(first: Int32, after: Int32) -> tuple[Int32, Int32, Int32 | None]:
 
 def flatten(records: Sequence[Trajectory]) -> Columns:
     """Lays records end to end. Shapes that do not fit together raise ``TrajectoryFormatError``."""
-    mask_id, vocab_size = records[0].mask_id, records[0].vocab_size
+    _check_shapes(records)
     events = [r.superseded for r in records if r.superseded is not None]
     given = None
-    for r in records:
-        if (r.mask_id, r.vocab_size) != (mask_id, vocab_size):
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: mask id and vocabulary size must be those of the block, "
-                f"expected {(mask_id, vocab_size)}, got {(r.mask_id, r.vocab_size)}"
-            )
-        G = len(r.tokens)
-        if r.commit_step.shape != (G,) or (r.given is not None and r.given.shape != (G,)):
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: commit_step and given must have shape ({G},) like tokens"
-            )
-        if max(len(r.prompt_ids), G, r.num_steps) > MAX_LENGTH or r.num_steps < 0:
-            raise TrajectoryFormatError(
-                f"trajectory {r.uid!r}: prompt length, response length and steps must be in "
-                f"0..{MAX_LENGTH}, got {(len(r.prompt_ids), G, r.num_steps)}"
-            )
     if any(r.given is not None for r in records):
         given = np.concatenate(
             [np.zeros(len(r.tokens), dtype=bool) if r.given is None else r.given for r in records]
         )
+    counts = np.array(
+        [
+            (
+                r.num_prompt,
+                r.num_generated,
+                r.num_steps,
+                0 if r.superseded is None else len(r.superseded),
+            )
+            for r in records
+        ],
+        dtype=np.int64,
+    )
+    num_prompt, num_generated, num_steps, num_events = counts.T.copy()
     return Columns(
         uids=[r.uid for r in records],
-        num_prompt=np.array([len(r.prompt_ids) for r in records], dtype=np.int64),
-        num_generated=np.array([len(r.tokens) for r in records], dtype=np.int64),
-        num_steps=np.array([r.num_steps for r in records], dtype=np.int64),
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        num_steps=num_steps,
         prompts=np.concatenate([r.prompt_ids for r in records]),
         tokens=np.concatenate([r.tokens for r in records]),
         commit_step=np.concatenate([r.commit_step for r in records]),
         given=given,
-        num_events=np.array(
-            [0 if r.superseded is None else len(r.superseded) for r in records], dtype=np.int64
-        ),
+        num_events=num_events,
         events=np.concatenate(events) if events else np.empty((0, 3), dtype=np.int32),
-        mask_id=mask_id,
-        vocab_size=vocab_size,
+        mask_id=records[0].mask_id,
+        vocab_size=records[0].vocab_size,
     )
+
+
+def _check_shapes(records: Sequence[Trajectory]) -> None:
+    first = records[0]
+    for r in records:
+        shape = r.tokens.shape
+        lengths = (*r.prompt_ids.shape, *shape, r.num_steps)
+        if (
+            (r.mask_id, r.vocab_size) != (first.mask_id, first.vocab_size)
+            or r.commit_step.shape != shape
+            or (r.given is not None and r.given.shape != shape)
+            or len(lengths) != 3
+            or not 0 <= min(lengths) <= max(lengths) <= MAX_LENGTH
+        ):
+            raise TrajectoryFormatError(
+                f"trajectory {r.uid!r}: expected the mask id and vocabulary of its block, lengths "
+                f"and steps up to {MAX_LENGTH}, and commit_step and given of the shape of tokens"
+            )
 
 
 def checked(records: Sequence[Trajectory]) -> Columns:
@@ -323,16 +324,12 @@ class StepFeatures:
     and masks are functions of the record and are never stored.
     """
 
-    kept_steps: NDArray[np.int32]
-    """``(S,)`` int32, strictly ascending."""
-    features: NDArray[Any]
-    """``(S, R, F)`` float16, or int8 with ``scales``."""
+    kept_steps: NDArray[np.int32]  # (S,) int32, strictly ascending
+    features: NDArray[Any]  # (S, R, F) float16, or int8 with scales
     scales: NDArray[np.float16] | None = None
     """``(S, R, number of groups)`` float16 for int8 features; ``None`` for float16."""
-    groups: tuple[int, ...]
-    """Sizes of the feature groups, in order; they sum to F."""
-    proposals: NDArray[np.int32]
-    """``(S, R)`` int32: the token each row was proposed to become."""
+    groups: tuple[int, ...]  # sizes of the feature groups, in order; they sum to F
+    proposals: NDArray[np.int32]  # (S, R) int32: the token each row was proposed to become
     layout: FeatureLayout = "generation"
     """``generation``: R = G response rows; ``all``: R = P + G, prompt rows first; ``masked``:
     R = G, of which only rows that are masked before the step are stored (half of them on average,
@@ -397,19 +394,14 @@ class StepFeatures:
             projector_digest: digest of the function that made the features.
         """
         values = np.asarray(features, dtype=np.float32)
-        if values.ndim != 3:
-            raise ValueError(f"features: expected shape (S, R, F), got {values.shape}")
-        sizes = tuple(int(size) for size in groups) if groups is not None else (values.shape[2],)
-        if any(size <= 0 for size in sizes) or sum(sizes) != values.shape[2]:
-            raise ValueError(
-                f"feature groups: expected positive sizes that sum to {values.shape[2]}, "
-                f"got {sizes}"
-            )
+        sizes = (values.shape[-1],) if groups is None else tuple(int(size) for size in groups)
         largest = float(np.abs(values).max(initial=0.0))
         limit = 65504.0 * (1.0 if scheme == "fp16" else 127.0)
-        if not largest <= limit:
+        fits = values.ndim == 3 and min(sizes) > 0 and sum(sizes) == values.shape[2]
+        if not fits or not largest <= limit:
             raise ValueError(
-                f"features: values must be finite and at most {limit:g}, got {largest:g}"
+                f"features: expected shape (S, R, {sum(sizes)}) for groups {sizes}, finite and at "
+                f"most {limit:g}, got {values.shape} and {largest:g}"
             )
         codes: NDArray[Any] = values
         scales: NDArray[np.float16] | None = None
@@ -427,32 +419,28 @@ class StepFeatures:
 
     def validate(self, uid: str, num_prompt: int, num_generated: int, num_steps: int) -> None:
         """Checks shapes and ranges against the record ``uid``."""
-        if self.layout not in ("generation", "all", "masked"):
-            raise ValueError(f"trajectory {uid!r}: unknown feature layout {self.layout!r}")
         rows = num_generated + (num_prompt if self.layout == "all" else 0)
-        expected: dict[str, tuple[tuple[int, ...], NDArray[Any]]] = {
-            "features": ((self.num_kept, rows, sum(self.groups)), self.features),
-            "proposals": ((self.num_kept, rows), self.proposals),
+        shape = (self.num_kept, rows)
+        expected: dict[str, tuple[object, bool]] = {
+            "layout": (self.layout, self.layout in ("generation", "all", "masked")),
+            "features": (self.features.shape, self.features.shape == (*shape, sum(self.groups))),
+            "proposals": (self.proposals.shape, self.proposals.shape == shape),
+            "dtype": (
+                self.features.dtype,
+                self.features.dtype == (np.float16 if self.scales is None else np.int8),
+            ),
         }
         if self.scales is not None:
-            expected["scales"] = ((self.num_kept, rows, len(self.groups)), self.scales)
-        for name, (shape, array) in expected.items():
-            if array.shape != shape:
+            wanted = (*shape, len(self.groups))
+            expected["scales"] = (self.scales.shape, self.scales.shape == wanted)
+        steps = np.concatenate([[-1], self.kept_steps, [num_steps]])
+        expected["kept_steps"] = (self.kept_steps, bool((np.diff(steps) > 0).all()))
+        for name, (found, fits) in expected.items():
+            if not fits:
                 raise ValueError(
-                    f"trajectory {uid!r}: features.{name} must have shape {shape} "
-                    f"(layout {self.layout!r}), got {array.shape}"
+                    f"trajectory {uid!r}: features.{name} does not fit layout {self.layout!r} and "
+                    f"{shape} kept steps and rows of {num_steps} steps, got {found}"
                 )
-        want = np.int8 if self.scales is not None else np.float16
-        if self.features.dtype != want:
-            raise ValueError(
-                f"trajectory {uid!r}: {self.scheme} features must be {np.dtype(want)}, "
-                f"got {self.features.dtype}"
-            )
-        steps = self.kept_steps
-        if len(steps) and (steps[0] < 0 or steps[-1] >= num_steps or (np.diff(steps) <= 0).any()):
-            raise ValueError(
-                f"trajectory {uid!r}: features.kept_steps must ascend within 0..{num_steps - 1}"
-            )
 
 
 def _int8(
@@ -467,9 +455,6 @@ def _int8(
     wide = np.repeat(scales.astype(np.float32), sizes, axis=2)
     codes = np.rint(np.divide(values, wide, out=np.zeros_like(values), where=wide > 0))
     return codes.astype(np.int8), scales
-
-
-_ENDS_AS_MASK = "a position ends as a mask after a write, but has no earlier write"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -516,15 +501,16 @@ class Columns:
             unwritten & ~is_mask, "a position with no commit step, not given, must hold the mask id"
         )
         removed = written & is_mask
-        if len(self.events) == 0:
-            self._refuse(
-                removed, "a position ends as a mask after a write without an earlier write"
-            )
-        else:
-            self._check_events(removed)
+        if len(self.events):
+            removed[self._check_events()] = False
+        self._refuse(removed, "a position ends as a mask after a write without an earlier write")
 
-    def _check_events(self, removed: NDArray[np.bool_]) -> None:
-        """Events are strictly ordered, in range, before the last write, and change something."""
+    def _check_events(self) -> Int64:
+        """Events are strictly ordered, in range, before the last write, and change something.
+
+        Returns:
+            ``(K,)`` their flat response indices.
+        """
         record = self.event_records()
         step, position, token = self.events.T.astype(np.int64)
         outside = (step < 0) | (position < 0) | (position >= self.num_generated[record])
@@ -545,9 +531,7 @@ class Columns:
         after = np.where(np.roll(first, -1), self.tokens[flat], np.roll(token, -1))
         repeats = (token == before) | (token == after)
         self._refuse_event(repeats, record[order], "repeats the value that stands there")
-        removed = removed.copy()
-        removed[flat] = False
-        self._refuse(removed, _ENDS_AS_MASK)
+        return flat
 
     def event_records(self) -> Int64:
         """``(K,)`` record number of each superseded write."""

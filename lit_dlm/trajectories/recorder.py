@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,14 +29,8 @@ from lit_dlm.decoding import (
     Sampler,
     ScheduleQuota,
 )
-from lit_dlm.trajectories.capture import (
-    CapturedDecode,
-    CapturedRow,
-    HostCopies,
-    StartingRows,
-    StepBuffer,
-)
-from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.trajectories.capture import as_recorded
+from lit_dlm.trajectories.record import Trajectory, derive
 from lit_dlm.trajectories.store.provenance import RunRecord, hardware_facts
 
 
@@ -48,7 +43,7 @@ class TraceRecorder:
 
     def __init__(self, *, mask_id: int, vocab_size: int) -> None:
         self.mask_id, self.vocab_size = mask_id, vocab_size
-        self._ids: Tensor | None = None
+        self._canvases: list[Tensor] = []
 
     def begin(
         self,
@@ -67,41 +62,27 @@ class TraceRecorder:
             pad_mask: ``(B, L)`` or ``(B, start)``, nonzero on real tokens (an attention mask).
             seeds: noise seed of each row, where the loop has one.
         """
-        if ids.ndim != 2 or not 0 < start < ids.shape[1]:
+        fits = ids.ndim == 2 and 0 < start < ids.shape[1]
+        if not fits or bool((ids[:, :start] == self.mask_id).any()):
             raise ValueError(
-                f"recorder: expected ids of shape (B, L) and 0 < start < L, got {tuple(ids.shape)} "
-                f"and start {start}"
+                "recorder: expected ids of shape (B, L), 0 < start < L and no mask id "
+                f"({self.mask_id}) before start, got {tuple(ids.shape)} and start {start}"
             )
-        B, L = ids.shape
-        if seeds is not None and len(seeds) != B:
-            raise ValueError(f"recorder: expected {B} seeds, got {len(seeds)}")
-        if bool((ids[:, :start] == self.mask_id).any()):
-            raise ValueError(
-                f"recorder: a prompt (columns before {start}) holds the mask id {self.mask_id}"
-            )
-        self._start, self._first = start, ids.detach().clone()
-        self._ids = self._first
-        self._pad_mask = None if pad_mask is None else pad_mask[:, :start].bool().to(ids.device)
-        self._seeds = torch.tensor(list(seeds) if seeds is not None else [0] * B)
-        self._rows = torch.arange(B, device=ids.device)
-        self._num_steps = torch.zeros(B, dtype=torch.long, device=ids.device)
-        self._copies = HostCopies(ids.device)
-        self._canvas = StepBuffer(B, L - start, torch.int32, self._copies, expected_steps=L - start)
+        self._start = start
+        real = torch.ones_like(ids) if pad_mask is None else pad_mask
+        self._real = real[:, :start].bool().cpu().numpy()
+        self._seeds = [0] * len(ids) if seeds is None else list(seeds)
+        self._canvases = [ids.detach().int().clone()]
 
     def step(self, ids: Tensor) -> None:
         """Takes the canvas ``(B, L)`` after a step; does not wait for the device."""
-        before = self._begun()
-        if ids.shape != before.shape:
+        if not self._canvases or ids.shape != self._canvases[0].shape:
+            expected = tuple(self._canvases[0].shape) if self._canvases else "a call of begin"
             raise ValueError(
-                f"recorder: expected the whole canvas {tuple(before.shape)} after every step, got "
+                f"recorder: expected the whole canvas {expected} after every step, got "
                 f"{tuple(ids.shape)}"
             )
-        number = self._canvas.length + 1
-        ids = ids.detach().clone()
-        is_open = (before[:, self._start :] == self.mask_id).any(1) | (ids != before).any(1)
-        self._num_steps = torch.where(is_open, number, self._num_steps)
-        self._canvas.append(self._rows, ids)
-        self._ids = ids
+        self._canvases.append(ids.detach().int().clone())
 
     def end(
         self, uids: Sequence[str], metas: Sequence[Mapping[str, Any]] | None = None
@@ -112,35 +93,38 @@ class TraceRecorder:
             uids: one name per row.
             metas: small JSON values per row, such as ``{"method": "llada", "task": "gsm8k"}``.
         """
-        ids, start = self._begun(), self._start
-        if not torch.equal(ids[:, :start], self._first[:, :start]):
+        assert self._canvases, "no decode has begun; call begin first"
+        states = torch.stack(self._canvases).cpu().numpy()  # (T + 1, B, L)
+        self._canvases = []
+        start, mask_id = self._start, self.mask_id
+        if (states[-1, :, :start] != states[0, :, :start]).any():
             raise ValueError(f"recorder: the loop changed a prompt (columns before {start})")
-        left = (ids[:, start:] == self.mask_id).any(1)
-        starting = StartingRows.of(
-            self._first, start, pad_mask=self._pad_mask, seeds=self._seeds, copies=self._copies
-        )
-        captured = CapturedDecode(
-            copies=self._copies,
-            rows=[
-                CapturedRow(
-                    starting, row, row, 0, num_steps, "step_limit" if is_open else "complete"
+        has_mask = (states[:, :, start:] == mask_id).any(2)
+        is_open = has_mask[:-1] | (states[1:] != states[:-1]).any(2)
+        facts = zip(uids, metas or [{} for _ in uids], self._seeds, strict=True)
+        records = []
+        for row, (uid, meta, seed) in enumerate(facts):
+            num_steps = int(np.flatnonzero(is_open[:, row]).max(initial=-1)) + 1
+            first, after = states[0, row, start:], states[1 : num_steps + 1, row, start:]
+            tokens, commit_step, superseded = derive(first, after)
+            prompt = states[0, row, :start][self._real[row]]
+            records.append(
+                Trajectory(
+                    uid=uid,
+                    prompt_ids=as_recorded(prompt, self.vocab_size),
+                    tokens=tokens,
+                    commit_step=commit_step,
+                    num_steps=num_steps,
+                    mask_id=mask_id,
+                    vocab_size=self.vocab_size,
+                    seed=seed % 2**64,
+                    status="step_limit" if has_mask[-1, row] else "complete",
+                    given=first != mask_id,
+                    superseded=superseded,
+                    meta=dict(meta),
                 )
-                for row, (num_steps, is_open) in enumerate(
-                    zip(self._num_steps.tolist(), left.tolist(), strict=True)
-                )
-            ],
-            canvases=self._canvas.parts(),
-            mask_id=self.mask_id,
-            vocab_size=self.vocab_size,
-        )
-        self._ids = None
-        return captured.trajectories(uids, metas)
-
-    def _begun(self) -> Tensor:
-        """The last canvas."""
-        if self._ids is None:
-            raise ValueError("recorder: no decode has begun; call begin first")
-        return self._ids
+            )
+        return records
 
 
 def record_generate(
@@ -158,7 +142,8 @@ def record_generate(
     Each forward's input shows what was committed since the last one, and what the loop returns
     shows the last step: ``model.diffusion_generate(...)`` of Dream and the ``generate(model, ...)``
     of LLaDA's repository both feed the whole canvas to every forward. With classifier-free guidance
-    LLaDA's forwards hold every row twice; the first half is the canvas.
+    LLaDA's forwards hold every row twice; the first half is the canvas. A loop with a cache, whose
+    forwards do not show the whole canvas, is refused; it calls :class:`TraceRecorder` itself.
 
     Args:
         model: the model that the loop calls.
@@ -172,50 +157,42 @@ def record_generate(
 
     Returns:
         What ``generate`` returned, and one record per row.
-
-    A loop with a cache, whose forwards do not show the whole canvas, is refused; it calls
-    :class:`TraceRecorder` itself.
     """
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
+    kind, vocab_size = getattr(config, "model_type", None), getattr(config, "vocab_size", None)
     family = next((f for f in FAMILIES.values() if kind in f.model_types), None)
     if mask_id is None:
         mask_id = getattr(config, "mask_token_id", None) or (family.ids.mask if family else None)
-    if mask_id is None:
+    name = type(model).__name__
+    if mask_id is None or vocab_size is None:
         raise ValueError(
-            f"mask_id: the configuration of {type(model).__name__} names none; give it"
+            f"the configuration of {name} must name vocab_size and, unless it is given, mask_id; "
+            f"got {vocab_size} and {mask_id}"
         )
-    (B, P), vocab_size = prompt_ids.shape, getattr(config, "vocab_size", None)
-    if vocab_size is None:
-        raise ValueError(f"the configuration of {type(model).__name__} names no vocab_size")
     recorder = TraceRecorder(mask_id=mask_id, vocab_size=vocab_size)
-    # The input of a forward shows what the step before it wrote; the loop itself is not touched.
+    B, P = prompt_ids.shape
     num_forwards = 0
 
+    # The input of a forward shows what the step before it wrote; the loop itself is not touched.
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal num_forwards
         ids = kwargs.get("input_ids", args[0] if args else None)
-        where = f"forward {num_forwards} of {type(model).__name__}"
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) not in (B, 2 * B):
-            raise ValueError(
-                f"{where}: expected input ids of {B} rows (or twice as many), got {ids}"
-            )
-        ids = ids[:B]
-        if num_forwards == 0:
-            if ids.shape[1] <= P or not torch.equal(ids[:, :P], prompt_ids.to(ids.device)):
+        try:
+            fits = isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) in (B, 2 * B)
+            if fits and num_forwards:
+                recorder.step(ids[:B])
+            elif fits and torch.equal(ids[:B, :P], prompt_ids.to(ids.device)):
+                recorder.begin(ids[:B], start=P, pad_mask=attention_mask)
+            else:
                 raise ValueError(
-                    f"{where}: expected a canvas that begins with the {P} columns of prompt_ids, "
-                    f"got {tuple(ids.shape)}"
+                    f"expected {B} rows (or twice as many) that begin with the {P} columns of "
+                    f"prompt_ids, got {ids}"
                 )
-            recorder.begin(ids, start=P, pad_mask=attention_mask)
-        else:
-            try:
-                recorder.step(ids)
-            except ValueError as error:
-                raise ValueError(
-                    f"{where}: {error}; a loop with a cache shows its forwards a part of the "
-                    "canvas, so let it call TraceRecorder.step itself"
-                ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"forward {num_forwards} of {name}: {error}; a loop with a cache shows its "
+                "forwards a part of the canvas, so let it call TraceRecorder.step itself"
+            ) from error
         num_forwards += 1
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True)
@@ -224,40 +201,28 @@ def record_generate(
     finally:
         handle.remove()
     if num_forwards == 0:
-        raise ValueError(f"generate: it never called the forward of {type(model).__name__}")
+        raise ValueError(f"generate: it never called the forward of {name}")
     final: Any = result[0] if isinstance(result, tuple) else result
-    final = getattr(final, "sequences", final)
-    recorder.step(final)
+    recorder.step(getattr(final, "sequences", final))
     return result, recorder.end(uids, metas)
 
 
-def foreign_run(
-    method: str,
-    decoder: Decoder | str,
-    *,
-    model: Mapping[str, Any] | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
-    data: Mapping[str, Any] | None = None,
-    batch_size: int | None = None,
-) -> RunRecord:
+def foreign_run(method: str, decoder: Decoder | str, *, batch_size: int | None = None) -> RunRecord:
     """The run record of records from a foreign loop.
 
     Args:
         method: what ``meta["method"]`` of the records says.
         decoder: plugs that decide as the loop does, for verification by re-execution; or the reason
             why there are none, which verification then gives.
-        model: facts such as ``HFBackbone.describe()`` returns; verification compares them.
-        tokenizer: ``path``, ``digest`` and special ids.
-        data: where the prompts are from.
         batch_size: rows of a batch, so that verification can form the same ones.
     """
     described = {"undescribed": decoder} if isinstance(decoder, str) else decoder.describe()
     return RunRecord(
-        model=model or {},
-        tokenizer=tokenizer or {},
+        model={},
+        tokenizer={},
         decode={"methods": {method: described}},
         randomness={},
-        data=data or {},
+        data={},
         hardware={**hardware_facts(), "batch_size": batch_size},
     )
 

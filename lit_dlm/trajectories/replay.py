@@ -21,32 +21,20 @@ from lit_dlm.trajectories.record import Trajectory
 
 
 def states_at(records: Sequence[Trajectory], step: int) -> Tensor:
-    """The response canvases of a batch before ``step``.
-
-    Args:
-        records: records of one response length.
-        step: 0 or more; a record that has ended before keeps its last canvas.
-
-    Returns:
-        ``(B, G)`` int64.
-    """
+    """``(B, G)`` int64 response canvases before a step; a record that has ended keeps its last."""
     states = [record.state_at(min(step, record.num_steps)) for record in records]
     return torch.from_numpy(np.stack(states)).long()
 
 
 def regions_of(record: Trajectory, decoder: Mapping[str, Any] | Layout) -> BlockLayout | None:
-    """The blocks of a record's response, by the description of the decoder that made it.
+    """The blocks of a record's response, or ``None`` for a decoder without a layout.
+
+    Markers are searched in the response as it stood before step 0.
 
     Args:
-        record: the record; markers are searched in the response as it stood before step 0.
+        record: the record.
         decoder: what ``Decoder.describe`` returned: an entry of ``methods`` in a run record, or
             ``decoder`` in the settings of a result folder. A layout does as well.
-
-    Returns:
-        Names and response cells, or ``None`` for a decoder without a layout.
-
-    Raises:
-        ValueError: the layout is unknown, or does not fit the record.
     """
     layout = decoder if isinstance(decoder, Layout) else layout_from_description(decoder)
     if layout is None:
@@ -62,15 +50,7 @@ def fill_curves_of(record: Trajectory, blocks: BlockLayout) -> FillCurves:
 
     Cells outside of them are the region ``rest``. The ``lockstep_score`` of the curves tells how
     evenly the regions were filled.
-
-    Raises:
-        ValueError: the regions are those of a response of another length.
     """
-    if blocks.length != record.num_generated:
-        raise ValueError(
-            f"trajectory {record.uid!r}: expected regions of {record.num_generated} cells, "
-            f"got regions of {blocks.length}"
-        )
     masked = torch.from_numpy(record.all_states() == record.mask_id)
     names = (*(block.name for block in blocks.blocks), "rest")
     return fill_curves(masked, blocks.region_ids(), names)

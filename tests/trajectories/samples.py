@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -101,59 +103,6 @@ def random_record(
     return record
 
 
-def sparse_record(
-    rng: np.random.Generator,
-    uid: str,
-    *,
-    num_generated: int,
-    num_steps: int,
-    num_prompt: int,
-    num_rewrites: int,
-    fixed: float,
-) -> tuple[Trajectory, Callable[[int], NDArray[np.int32]]]:
-    """A record made of a list of writes, and the state before any step by applying that list."""
-    G, T = num_generated, num_steps
-    given = rng.random(G) < fixed
-    start = np.where(given, _token(rng, G), MASK).astype(np.int32)
-    free = np.flatnonzero(~given)
-    kept = free[rng.random(len(free)) < 0.9]
-    writes = {(int(rng.integers(T)), int(i)): int(_token(rng, 1)[0]) for i in kept}
-    for i in rng.choice(free, min(num_rewrites, len(free))).tolist() if len(free) else []:
-        token = MASK if rng.random() < 0.5 else int(_token(rng, 1)[0])
-        writes[int(rng.integers(T)), i] = token
-
-    def state(step: int) -> NDArray[np.int32]:
-        canvas = start.copy()
-        for (when, position), token in sorted(writes.items()):
-            if when < step:
-                canvas[position] = token
-        return canvas
-
-    canvas, commit_step = start.copy(), np.full(G, -1)
-    last: dict[int, tuple[int, int]] = {}
-    events = []
-    for (when, position), token in sorted(writes.items()):
-        if token == canvas[position]:
-            continue  # writing what stands there is no write
-        if position in last:
-            events.append((last[position][0], position, last[position][1]))
-        last[position] = (when, token)
-        canvas[position], commit_step[position] = token, when
-    record = Trajectory(
-        uid=uid,
-        prompt_ids=_token(rng, num_prompt),
-        tokens=canvas,
-        commit_step=commit_step,
-        num_steps=T,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        given=given,
-        superseded=np.array(sorted(events), dtype=np.int32) if events else None,
-    )
-    record.validate()
-    return record, state
-
-
 def random_signals(rng: np.random.Generator, record: Trajectory) -> dict[str, NDArray]:
     G, rows = record.num_generated, len(record.masked_rows())
     return {
@@ -235,6 +184,19 @@ def records_of(count: int, *, start: int = 0, **options) -> list[Trajectory]:
 def shard_writer(folder: Path, **options) -> TrajectoryShardWriter:
     defaults = {"name": "demo", "split": "train", "rank": 0, "run": run_record()}
     return TrajectoryShardWriter(folder, **{**defaults, "records_per_block": 4, **options})
+
+
+def in_child(action: Callable[[], object]) -> None:
+    """Runs something in a forked process, which ends without tidying up."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def write_shards(folder: Path, records: Iterable[Trajectory], **options) -> None:

@@ -26,15 +26,17 @@ from lit_dlm.decoding import (
 )
 from lit_dlm.decoding.engine import initial_state
 from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
+from lit_dlm.trajectories import capture as capture_module
 from lit_dlm.trajectories.capture import (
     FeatureCapture,
     HostCopies,
     KeptSteps,
+    StepBuffer,
     TrajectoryCapture,
 )
 from lit_dlm.trajectories.format import decode_block, encode_block
 from tests.fakes import EOS, MASK, PAD, TableBackbone, fake_spec
-from tests.trajectories.samples import assert_same, from_history, random_history
+from tests.trajectories.samples import assert_same, from_history
 
 VOCAB, G = 12, 10
 PROMPTS = [[3], [4, 5, 6], [7, 8], [5, 5, 5], [9], [3, 9, 4], [6, 7], [8]]
@@ -127,110 +129,17 @@ def test_rows_of_the_cases_end_at_different_steps_and_in_every_way():
 
 
 @pytest.mark.parametrize("level", ["tokens", "signals", "features"])
-@pytest.mark.parametrize("name", ["threshold", "warm"])
-@pytest.mark.parametrize("count", [1, 8])
-def test_capture_changes_nothing(level, name, count):
-    features = feature_capture() if level == "features" else None
-    capture = TrajectoryCapture(vocab_size=VOCAB, level=level, features=features)
-    plain = run(DECODERS[name], [], PROMPTS[:count], SEEDS[:count])
-    watched = run(DECODERS[name], [capture], PROMPTS[:count], SEEDS[:count])
-    assert torch.equal(plain.ids, watched.ids)
-    assert torch.equal(plain.num_steps, watched.num_steps)
-    assert plain.status == watched.status
-
-
-@pytest.mark.parametrize("level", ["tokens", "signals", "features"])
-def test_batches_do_not_change_a_record(level):
+def test_neither_capture_nor_the_batch_changes_a_record(level):
     features = feature_capture() if level == "features" else None
     options = {"level": level, "features": features}
-    together = captured(DECODERS["warm"], **options)
-    for row, record in enumerate(together):
-        (alone,) = captured(
-            DECODERS["warm"], PROMPTS[row : row + 1], SEEDS[row : row + 1], **options
-        )
+    capture = TrajectoryCapture(vocab_size=VOCAB, **options)
+    plain, watched = run(DECODERS["warm"], []), run(DECODERS["warm"], [capture])
+    assert torch.equal(plain.ids, watched.ids)
+    assert torch.equal(plain.num_steps, watched.num_steps)
+    for row, record in enumerate(capture.trajectories([f"u{seed}" for seed in SEEDS])):
+        one = slice(row, row + 1)
+        (alone,) = captured(DECODERS["warm"], PROMPTS[one], SEEDS[one], **options)
         assert_same(record, alone)
-
-
-def _drive(histories: list[np.ndarray]) -> TrajectoryCapture:
-    """Plays histories of different lengths to a capture, as a re-masking loop would."""
-    start, B = 2, len(histories)
-    prompt = torch.tensor([[PAD, 3]] * B)
-    real = torch.ones(B, start + histories[0].shape[1], dtype=torch.bool)
-    real[:, 0] = False
-
-    def canvas(step: int, rows: list[int]) -> Tensor:
-        response = np.stack([histories[row][step] for row in rows])
-        return torch.cat([prompt[: len(rows)], torch.from_numpy(response).long()], dim=1)
-
-    def state(step: int, rows: list[int]) -> DecodeState:
-        ids, zeros = canvas(step, rows), torch.zeros(len(rows), dtype=torch.long)
-        editable = torch.ones_like(ids, dtype=torch.bool)
-        editable[:, :start] = False
-        return DecodeState(
-            ids=ids,
-            editable=editable,
-            masked=ids == 9,
-            positions=torch.arange(ids.shape[1]).expand_as(ids),
-            rows=torch.tensor(rows),
-            seeds=torch.tensor(rows),
-            step=torch.full((len(rows),), step),
-            start=start,
-            mask_id=9,
-            eos_ids=torch.tensor([EOS]),
-            pad_mask=real[rows],
-            block=zeros,
-            block_step=zeros,
-            block_masks=zeros,
-        )
-
-    capture = TrajectoryCapture(vocab_size=50)
-    capture.on_start(state(0, list(range(B))))
-    for step in range(max(len(h) for h in histories) - 1):
-        rows = [row for row in range(B) if step < len(histories[row]) - 1]
-        before, after = state(step, rows), canvas(step + 1, rows)
-        blank = torch.zeros_like(after)
-        capture.on_step(
-            StepRecord(
-                state=before,
-                proposal=Proposal(ids=after, prob=blank.float()),
-                candidates=before.masked,
-                commit=before.masked,
-                scores=blank.float(),
-                new_ids=after,
-            )
-        )
-    lengths = torch.tensor([len(history) - 1 for history in histories])
-    final = torch.cat([prompt, torch.from_numpy(np.stack([h[-1] for h in histories])).long()], 1)
-    zeros = torch.zeros(B, dtype=torch.long)
-    capture.on_end(
-        DecodeResult(
-            ids=final,
-            rows=list(range(B)),
-            start=start,
-            seeds=torch.arange(B),
-            num_steps=lengths,
-            idle_steps=zeros,
-            stalled_steps=zeros,
-            policy_forwards=zeros,
-            seconds=zeros.double(),
-            status=["step_limit"] * B,
-        )
-    )
-    return capture
-
-
-def test_remasking_edits_and_given_tokens_are_captured():
-    """More than one buffer of 64 steps, rows of different lengths, every kind of write."""
-    rng = np.random.default_rng(0)
-    histories = [
-        random_history(rng, num_generated=9, num_steps=T, remask=0.05, given=0.2, fill=0.8)
-        for T in (150, 64, 65, 1, 7)
-    ]
-    records = _drive(histories).trajectories([f"u{i}" for i in range(5)])
-    for record, history in zip(records, histories, strict=True):
-        np.testing.assert_array_equal(record.all_states(), history)
-        assert record.prompt_ids.tolist() == [3]
-        record.validate()
 
 
 def test_signals_are_the_proposals_at_masked_positions():
@@ -333,17 +242,6 @@ def test_int8_features_are_within_one_percent():
         assert np.sqrt(((x - y) ** 2).mean() / (x**2).mean()) < 0.01
 
 
-def test_wrong_use_is_one_clear_error():
-    with pytest.raises(ValueError, match="do not fit"):
-        TrajectoryCapture(vocab_size=4, level="features")
-    capture = TrajectoryCapture(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="no decode has ended"):
-        capture.trajectories(["a"])
-    run(DECODERS["one"], [capture])
-    with pytest.raises(ValueError, match="expected 8 uids"):
-        capture.trajectories(["a"])
-
-
 def test_features_of_masked_rows_alone_equal_those_of_all_rows_there():
     """Same decode, two layouts."""
     whole = captured(DECODERS["threshold"], level="features", features=feature_capture())
@@ -436,49 +334,98 @@ def test_only_steps_that_are_kept_look_at_the_whole_response():
 
 
 @pytest.mark.parametrize("asked", ["as rows end", "at the end"])
-@pytest.mark.parametrize("level", ["tokens", "signals", "features", "features of the prompt"])
+@pytest.mark.parametrize("level", ["signals", "features of the prompt"])
 @pytest.mark.parametrize("name", ["threshold", "blocks", "stop"])
 def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, asked):
     """16 prompts in 3 places."""
     options = {
-        "tokens": {},
         "signals": {"level": "signals"},
-        "features": {"level": "features", "features": feature_capture()},
         "features of the prompt": {"level": "features", "features": feature_capture(layout="all")},
     }[level]
     prompts, seeds = PROMPTS * 2, [7 * i for i in range(16)]
     expected = captured(DECODERS[name], prompts, seeds, **options)
     capture, found = TrajectoryCapture(vocab_size=VOCAB, **options), {}
     order: list[int] = []
-    for numbers, _ in decode_queued_prompts(
-        TableBackbone(logits, VOCAB),
-        DECODERS[name],
-        WorkQueue(16),
-        lambda number: (prompts[number], seeds[number]),
-        response_length=G,
-        num_slots=3,
-        observers=[capture],
-    ):
+
+    def take() -> None:
+        records = capture.trajectories([f"u{seeds[number]}" for number in order])
+        found.update(zip(order, records, strict=True))
+
+    for numbers in queued(DECODERS[name], 3, list(zip(prompts, seeds, strict=True)), capture):
         order = numbers if asked == "as rows end" else order + numbers
         if asked == "as rows end":
-            records = capture.trajectories([f"u{seeds[number]}" for number in order])
-            found.update(zip(order, records, strict=True))
-    records = capture.trajectories([f"u{seeds[number]}" for number in order])
-    found.update(zip(order, records, strict=True))
+            take()
+    take()
     for number, record in enumerate(expected):
         assert_same(found[number], record)
+
+
+def queued(decoder: Decoder, num_slots: int, starts: list, capture: TrajectoryCapture):
+    for numbers, _ in decode_queued_prompts(
+        TableBackbone(logits, VOCAB),
+        decoder,
+        WorkQueue(len(starts)),
+        lambda number: starts[number],
+        response_length=G,
+        num_slots=num_slots,
+        observers=[capture],
+    ):
+        yield numbers
 
 
 def test_steps_that_no_open_row_needs_are_forgotten():
     """One place: a row's record does not hold the canvases of the rows before it."""
     capture = TrajectoryCapture(vocab_size=VOCAB)
-    for _ in decode_queued_prompts(
-        TableBackbone(logits, VOCAB),
-        DECODERS["one"],
-        WorkQueue(24),
-        lambda number: ([3], number),
-        response_length=G,
-        num_slots=1,
-        observers=[capture],
-    ):
+    for _ in queued(DECODERS["one"], 1, [([3], number) for number in range(24)], capture):
         assert capture.captured().nbytes == G * G * 4  # G steps of G cells
+
+
+# -- buffers of steps ------------------------------------------------------------------------------
+
+BUFFER = (4, 20, torch.int32)  # a step takes 320 bytes
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 15, 16, 17, 40])
+@pytest.mark.parametrize("chunk_steps", [1, 5, 16, 20])
+def test_every_step_comes_back_whatever_the_size_of_the_parts(monkeypatch, steps, chunk_steps):
+    """Rows leave at steps 3 and 20; some of the parts are asked for and forgotten on the way."""
+    monkeypatch.setattr(capture_module, "MAX_CHUNK_BYTES", 320 * chunk_steps)
+    generator, buffer = torch.Generator().manual_seed(0), StepBuffer(*BUFFER, HostCopies(CPU))
+    rows, truth = torch.arange(4), []
+    for step in range(steps):
+        rows = rows[rows < {3: 3, 20: 1}.get(step, 4)]
+        values = torch.randint(0, 99, (len(rows), 22), generator=generator)
+        buffer.append(rows, values)
+        truth.append((rows.numpy(), values[:, 2:].numpy()))
+        if step == 10:
+            early = buffer.parts()
+            buffer.forget(6)
+            np.testing.assert_array_equal(early.of(2, slice(0, 11))[7], truth[7][1][2])
+    parts = buffer.parts()
+    assert parts.first_step <= 6
+    for place in range(4):
+        there = [values[place] for at, values in truth if place < len(at)]
+        found = parts.of(place, slice(parts.first_step, len(there)))
+        np.testing.assert_array_equal(found, np.array(there).reshape(-1, 20)[parts.first_step :])
+    assert max((len(part) for part in parts.parts), default=0) <= chunk_steps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_come_back_from_the_device_without_waiting_for_it():
+    device = torch.device("cuda")
+    copies = HostCopies(device)
+    buffer = StepBuffer(*BUFFER, copies)
+    rows, values = torch.arange(4, device=device), torch.arange(80, device=device).view(4, 20)
+    steps = [values + step for step in range(40)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            buffer.append(rows, step)
+        parts = buffer.parts()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    copies.wait()
+    torch.testing.assert_close(torch.cat(parts.parts), torch.stack(steps).int().cpu())

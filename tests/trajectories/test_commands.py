@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lit_dlm.backbones.location import ASSETS
-from lit_dlm.trajectories.commands import inspect, main
+from lit_dlm.trajectories.commands import main
 from lit_dlm.trajectories.store import RunRecord
 from lit_dlm.trajectories.store.files import shards_in
 from lit_dlm.trajectories.store.reader import TrajectoryShardReader
@@ -45,20 +45,21 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_inspect_counts_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = inspect(shards_in(folder))
     records = list(TrajectoryShardReader(folder))
-    assert facts["num_records"] == len(records) == 2 * NUM_TEXTS
-    assert facts["bytes"] == sum(shard.stat().st_size for shard in shards_in(folder))
-    assert facts["lengths"]["response"] == {"min": LENGTH, "mean": LENGTH, "max": LENGTH}
     steps = [record.num_steps for record in records]
-    assert facts["lengths"]["steps"]["mean"] == pytest.approx(np.mean(steps))
-    confidence = facts["methods"]["confidence"]
-    assert (confidence["mean_steps"], confidence["tokens_per_step"]) == (LENGTH, 1.0)
-    assert facts["columns"]["digest"] == 16 * len(records)
     assert run("inspect", folder) == 0
-    text = capsys.readouterr().out
-    for expected in ("ConfidencePolicy", "bytes per record", "tokens per step", "commit_step"):
-        assert expected in text
+    lines = [
+        " ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.split("\n")
+    ]
+    for expected in (
+        f"records {2 * NUM_TEXTS}",
+        f"response tokens {LENGTH} to {LENGTH}, mean {LENGTH:.1f}",
+        f"steps {min(steps)} to {max(steps)}, mean {np.mean(steps):.1f}",
+        f"confidence {NUM_TEXTS} {LENGTH:.1f} 1.00 -",
+        "digest 16.0",
+    ):
+        assert expected in lines
+    assert "ConfidencePolicy" in " ".join(lines)
 
 
 def test_replay_prints_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +71,7 @@ def test_replay_prints_each_step(folder: Path, capsys: pytest.CaptureFixture[str
     assert len(steps) == record.num_steps
     assert steps[-1].split()[1:] == [str(token) for token in record.tokens]
     assert steps[0].split().count("·") == LENGTH - 1
-    assert run("replay", folder, "--step", 3) == 0
+    assert run("replay", folder) == 0
     assert "<|user|>Tom has 34 pens" in capsys.readouterr().out
 
 
@@ -94,18 +95,6 @@ def test_verify_passes_on_the_same_model_and_fails_on_another(
     assert "model.weights digest" in text
     assert "tokenizer digest" in text
     assert "FAILED: level 4 (free-running)" in text
-
-
-def test_verify_names_a_changed_seed_and_temperature(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("verify", folder, "--level", 3, "--backbone", "tiny", "--steps", 6)
-    assert run(*options, "--seed", 5) == 1
-    told = capsys.readouterr().out
-    assert "Not as in the run: randomness.seed: 0 recorded, 5 now" in told
-    assert run(*options, "--temperature", 0) == 1
-    told = capsys.readouterr().out
-    assert "Not as in the run: decode.drawn.sampler.temperature: 0.9 recorded, 0.0 now" in told
 
 
 def test_verify_finds_damage_without_a_model(
@@ -134,11 +123,11 @@ def test_exports_come_back_through_imports(
     assert row["prompt"] == "Tom has 34 pens, finds 7, loses 5. How many pens?"
     assert sorted(row["decoding_order"]) == list(range(LENGTH)), "one token a step"
     # Parquet keeps the run, so even what was imported can be executed again.
-    options = ("--level", 3, "--backbone", "tiny", "--sample", 1, "--steps", 2)
+    options = ("--level", 3, "--backbone", "tiny", "--sample", 1)
     assert run("verify", tmp_path / "set-parquet", *options) == 0
     capsys.readouterr()
     assert run("verify", tmp_path / "set-json", *options) == 2
-    assert "its run record describes no decoder" in capsys.readouterr().err
+    assert "none: it cannot be executed again" in capsys.readouterr().err
 
 
 def test_misfits_stop_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,18 +157,17 @@ def test_recover_saves_the_blocks_of_a_dead_process(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "nowhere"), "nowhere: there is no such shard or folder"),
-        (("inspect", "{empty}"), "there are no trajectory shards in this folder"),
+        (("inspect", "nowhere"), "nowhere: there is no such shard"),
+        (("inspect", "{empty}"), "there is no such shard or folder"),
         (("verify", "{set}", "--level", "3"), "--backbone: level 3 executes the records"),
         (("verify", "{set}", "--level", "7"), "invalid choice: 7"),
         (("verify", "{set}", "--level", "3", "--backbone", "nope"), "nope"),
         (("verify", "{set}", "--sample", "0"), "--sample: expected at least 1, got 0"),
         (("replay", "{set}", "--uid", "task/test/0"), "did you mean task/test/0@confidence"),
-        (("replay", "{set}", "--step", "99"), "--step: expected 0 to 11, got 99"),
-        (("replay", "{set}", "--uid", "zz"), "no record has the uid 'zz'"),
-        (("export", "{set}", "--out", "x.csv"), "give --format"),
-        (("import", "x.jsonl", "--out", "y"), "x.jsonl: there is no such file"),
-        (("import", "a.dtrace", "--out", "y"), "give --format"),
+        (("replay", "{set}", "--uid", "zz"), "is 'zz'; did you mean task/"),
+        (("export", "{set}", "--out", "x.csv"), "--out: expected one of the endings"),
+        (("import", "x.jsonl", "--out", "y"), "x.jsonl"),
+        (("import", "a.dtrace", "--out", "y"), "FILE: expected one of the endings"),
         (("recover", "nowhere"), "there is no such folder"),
     ],
 )

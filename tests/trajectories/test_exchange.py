@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,17 @@ from lit_dlm.trajectories.exchange import (
     read_tabom,
     step_map_row,
     tabom_row,
-    write_json_list,
-    write_jsonl,
+    write_json_rows,
     write_parquet,
 )
 from lit_dlm.trajectories.record import Trajectory
 from tests.trajectories.samples import MASK, VOCAB, assert_same, random_record, records_of
 
-pytestmark = pytest.mark.slow  # whole commands on real shards
-
 
 class Letters:
     """A tokenizer of one letter per id."""
 
-    chat_template = "[{}]"
+    chat_template: str | None = "yy{}z"
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + i) for i in ids)
@@ -44,7 +42,12 @@ class Letters:
         return text if options.get("tokenize") is False else self.encode(text)
 
 
+class PlainLetters(Letters):
+    chat_template = None
+
+
 TOKENIZER = Letters()
+SETTINGS = {"mask_id": MASK, "vocab_size": VOCAB, "tokenizer": PlainLetters(), "pad_id": 0}
 
 
 def small_record(**changes: Any) -> Trajectory:
@@ -57,33 +60,42 @@ def small_record(**changes: Any) -> Trajectory:
         "num_steps": 4,
         "mask_id": MASK,
         "vocab_size": VOCAB,
-        "seed": 11,
+        "seed": 2**64 - 1,
         "status": "step_limit",
-        "meta": {"method": "entropy", "task": "sums", "correct": True},
+        "meta": {"method": "confidence", "task": "sums", "correct": True},
     }
     return Trajectory(**{**values, **changes})
 
 
+def row(**changes: Any) -> dict[str, Any]:
+    """Four tokens: the second first, then the last two, the first at the end."""
+    values = {"prompt": "ab", "response_token_ids": [7, 8, 1, 10], "decoding_order": [3, 0, 1, 2]}
+    return {key: value for key, value in {**values, **changes}.items() if value is not ...}
+
+
+def read(folder: Path, *rows: Any, **settings: Any) -> list[Trajectory]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return list(read_tabom(path, ImportSettings(**{**SETTINGS, **settings})))
+
+
+def read_entry(folder: Path, **entry: Any) -> Trajectory:
+    path = folder / "rows.json"
+    path.write_text(json.dumps([entry]))
+    (record,) = read_step_map(path, ImportSettings(**SETTINGS))
+    return record
+
+
 def test_a_row_of_tabom_is_a_map_from_position_to_step() -> None:
-    """Positions 1, 2, 3 were written after none, position 0 after step 2 ... so 1 to 3 are out of
-    left-to-right order: position 0, to their left, came later (2 > 0, 1, 1)."""
+    """Positions 1, 2, 3 were written before position 0, to their left. LLaDA's order is the
+    release's `default`."""
     row = tabom_row(small_record(), TOKENIZER)
     assert row["prompt"] == "hi", "without the template yy...z"
     assert row["response"] == "badc"
     assert row["response_token_ids"] == [1, 0, 3, 2, MASK]
     assert row["decoding_order"] == [2, 0, 1, 1, -1]
     assert row["non_ltr_positions"] == [1, 2, 3]
-    assert (row["method"], row["data_source"]) == ("entropy", "sums")
-
-
-def test_a_row_of_tabom_names_the_method_as_the_release_filters_it(tmp_path: Path) -> None:
-    """LLaDA's order is the release's `default`; our own name comes back on import."""
-    record = small_record(meta={"method": "confidence", "task": "sums"})
-    row = tabom_row(record, TOKENIZER)
-    assert row["method"] == "default"
-    write_jsonl([row], tmp_path / "rows.jsonl")
-    (again,) = read_tabom(tmp_path / "rows.jsonl", ImportSettings())
-    assert again.meta["method"] == "confidence"
+    assert (row["method"], row["data_source"]) == ("default", "sums")
 
 
 def test_an_entry_of_dllm_rl_has_a_step_for_every_token_and_no_tail() -> None:
@@ -92,37 +104,28 @@ def test_an_entry_of_dllm_rl_has_a_step_for_every_token_and_no_tail() -> None:
     assert row["response"] == "badc"
     assert row["step_map"] == [2, 0, 1, 1]
     assert row["reward"] == 1.0
+    gap = small_record(tokens=[1, MASK, 3, 2, MASK], commit_step=[2, -1, 1, 1, -1])
     with pytest.raises(ValueError, match="no step wrote position 1"):
-        step_map_row(
-            small_record(tokens=[1, MASK, 3, 2, MASK], commit_step=[2, -1, 1, 1, -1]), TOKENIZER
-        )
+        step_map_row(gap, TOKENIZER)
 
 
-def test_overwritten_writes_do_not_fit_and_are_not_dropped() -> None:
-    record = random_record(np.random.default_rng(1), remask=0.5)
-    for row in (tabom_row, step_map_row):
+def test_what_the_other_formats_cannot_hold_leaves_no_file(tmp_path: Path) -> None:
+    records = [small_record(), random_record(np.random.default_rng(1), remask=0.5)]
+    for make in (tabom_row, step_map_row):
+        rows = (make(record, TOKENIZER) for record in records)
         with pytest.raises(ValueError, match="were overwritten, which this format cannot hold"):
-            row(record, TOKENIZER)
+            write_json_rows(rows, tmp_path / "rows", as_list=False)
+    assert list(tmp_path.iterdir()) == []
 
 
-def fitting(rng: np.random.Generator, count: int, **shape: Any) -> list[Trajectory]:
-    return [random_record(rng, f"s/{i}", **shape) for i in range(count)]
-
-
-def test_an_import_of_a_jsonl_export_is_the_record(tmp_path: Path) -> None:
-    records = fitting(np.random.default_rng(2), 6, fill=0.7, given=0.2)
-    path = tmp_path / "rows.jsonl"
-    assert write_jsonl((tabom_row(r, TOKENIZER) for r in records), path) == 6
-    for before, after in zip(records, read_tabom(path, ImportSettings()), strict=True):
-        assert_same(before, after)
-
-
-def test_an_import_of_a_step_map_export_is_the_record(tmp_path: Path) -> None:
-    records = [small_record(), *fitting(np.random.default_rng(2), 5)]
-    path = tmp_path / "rows.json"
-    assert write_json_list((step_map_row(r, TOKENIZER) for r in records), path) == 6
-    assert isinstance(json.loads(path.read_text()), list)
-    for before, after in zip(records, read_step_map(path, ImportSettings()), strict=True):
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_an_import_of_an_export_is_the_record(tmp_path: Path, kind: str) -> None:
+    shape = {"fill": 0.7, "given": 0.2} if kind == "jsonl" else {}
+    records = [small_record(), *records_of(5, **shape)]
+    make, again = (tabom_row, read_tabom) if kind == "jsonl" else (step_map_row, read_step_map)
+    path, rows = tmp_path / "rows", (make(record, TOKENIZER) for record in records)
+    assert write_json_rows(rows, path, as_list=kind == "json") == 6
+    for before, after in zip(records, again(path, ImportSettings()), strict=True):
         assert_same(before, after)
 
 
@@ -131,7 +134,7 @@ def test_an_import_of_a_parquet_export_keeps_signals_events_and_the_run(tmp_path
     records = [
         random_record(rng, "a", remask=0.4, signals=True),
         random_record(rng, "b", given=0.4, fill=0.5),
-        small_record(seed=2**64 - 1),
+        small_record(),
     ]
     path = tmp_path / "rows.parquet"
     assert write_parquet(records, path, run_text="{}") == 3
@@ -141,137 +144,162 @@ def test_an_import_of_a_parquet_export_keeps_signals_events_and_the_run(tmp_path
         assert_same(before, after)
 
 
-def test_rows_of_other_tools_are_tokenised_only_when_they_have_no_ids(tmp_path: Path) -> None:
-    path = tmp_path / "foreign.jsonl"
-    rows = [
-        {
-            "instruction": "hi",
-            "output": "abcd",
-            "decoding_order": [0, 2, -1, 1],
-            "method": "credit",
-        },
-        {"question": "hi", "response": "x", "response_token_ids": [4, 5], "decoding_order": [1, 0]},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    settings = ImportSettings(mask_id=MASK, vocab_size=VOCAB, tokenizer=TOKENIZER)
-    first, second = read_tabom(path, settings)
-    assert first.uid == "foreign/1"
-    assert first.prompt_ids.tolist() == [24, 24, 7, 8, 25]
-    assert first.tokens.tolist() == [0, 1, MASK, 3], "what was never decoded is a mask"
-    assert (first.num_steps, first.status) == (3, "step_limit")
-    assert first.meta == {"method": "credit"}
-    assert second.tokens.tolist() == [4, 5]
+def test_foreign_changed_and_damaged_parquet_is_refused_in_one_line(tmp_path: Path) -> None:
+    good, path = tmp_path / "good.parquet", tmp_path / "other.parquet"
+    write_parquet(records_of(3), good)
+    table = pq.read_table(good)
+    at = table.schema.get_field_index("tokens")
+    pq.write_table(table.set_column(at, "tokens", pa.array([b"a", b"b", b"c"])), path)
+    with pytest.raises(ValueError, match=r"other\.parquet: .*'tokens' must be list<.*got binary"):
+        list(read_parquet(path)[0])
+    rows = table.to_pylist()
+    rows[0]["tokens"][0] += 1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    with pytest.raises(ValueError, match="content digest does not match"):
+        list(read_parquet(path)[0])
+    path.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"other\.parquet"):
+        read_parquet(path)
 
 
 def test_a_step_map_that_counts_from_one_is_brought_to_zero(tmp_path: Path) -> None:
-    path = tmp_path / "block.json"
-    path.write_text(json.dumps([{"prompt": "yya", "response": "abc", "step_map": [1, 1, 2]}]))
-    settings = ImportSettings(mask_id=MASK, vocab_size=VOCAB, tokenizer=TOKENIZER)
-    (record,) = read_step_map(path, settings)
+    record = read_entry(tmp_path, prompt="yya", response="abc", step_map=[1, 1, 2])
+    assert record.prompt_ids.tolist() == [24, 24, 0]
     assert record.commit_step.tolist() == [0, 0, 1]
     assert (record.num_steps, record.status) == (2, "complete")
 
 
+def test_ids_that_end_before_their_steps_are_padded_and_keep_every_step(tmp_path: Path) -> None:
+    """Two ids of four steps; where no step wrote there is a mask, not a pad."""
+    first, second = read(
+        tmp_path,
+        row(response_token_ids=[7, 8]),
+        row(response_token_ids=[7, 8], decoding_order=[1, 0, 2, -1]),
+    )
+    assert first.tokens.tolist() == [7, 8, 0, 0]
+    assert first.commit_step.tolist() == [3, 0, 1, 2]
+    assert (first.num_steps, first.status) == (4, "complete")
+    assert second.tokens.tolist() == [7, 8, 0, MASK]
+    assert second.commit_step.tolist() == [1, 0, 2, -1]
+
+
+def test_rows_are_tokenised_only_when_they_have_no_ids(tmp_path: Path) -> None:
+    text = row(response_token_ids=..., prompt=..., instruction="hi", output="hibk")
+    turns = [
+        {"role": "system", "content": "z"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "hibk"},
+        {"role": "user", "content": "c"},
+    ]
+    chat = row(prompt=..., response_token_ids=..., messages=turns)
+    first, second, third = read(tmp_path, text, chat, row(output="a"), tokenizer=TOKENIZER)
+    assert first.uid == "rows/1"
+    assert first.prompt_ids.tolist() == [24, 24, 7, 8, 25]
+    assert second.prompt_ids.tolist() == [24, 24, 0, 1, 25]
+    assert {tuple(one.tokens.tolist()) for one in (first, second, third)} == {(7, 8, 1, 10)}
+
+
+def test_every_field_of_a_release_row_reaches_the_record(tmp_path: Path) -> None:
+    fields = {"method": "entropy", "data_source": "math", "reward": 0.5, "correct": False}
+    one, two = read(tmp_path, row(**fields), row(**fields, meta={"task": "ours"}))
+    assert one.meta == {"method": "entropy", "task": "math", "score": 0.5, "correct": False}
+    assert two.meta == {"task": "ours"}, "an export of ours says it all in meta"
+
+
+def test_the_files_own_non_ltr_positions_win_and_come_back_in_an_export(tmp_path: Path) -> None:
+    """By the order, positions 1 to 3 are out of order; the file may say otherwise, or nothing."""
+    lists = (..., [1, 2, 3], [3], [])
+    found = read(tmp_path, *(row(non_ltr_positions=positions) for positions in lists))
+    listed = [record.meta.get("non_ltr_positions") for record in found]
+    assert listed == [None, None, [3], []]
+    exported = [tabom_row(record, PlainLetters()) for record in found]
+    assert [row["non_ltr_positions"] for row in exported] == [[1, 2, 3], [1, 2, 3], [3], []]
+    again = read(tmp_path, *exported)
+    assert [record.meta.get("non_ltr_positions") for record in again] == listed
+
+
+def test_rows_without_an_order_go_from_left_to_right_on_demand_only(tmp_path: Path) -> None:
+    """A missing or short order; the row's own list and number of steps are not of that order."""
+    rows = [
+        row(decoding_order=..., non_ltr_positions=[2], num_steps=1),
+        row(decoding_order=[1, 0]),
+        row(),
+    ]
+    found = read(tmp_path, *rows, missing_order="ltr")
+    assert [r.commit_step.tolist() for r in found] == [[0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 1, 2]]
+    assert "non_ltr_positions" not in found[0].meta
+
+
+BARE = {"mask_id": None, "vocab_size": None, "tokenizer": None, "pad_id": None}
+
+
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("fields", "message"),
     [
-        ({"prompt": "a", "response": "ab"}, "the row has no decoding_order"),
-        ({"prompt": "a", "response": "ab", "decoding_order": [0]}, "has 1 entries for 2 tokens"),
-        ({"prompt": "a", "response": "ab", "decoding_order": "01"}, "must be a list of integers"),
-        ({"prompt": "a", "decoding_order": [0]}, "expected one of the texts response"),
-        ({"response": "a", "decoding_order": [0]}, "expected one of the texts prompt"),
-        ([1], "expected a JSON object, got list"),
+        ({"decoding_order": ...}, "0 entries for 4 tokens.*missing_order: ltr"),
+        ({"decoding_order": [0]}, "1 entries for 4 tokens.*missing_order: ltr"),
+        ({"decoding_order": "01"}, "decoding_order"),
+        ({"decoding_order": [None] * 4}, "decoding_order"),
+        ({"response_token_ids": ..., "response": "hij"}, "4 entries for 3 tokens"),
+        ({"response_token_ids": ...}, "one of the texts response"),
+        ({"response_token_ids": [2**32 + 5, 8, 1, 10]}, "response_token_ids"),
+        ({"prompt": ...}, "one of the texts prompt"),
+        ({"prompt": ..., "messages": [{"role": "user"}]}, "a turn of the user in messages"),
+        ({"given_positions": [999]}, "given_positions: expected positions below 4, got 999"),
+        ({"non_ltr_positions": [-1]}, "non_ltr_positions: expected positions below 4, got -1"),
+        ({"meta": "abc"}, ""),
+        ({"seed": "abc"}, "seed"),
+        ({"num_steps": 4.5}, "num_steps"),
+        ({"mask_id": "x"}, "mask_id"),
+        ({"correct": "yes"}, "correct"),
+        ({"response_token_ids": [1], "pad_id": 10**30}, "pad_id"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named_with_its_line(
-    tmp_path: Path, row: Any, message: str
+def test_a_field_that_does_not_fit_is_named_with_its_line(
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f"\n{json.dumps(row)}\n")
-    settings = ImportSettings(mask_id=MASK, vocab_size=VOCAB, tokenizer=TOKENIZER)
-    with pytest.raises(ValueError, match=rf"bad\.jsonl:2: .*{message}"):
-        list(read_tabom(path, settings))
-
-
-def test_what_the_rows_do_not_say_must_be_given(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"prompt_ids": [1], "response_ids": [2], "step_map": [0]}]))
-    with pytest.raises(ValueError, match="entry 0: the row has no mask_id; give --mask_id"):
-        list(read_step_map(path, ImportSettings()))
-    path.write_text(json.dumps([{"prompt": "a", "response": "b", "step_map": [0]}]))
-    with pytest.raises(ValueError, match="no prompt_ids; give --tokenizer"):
-        list(read_step_map(path, ImportSettings(mask_id=9, vocab_size=50)))
-    path.write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        list(read_step_map(path, ImportSettings()))
-
-
-def test_a_changed_parquet_row_does_not_pass(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "rows.parquet"
-    write_parquet([small_record()], path)
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    rows[0]["tokens"][0] += 1
-    pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
-    with pytest.raises(ValueError, match="content digest does not match"):
-        list(read_parquet(path)[0])
-    path.write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match="not a Parquet file"):
-        read_parquet(path)
-
-
-def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    records = [small_record(), random_record(np.random.default_rng(1), remask=0.5)]
-    with pytest.raises(ValueError, match="were overwritten"):
-        write_jsonl((tabom_row(r, TOKENIZER) for r in records), tmp_path / "rows.jsonl")
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{message}"):
+        read(tmp_path, row(), row(**fields))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("change", "name"),
     [
-        ("response_length", 2**32),
-        ("response_length", 10**30),
-        ("mask_id", 10**30),
-        ("vocab_size", 2**40),
-        ("num_steps", 10**30),
-        ("seed", -1),
-        ("step_map", [10**30, 0, 1]),
+        ({"response_length": 2**32}, "response_length"),
+        ({"response_length": 70_000}, "response_length"),
+        ({"mask_id": 10**30}, "mask_id"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"num_steps": 10**30}, "num_steps"),
+        ({"seed": -1}, "seed"),
+        ({"step_map": [10**30, 0, 1]}, "step_map"),
+        ({"step_map": None}, "step_map"),
+        ({"step_map": [0, -1, 0]}, "step_map"),
     ],
 )
-def test_wild_numbers_are_named_and_take_no_memory(tmp_path: Path, name: str, value: Any) -> None:
-    row = {"prompt_ids": [3], "response_ids": [3, 4, 3], "step_map": [0, 1, 2]}
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{**row, name: value}]))
+def test_wild_numbers_are_named_and_take_no_memory(tmp_path: Path, change: Any, name: str) -> None:
+    entry = {"prompt_ids": [3], "response_ids": [3, 4, 3], "step_map": [0, 1, 2], **change}
     with pytest.raises(ValueError, match=rf"rows\.json: entry 0: .*{name}"):
-        list(read_step_map(path, ImportSettings(mask_id=2, vocab_size=9)))
+        read_entry(tmp_path, **entry)
 
 
-def test_a_padding_id_that_no_array_holds_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    row = {"prompt_token_ids": [3], "response_token_ids": [3], "decoding_order": [0, 1]}
-    path.write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: pad_id"):
-        list(read_tabom(path, ImportSettings(mask_id=2, vocab_size=9, pad_id=10**30)))
+@pytest.mark.parametrize("option", BARE)
+def test_what_the_rows_do_not_say_must_be_given(tmp_path: Path, option: str) -> None:
+    rows = [row(prompt_token_ids=[1], response_token_ids=[7]), row()]
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:\d: .*; give --{option}"):
+        read(tmp_path, *rows, **{option: None})
 
 
-def test_foreign_and_damaged_parquet_is_refused_in_one_line(tmp_path: Path) -> None:
-    good = tmp_path / "good.parquet"
-    write_parquet(records_of(3), good)
-    table = pq.read_table(good)
-    at = table.schema.get_field_index("tokens")
-    other = table.set_column(at, "tokens", pa.array([b"a", b"b", b"c"]))
-    path = tmp_path / "other.parquet"
-    pq.write_table(other, path)
-    with pytest.raises(ValueError, match=r"other\.parquet: .*'tokens' must be list<.*got binary"):
-        list(read_parquet(path)[0])
-    data = good.read_bytes()
-    rng = np.random.default_rng(0)
-    for at in rng.integers(4, len(data), 60):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 85]) + data[at + 1 :])
-        try:
-            list(read_parquet(path)[0])
-        except ValueError as error:
-            assert str(path) in str(error) or "trajectory" in str(error)  # noqa: PT017
+def test_packed_files_are_read_and_files_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (wanted,) = read(tmp_path, row())
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    (found,) = read_tabom(packed, ImportSettings(**SETTINGS))
+    assert (found.uid, found.digest()) == (wanted.uid, wanted.digest())
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: damaged or cut off"):
+        list(read_tabom(packed, ImportSettings(**SETTINGS)))
+    for content in (b'{"prompt": "\xff"}\n', b"{", b"[1]"):
+        (tmp_path / "bad.jsonl").write_bytes(content)
+        for reader in (read_tabom, read_step_map):
+            with pytest.raises(ValueError, match=r"bad\.jsonl"):
+                list(reader(tmp_path / "bad.jsonl", ImportSettings(**SETTINGS)))

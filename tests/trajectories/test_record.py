@@ -139,10 +139,10 @@ def test_digest_tells_given_from_written_tokens():
         ({"superseded": [[0, 0, VOCAB]]}, "superseded must be in"),
         ({"status": "done"}, "status must be one of"),
         ({"seed": -1}, "seed must be in"),
-        ({"uid": ""}, "uid must have"),
+        ({"uid": ""}, "uid must be"),
         ({"commit_step": [0, 0]}, "shape"),
         ({"signals": {"commit_prob": np.zeros(2, dtype=np.float16)}}, "commit_prob"),
-        ({"signals": {"prob": np.zeros(3)}}, "unknown signal"),
+        ({"signals": {"prob": np.zeros(3)}}, "signal 'prob'"),
     ],
 )
 def test_validate_names_what_is_wrong(changes, message):

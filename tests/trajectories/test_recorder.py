@@ -210,7 +210,7 @@ def test_a_loop_without_a_description_is_verified_up_to_level_2(
     )
     folder = write_set(tmp_path / "set", [record], foreign_run("loop", decoder))
     assert not verify(shards_in(folder), level=2).failed
-    with pytest.raises(ValueError, match=f"'loop': its loop cannot be executed again: .*{reason}"):
+    with pytest.raises(ValueError, match=f"'loop': cannot be executed again.*: .*{reason}"):
         verify(shards_in(folder), level=3, execution=Execution(backbone=backbone))
 
 
@@ -232,7 +232,7 @@ def test_a_loop_that_hides_its_canvas_is_refused_with_the_way_out(backbone: HFBa
 
     for run, message in (
         (cached, r"forward 1 .* expected the whole canvas \(2, 12\).*let it call TraceRecorder"),
-        (other, r"forward 0 .* begins with the 4 columns of prompt_ids"),
+        (other, r"forward 0 .* begin with the 4 columns of prompt_ids"),
         (nothing, "it never called the forward of ReleasedModel"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -266,24 +266,23 @@ def test_any_loop_can_show_its_canvases() -> None:
 
 
 def test_misuse_of_a_recorder_is_named() -> None:
-    recorder = TraceRecorder(mask_id=MASK, vocab_size=VOCAB)
     canvas = torch.tensor([[7, MASK, MASK]])
-    with pytest.raises(ValueError, match="no decode has begun"):
-        recorder.step(canvas)
-    with pytest.raises(ValueError, match=r"expected ids of shape \(B, L\)"):
-        recorder.begin(canvas, start=3)
-    with pytest.raises(ValueError, match="expected 1 seeds, got 2"):
-        recorder.begin(canvas, start=1, seeds=[1, 2])
-    with pytest.raises(ValueError, match=r"a prompt .* holds the mask id"):
-        recorder.begin(canvas, start=2)
-    recorder.begin(canvas, start=1)
-    with pytest.raises(ValueError, match=r"expected the whole canvas \(1, 3\)"):
-        recorder.step(canvas[:, 1:])
-    plain = TraceRecorder(mask_id=MASK, vocab_size=VOCAB)
-    plain.begin(canvas, start=1)
-    plain.step(torch.tensor([[8, 5, MASK]]))
-    with pytest.raises(ValueError, match="the loop changed a prompt"):
-        plain.end(["a"])
+    for message, misuse in {
+        "expected the whole canvas a call of begin": lambda r: r.step(canvas),
+        r"expected ids of shape \(B, L\)": lambda r: r.begin(canvas, start=3),
+        "no mask id .* before start": lambda r: r.begin(canvas, start=2),
+        r"expected the whole canvas \(1, 3\)": lambda r: (
+            r.begin(canvas, start=1),
+            r.step(canvas[:, 1:]),
+        ),
+        "the loop changed a prompt": lambda r: (
+            r.begin(canvas, start=1),
+            r.step(canvas + 1),
+            r.end(["a"]),
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            misuse(TraceRecorder(mask_id=MASK, vocab_size=VOCAB))
 
 
 def test_the_example_of_the_documentation_runs(
@@ -298,4 +297,4 @@ def test_the_example_of_the_documentation_runs(
     assert "it writes from left to right in plain Python" in text
     assert traj(["verify", "runs/mine"]) == 0
     assert traj(["verify", "runs/mine", "--level", "3", "--backbone", "tiny"]) == 2
-    assert "cannot be executed again: it writes from left to right" in capsys.readouterr().err
+    assert ": it writes from left to right" in capsys.readouterr().err

@@ -1,119 +1,149 @@
-"""Replay is the record written out: states and a slow simulation agree at every step."""
-
 from __future__ import annotations
-
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
+from lit_dlm.backbones.hf import HFBackbone
+from lit_dlm.decoding import (
+    BonusPolicy,
+    CacheScheme,
+    ConfidencePolicy,
+    Decoder,
+    DualCache,
+    FixedLayout,
+    GaussSeidelPolicy,
+    JacobiPolicy,
+    LaggedPolicy,
+    MarkerLayout,
+    NoCache,
+    NoQuota,
+    PrefixCache,
+    Region,
+    RegionFill,
+    Sampler,
+    TemplateLayout,
+    prompt_canvas,
+)
+from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
-from lit_dlm.trajectories.replay import states_at
-from tests.trajectories.samples import MASK, VOCAB, from_history, random_history, random_record
+from lit_dlm.trajectories.replay import fill_curves_of, regions_of, states_at
+from lit_dlm.trajectories.verify import free_running, teacher_forced
+from tests.traces import MASK, VOCAB, small_backbone
+from tests.trajectories.samples import from_history, random_history
+
+TEMPLATE = TemplateLayout(
+    [
+        Region(name="R", length=4, marker=[9], tau=0.2, max_fill_frac=0.5),
+        Region(name="A", marker=[10, 11], tau=0.2),
+    ]
+)
+PROMPTS = [[5, 6, 7], [8], [12, 13, 14, 15]]
 
 
-def simulate(record: Trajectory) -> list[list[int]]:
-    """Every canvas by writing one event after another into a list."""
-    canvas = [MASK] * record.num_generated
-    for position in range(record.num_generated):
-        if record.given is not None and record.given[position]:
-            canvas[position] = int(record.tokens[position])
-    canvases = [list(canvas)]
-    for step in range(record.num_steps):
-        writes = [] if record.superseded is None else record.superseded.tolist()
-        for at, position, token in writes:
-            if at == step:
-                canvas[position] = token
-        for position, at in enumerate(record.commit_step.tolist()):
-            if at == step:
-                canvas[position] = int(record.tokens[position])
-        canvases.append(list(canvas))
-    return canvases
+@pytest.fixture(scope="module")
+def backbone() -> HFBackbone:
+    return small_backbone()
 
 
-RECORDS = [
-    {},
-    {"remask": 0.3},
-    {"given": 0.3, "fill": 0.6},
-    {"remask": 0.5, "given": 0.2, "fill": 0.5, "num_generated": 23, "num_steps": 11},
-    {"num_prompt": 0, "num_generated": 1, "num_steps": 1},
-    {"num_steps": 30, "num_generated": 5},
-]
+def decoded(backbone: HFBackbone, decoder: Decoder) -> tuple[list[Trajectory], RegionFill]:
+    capture, fill = TrajectoryCapture(vocab_size=VOCAB), RegionFill()
+    canvas = prompt_canvas(PROMPTS, response_length=11, spec=backbone.spec, seeds=[1, 2, 3])
+    decoder(backbone, canvas, [capture, fill])
+    return capture.trajectories(["a", "b", "c"]), fill
 
 
-@pytest.mark.parametrize("shape", RECORDS)
-def test_every_step_is_what_the_simulation_writes(shape: dict) -> None:
-    record = random_record(np.random.default_rng(7), **shape)
-    canvases = simulate(record)
-    np.testing.assert_array_equal(record.all_states(), canvases)
-    before = canvases[0]
-    for step, after in enumerate(canvases[1:]):
-        assert record.state_at(step + 1).tolist() == after
-        changed = [i for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]
-        assert record.committed_at(step).tolist() == changed
-        before = after
+@pytest.mark.parametrize("cache", [NoCache(), PrefixCache(), DualCache()], ids=["no", "pre", "du"])
+@pytest.mark.parametrize(
+    "policy",
+    [JacobiPolicy(), GaussSeidelPolicy(), LaggedPolicy(), BonusPolicy()],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_lockstep_decodes_are_recorded_replayed_and_executed_again(
+    backbone: HFBackbone, policy, cache: CacheScheme
+):
+    """With markers, a cache and drawn tokens: the record alone brings the same decode."""
+    decoder = Decoder(
+        policy=policy,
+        quota=NoQuota(),
+        sampler=Sampler(temperature=0.7),
+        cache=cache,
+        layout=TEMPLATE,
+    )
+    records, fill = decoded(backbone, decoder)
+    for record, curves in zip(records, fill.curves(), strict=True):
+        assert record.initial().tolist() == [9, *[MASK] * 4, 10, 11, *[MASK] * 4]
+        assert record.tokens[[0, 5, 6]].tolist() == [9, 10, 11]
+        blocks = regions_of(record, decoder.describe())
+        assert blocks is not None
+        assert [(b.name, b.start, b.end) for b in blocks.blocks] == [("R", 1, 5), ("A", 7, 11)]
+        assert fill_curves_of(record, blocks).by_name() == curves.by_name()
+    for verdicts in (
+        teacher_forced(backbone, decoder, records),
+        free_running(backbone, decoder, records),
+    ):
+        assert [verdict.outcome for verdict in verdicts] == ["exact"] * 3
+
+
+def test_a_record_of_another_policy_does_not_pass_for_a_gauss_seidel_decode(backbone: HFBackbone):
+    records, _ = decoded(backbone, Decoder(policy=JacobiPolicy(), quota=NoQuota(), layout=TEMPLATE))
+    other = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=TEMPLATE)
+    assert {v.outcome for v in teacher_forced(backbone, other, records)} == {"failed"}
+
+
+def record(tokens: list[int], commit_step: list[int], num_steps: int) -> Trajectory:
+    commit = np.array(commit_step, dtype=np.int32)
+    return Trajectory(
+        uid="one",
+        prompt_ids=np.array([4]),
+        tokens=np.array(tokens, dtype=np.int32),
+        commit_step=commit,
+        num_steps=num_steps,
+        mask_id=MASK,
+        vocab_size=VOCAB,
+        given=commit < 0,
+    )
+
+
+def test_markers_are_searched_in_what_stood_there_before_the_first_step():
+    """Cell 1 got the marker's token from the model, cell 3 had it from the beginning."""
+    made = record([5, 9, 6, 9, 7, 8], [0, 0, 1, -1, 2, 1], num_steps=3)
+    layout = MarkerLayout([Region(name="A", marker=[9])])
+    blocks = regions_of(made, layout)
+    assert blocks is not None
+    assert [(b.start, b.end) for b in blocks.blocks] == [(4, 6)]
+    curves = fill_curves_of(made, blocks)
+    # A: cells 4 and 5, written in steps 2 and 1. The rest: cells 0, 1 and 2.
+    assert curves.by_name() == {"A": [0, 0, 0.5, 1], "rest": [0, 0.667, 1, 1]}
+    assert curves.lockstep_score() == pytest.approx((1 / 3 + 0.5 + 1) / 3)
 
 
 def test_a_batch_holds_every_record_and_its_last_canvas_once_it_has_ended() -> None:
     rng = np.random.default_rng(11)
+    histories = [
+        random_history(rng, num_generated=12, num_steps=steps, remask=0.3) for steps in (3, 7, 5)
+    ]
     records = [
-        random_record(rng, f"r{i}", num_steps=num_steps, remask=0.3)
-        for i, num_steps in enumerate((3, 7, 5))
+        from_history(history, uid="a", prompt_ids=[1], mask_id=9, vocab_size=50)
+        for history in histories
     ]
     for step in range(8):
         states = states_at(records, step)
-        assert (states.shape, states.dtype) == ((3, 12), torch.int64)
-        for row, record in enumerate(records):
-            expected = simulate(record)[min(step, record.num_steps)]
-            assert states[row].tolist() == expected
+        assert states.dtype == torch.int64
+        for state, history in zip(states, histories, strict=True):
+            assert state.tolist() == history[min(step, len(history) - 1)].tolist()
 
 
-def test_a_hand_written_decode() -> None:
-    """Position 0 gets 5 at step 0 and 6 at step 2; position 1 gets 7 at step 1, is masked again
-    at step 2 and gets 8 at step 3."""
-    history = [[MASK, MASK], [5, MASK], [5, 7], [6, MASK], [6, 8]]
-    record = from_history(history, uid="x", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB)
-    assert record.superseded is not None
-    assert record.superseded.tolist() == [[0, 0, 5], [1, 1, 7], [2, 1, MASK]]
-    positions = record.committed_at(2)
-    assert (positions.tolist(), record.state_at(3)[positions].tolist()) == ([0, 1], [6, MASK])
-    assert [states_at([record], step)[0].tolist() for step in range(5)] == history
+def test_a_decoder_without_a_layout_has_no_regions_and_a_layout_that_does_not_fit_is_named():
+    made = record([5, 6], [0, 1], num_steps=2)
+    assert regions_of(made, Decoder(policy=ConfidencePolicy()).describe()) is None
+    with pytest.raises(ValueError, match="trajectory 'one': layout: the marker"):
+        regions_of(made, MarkerLayout([Region(name="A", marker=[9])]))
 
 
-def test_replay_says_nothing_about_a_match() -> None:
-    """A function of the record alone cannot verify: none of its results claims to."""
-    public = {name for name in dir(Trajectory) if name[0] != "_"}
-    assert not [name for name in public if "match" in name or "exact" in name]
-
-
-def test_batches_of_two_are_two_records_and_not_one() -> None:
-    """Both samples interleaved in one record was a failure of a peer's format."""
-    rng = np.random.default_rng(2)
-    histories = [random_history(rng, num_generated=9, num_steps=6) for _ in range(2)]
-    records = [
-        from_history(h, uid=f"{i}", prompt_ids=[1], mask_id=MASK, vocab_size=VOCAB)
-        for i, h in enumerate(histories)
-    ]
-    for step in range(7):
-        states = states_at(records, step)
-        for row, history in enumerate(histories):
-            np.testing.assert_array_equal(states[row].numpy(), history[step])
-
-
-def test_a_record_with_missing_steps_does_not_replay_as_a_whole_one() -> None:
-    """61 of 64 steps dropped, or all steps shuffled, still "matched" in a peer's replay.
-
-    Here such a record replays to other canvases, and its digest is another one.
-    """
-    rng = np.random.default_rng(4)
-    record = random_record(rng, num_generated=16, num_steps=16)
-    order = rng.permutation(16).astype(np.int32)
-    shuffled = Trajectory(
-        **{
-            **{field.name: getattr(record, field.name) for field in fields(Trajectory)},
-            "commit_step": order[record.commit_step],
-        }
-    )
-    assert (shuffled.all_states() != record.all_states()).any()
-    assert shuffled.digest() != record.digest()
+def test_weights_of_a_layout_can_leave_a_region_out_of_a_loss():
+    """Answer-only updates: the reasoning's tokens weigh nothing."""
+    layout = FixedLayout([Region(name="R", length=2, weight=0.0), Region(name="A")])
+    blocks = regions_of(record([5, 6, 7], [0, 1, 2], num_steps=3), layout)
+    assert blocks is not None
+    assert torch.equal(blocks.weights(), torch.tensor([0.0, 0.0, 1.0]))

@@ -1,8 +1,7 @@
 """Writes records in a thread, so that a decode loop waits neither for zstd nor for the disk.
 
-One thread per process takes records from a queue that is bounded in bytes and runs a
-:class:`TrajectoryShardWriter`. Encoding and hashing release the interpreter lock. Blocks that are
-waiting together share one wait for the disk.
+One thread per process takes records from a queue that is bounded in bytes. Encoding and hashing
+release the interpreter lock. Blocks that are waiting together share one wait for the disk.
 
 Nothing is lost in silence. A full queue makes :meth:`BackgroundWriter.put` wait; an error of the
 thread ends it and is raised by the next ``put``, by ``flush`` and by ``close``; what was written
@@ -43,13 +42,11 @@ class BackgroundWriter:
         self._writer.sync_blocks = False
         # Records to make with their bytes; an event to set when all before it is in finished
         # shards; None at the end. Its bound is in bytes, which queues do not count.
-        self._queue: queue.SimpleQueue[tuple[Make, int] | threading.Event | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.Queue[tuple[Make, int] | threading.Event | None] = queue.Queue()
         self._queue_bytes = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._was_raised = self._is_closed = False
+        self._is_closed = False
         # No daemon: a program that forgets to close ends with its shards finished.
         self._thread = threading.Thread(target=self._run, name="trajectory-writer")
         self._thread.start()
@@ -74,29 +71,26 @@ class BackgroundWriter:
             make: called once, in the thread.
             nbytes: memory that waits with it.
         """
+        begin = time.monotonic()
         with self._changed:
-            begin = time.monotonic()
-            self._check_open()
-            while self._queue_bytes and self._queue_bytes + nbytes > self.max_queue_bytes:
-                self._changed.wait()
-                self._check_open()
-            self.blocked_seconds += time.monotonic() - begin
+            self._wait_until(
+                lambda: not self._queue_bytes or self._queue_bytes + nbytes <= self.max_queue_bytes
+            )
             self._queue_bytes += nbytes
             self._queue.put((make, nbytes))
+        self.blocked_seconds += time.monotonic() - begin
 
     def flush(self) -> None:
         """Waits until everything put so far is synchronised, renamed and has its side file."""
         done = threading.Event()
         self._queue.put(done)
         with self._changed:
-            self._changed.wait_for(
-                lambda: done.is_set() or self._error is not None or not self._thread.is_alive()
-            )
-            if self._error is not None:
-                raise self._error
+            self._wait_until(done.is_set)
 
     def close(self) -> None:
         """Writes what is queued, finishes the shard and joins the thread; a second call is free."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._queue.put(None)
         self._thread.join()
@@ -106,11 +100,13 @@ class BackgroundWriter:
                 self._writer.folder,
                 self.blocked_seconds,
             )
-        if self._error is not None and not self._was_raised:
-            self._was_raised = True
+        if self._error is not None:
             raise self._error
 
-    def _check_open(self) -> None:
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Waits for the thread, and raises what broke it."""
+        while self._error is None and self._thread.is_alive() and not is_done():
+            self._changed.wait(_WAKE_SECONDS)
         if self._error is not None:
             raise self._error
         if self._is_closed:
@@ -127,12 +123,7 @@ class BackgroundWriter:
             try:
                 self._writer.close()
             except BaseException as failure:  # the first error is the one to report
-                logger.error(
-                    "%s: the last shard could not be finished (%s)",
-                    self._writer.folder,
-                    failure,
-                    exc_info=not isinstance(failure, OSError),
-                )
+                logger.error("%s: the last shard is not finished: %s", self._writer.folder, failure)
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -176,8 +167,8 @@ class BackgroundWriter:
                     return group, size, True
                 item = self._queue.get_nowait()
         except queue.Empty:
-            if self._is_closed or threading.main_thread().is_alive():
-                return group, size, True
-            logger.error("%s: the writer was never closed", self._writer.folder)
-            item = None
+            if not threading.main_thread().is_alive() and not self._is_closed:
+                logger.error("%s: the writer was never closed", self._writer.folder)
+                return group, size, None
+            return group, size, True
         return group, size, item

@@ -1,30 +1,35 @@
-"""Names, tar members, side files and atomic writes: everything about files but no policy.
+"""Names, tar members and side files: everything about files of shards but no policy.
 
-A shard is an uncompressed USTAR file of blocks. Owner, mode and times of its members are fixed, so
-equal content gives equal bytes. Beside it lies a JSON file that says what the shard must hold; a
-shard counts as finished once that file exists.
+A shard is an uncompressed USTAR file of blocks, as WebDataset reads it. Owner, mode and times of
+its members are fixed, so equal content gives equal bytes. Beside it lies a JSON file that says what
+the shard must hold; a shard counts as finished once that file exists.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
+import pyarrow as pa
+
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.trajectories.errors import TrajectoryFormatError
 
 SIDE_FORMAT, VERSION = "lit-dlm/trajectory-shard", 2
 MANIFEST_FILE = "manifest.json"
-RUN_MEMBER = "__run__/run.json"
+RUN_KEY = "__run__/run"
+RUN_MEMBER = f"{RUN_KEY}.json"
 """Member that carries the run record; names of this kind are skipped by sample readers."""
 RECORDS, FEATURES = "records.arrow.zst", "features.arrow.zst"
 """Extensions of a block's members."""
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
+
+STRANGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
+"""What JSON of others raises where it is of another shape than expected."""
 
 _NAME = re.compile(r"[a-z0-9_]+(?:-[a-z0-9_]+)*")
 _SHARD = re.compile(
@@ -65,44 +70,60 @@ class ShardName:
         name = ShardName(match["name"], match["split"], int(match["rank"]), int(match["index"]))
         return name, match["tail"] is not None
 
-
-def next_index(folder: Path, name: ShardName) -> int:
-    """The first index that no shard of one name, split and rank uses, finished or not."""
-    names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
-    used = [one.index for one in names if replace(one, index=name.index) == name]
-    return max(used, default=-1) + 1
+    def next_in(self, folder: Path) -> ShardName:
+        """The first one of its series that no shard uses, finished or not."""
+        names = [entry[0] for entry in map(ShardName.parse, folder.iterdir()) if entry]
+        used = [one.index for one in names if replace(one, index=self.index) == self]
+        return replace(self, index=max(used, default=-1) + 1)
 
 
 def tar_member(name: str, data: bytes) -> bytes:
-    """Header, content and padding of one tar member."""
+    """Header, content and padding of one tar member.
+
+    Made here and not by WebDataset's TarWriter, whose stream cannot take back half of a block.
+    """
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = len(data), 0, 0o644
     padding = -len(data) % tarfile.BLOCKSIZE
     return b"".join([info.tobuf(tarfile.USTAR_FORMAT), data, bytes(padding)])
 
 
-def scan_members(file: BinaryIO) -> tuple[list[tuple[str, bytes]], bool]:
-    """Reads the members of a tar file that may end anywhere.
+def archived_blocks(shard: Path) -> tuple[dict[str, dict[str, bytes]], bool]:
+    """What WebDataset finds in a shard that may end anywhere, or be damaged.
 
     Returns:
-        Name and content of each whole member up to the end marker, the first damaged header, or
-        the point where the file is cut; and whether the end marker was reached.
+        Members of the run and of each block by extension, up to the first damaged header or the
+        point where the file is cut; and whether that is all that the file holds.
     """
-    members: list[tuple[str, bytes]] = []
-    end = os.fstat(file.fileno()).st_size
-    while True:
-        header = file.read(tarfile.BLOCKSIZE)
-        if header == bytes(tarfile.BLOCKSIZE):
-            return members, True
+    from webdataset.tariterators import tar_file_iterator  # here: it imports torch
+
+    blocks: dict[str, dict[str, bytes]] = {}
+    size = len(TAR_END)
+    with shard.open("rb") as file:
         try:
-            info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except tarfile.HeaderError:
-            return members, False
-        if not 0 <= info.size <= end - file.tell():  # before memory for so much is taken
-            return members, False
-        data = file.read(info.size)
-        file.seek(-info.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
-        members.append((info.name, data))
+            for member in tar_file_iterator(file, skip_meta=None):
+                size += len(tar_member(member["fname"], member["data"]))
+                key, _, extension = member["fname"].partition(".")
+                blocks.setdefault(key, {})[extension] = member["data"]
+        except (tarfile.TarError, EOFError, ValueError, OSError):
+            return blocks, False
+    return blocks, size == shard.stat().st_size
+
+
+_ENTRY = pa.struct(
+    [
+        *(("key", pa.string()), ("num_records", pa.uint32()), ("crc32", pa.uint32())),
+        *((name, pa.uint64()) for name in ("offset", "size")),
+        *((f"feature_{name}", pa.uint64()) for name in ("offset", "size", "crc32")),
+    ]
+)
+_SIDE = pa.struct(
+    [
+        *((name, pa.string()) for name in ("shard", "sha256", "run_digest")),
+        *((name, pa.int64()) for name in ("bytes", "num_records")),
+        *(("blocks", pa.list_(_ENTRY)), ("uids", pa.list_(pa.string()))),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,53 +152,44 @@ class SideFile:
     blocks: tuple[BlockEntry, ...]
     uids: tuple[str, ...]
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path) -> None:
         """Writes ``{shard}.json`` atomically."""
-        path = folder / f"{self.shard}.json"
         content = {"format": SIDE_FORMAT, "version": VERSION, **asdict(self)}
-        write_atomically(path, json.dumps(content, separators=(",", ":")).encode())
-        return path
+        text = json.dumps(content, separators=(",", ":"))
+        write_atomically(folder / f"{self.shard}.json", text)
 
     @staticmethod
     def read(path: Path) -> SideFile:
         """Reads a side file, whoever wrote it."""
         try:
             content = json.loads(path.read_bytes())
-            kind, version = content.pop("format"), content.pop("version")
-            if (kind, version) == (SIDE_FORMAT, 1):
-                raise TrajectoryFormatError(
-                    f"{path}: a shard of the older format 1, which this version does not read"
+            found = content["format"], content["version"]
+            if found != (SIDE_FORMAT, VERSION):
+                old = "of the older format 1" if found == (SIDE_FORMAT, 1) else f"of {found}"
+                raise ValueError(f"a shard {old}, which this version does not read")
+            # Arrow refuses other types, but cuts fractions off.
+            (row,) = pa.array([content], _SIDE).to_pylist()
+            is_exact = row == {name: content[name] for name in row}
+            blocks = tuple(BlockEntry(**entry) for entry in row.pop("blocks"))
+            side = SideFile(blocks=blocks, uids=tuple(row.pop("uids")), **row)
+            # Places that nobody need trust: a reader takes as much memory as they say.
+            ends = [0, *(entry.offset + entry.size for entry in blocks)]
+            ends += [(entry.feature_offset or 0) + (entry.feature_size or 0) for entry in blocks]
+            counts = {sum(entry.num_records for entry in blocks), side.num_records}
+            counts.add(len(set(side.uids) - {None}))
+            if not is_exact or max(ends) > side.bytes or len(counts) > 1:
+                raise ValueError(
+                    f"its values do not fit: numbers of records {sorted(counts)}, a block up to "
+                    f"byte {max(ends)} of {side.bytes}"
                 )
-            blocks = tuple(BlockEntry(**entry) for entry in content.pop("blocks"))
-            uids = tuple(content.pop("uids"))
-            side = SideFile(blocks=blocks, uids=uids, **content)
-            if (kind, version) != (SIDE_FORMAT, VERSION):
-                raise ValueError(f"expected version {VERSION}, got {version}")
-            side._check()
             return side
-        except TrajectoryFormatError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise TrajectoryFormatError(f"{path}: not a side file of a shard: {error!r}") from error
+        except (pa.ArrowException, *STRANGE) as error:
+            raise TrajectoryFormatError(f"{path}: not a side file of a shard: {error}") from error
 
-    def _check(self) -> None:
-        """Sizes that nobody need trust: a reader takes as much memory as they say."""
-        numbers: list[int | None] = [self.bytes, self.num_records]
-        for entry in self.blocks:
-            numbers += [entry.num_records, entry.offset, entry.size, entry.crc32]
-            features = (entry.feature_offset, entry.feature_size, entry.feature_crc32)
-            numbers += features if features != (None, None, None) else ()
-        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("expected sizes and places that are whole numbers of 63 bits")
-        if any(
-            entry.offset + entry.size > self.bytes
-            or (entry.feature_offset or 0) + (entry.feature_size or 0) > self.bytes
-            for entry in self.blocks
-        ):
-            raise ValueError(f"a block ends behind the {self.bytes} bytes of the shard")
-        texts = [self.shard, self.sha256, self.run_digest, *self.uids]
-        if not all(type(text) is str for text in (*texts, *(entry.key for entry in self.blocks))):
-            raise ValueError("expected names and digests that are texts")
+    def size_problem(self, shard: Path) -> str:
+        """What is wrong with the size of the shard, if something is."""
+        size = shard.stat().st_size if shard.exists() else None
+        return "" if size == self.bytes else f"{shard}: expected {self.bytes} bytes, got {size}"
 
 
 def side_path(shard: Path) -> Path:
@@ -194,15 +206,10 @@ def shard_paths(paths: Sequence[Path]) -> list[Path]:
     """Shards that paths name; a folder stands for all of its shards."""
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = shards_in(path)
-            if not inside:
-                raise ValueError(f"{path}: there are no trajectory shards in this folder")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise ValueError(f"{path}: there is no such shard or folder")
+        shards = [path] if path.is_file() else shards_in(path)
+        if not shards:
+            raise ValueError(f"{path}: there is no such shard or folder with shards")
+        found += shards
     return list(dict.fromkeys(found))
 
 
@@ -213,8 +220,7 @@ def side_files(folder: Path) -> list[SideFile]:
 
 def completed_uids(folder: str | Path) -> set[str]:
     """Uids of all finished shards of a folder; empty when there is no such folder."""
-    folder = Path(folder)
-    return {uid for side in side_files(folder) for uid in side.uids} if folder.is_dir() else set()
+    return {uid for side in side_files(Path(folder)) for uid in side.uids}
 
 
 def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
@@ -231,12 +237,8 @@ def claim_uids(folder: Path, side: SideFile, owners: dict[str, str]) -> None:
 def uid_order(uids: Sequence[str]) -> list[int]:
     """Numbers of records in an order that does not depend on which process wrote them when.
 
-    Args:
-        uids: names ``{task}/{split}/{problem}@{method}`` of the records, in any order.
-
-    Returns:
-        The records sorted by uid within each set of problems and method; these come in the order of
-        their first records, which is that of the run.
+    Records are sorted by uid, ``{task}/{split}/{problem}@{method}``, within each set of problems
+    and method; these come in the order of their first records, which is that of the run.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for number, uid in enumerate(uids):
@@ -247,27 +249,3 @@ def uid_order(uids: Sequence[str]) -> list[int]:
         for (_, method), numbers in groups.items()
         for number in sorted(numbers, key=lambda number: uids[number].removesuffix(method))
     ]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file so that readers see all of it or nothing, and a crash keeps it."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames inside a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

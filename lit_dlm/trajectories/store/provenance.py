@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import lit_dlm
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.trajectories.errors import TrajectoryFormatError
-from lit_dlm.trajectories.store.files import RUN_MEMBER, write_atomically
+from lit_dlm.trajectories.store.files import RUN_MEMBER, STRANGE
 
 RUN_FILE = "run.json"
 SAMPLE_SEED_RULE = "63 bits of sha256('{seed}:{uid}')"
@@ -80,71 +81,63 @@ class RunRecord:
         return hashlib.sha256(self.text().encode()).digest()[:16]
 
     def save(self, folder: str | Path) -> Path:
-        """Writes ``run.json``, or checks the one that is there.
+        """Writes ``run.json``, or checks the one that is there; returns the file of this record.
 
         A folder of a run that differs in what decides the outcome is refused; the keys are named.
-
-        Returns:
-            The file that holds this record: ``run.json``, or ``run-<digest>.json`` when the folder
-            was begun with other software or hardware, or with other methods or tasks beside those
-            that both runs have.
+        The file is ``run-<digest>.json`` when the folder was begun with other software or hardware,
+        or with other methods or tasks beside those that both runs have.
         """
         folder = Path(folder)
         path = folder / RUN_FILE
         if path.exists():
             for former in (path, *sorted(folder.glob("run-*.json"))):
-                stored = _read(former)
-                current = json.loads(self.text())
+                stored = RunRecord.parse(former.read_bytes(), where=former)
+                then, now = stored.as_dict(), json.loads(self.text())
                 differing = [
                     line
                     for group in ESSENTIAL
-                    for line in _differences(stored[group], current[group], group)
+                    for line in _differences(then[group], now[group], group)
                 ]
                 if differing:
                     raise ValueError(
                         f"{former}: the folder holds a run with other settings; use another folder "
                         "or the same settings. " + "; ".join(differing)
                     )
-                if canonical_json(stored) == self.text():
+                if stored.text() == self.text():
                     return former
             path = folder / f"run-{self.digest().hex()[:16]}.json"
-        write_atomically(path, self.text().encode())
+        write_atomically(path, self.text())
         return path
 
     @classmethod
-    def parse(cls, text: str) -> RunRecord:
-        """Reads a record from its text."""
-        stored = _checked(text.encode(), "run record")
-        groups = (*ESSENTIAL, "software", "hardware", "parent")
-        return cls(**{name: stored[name] for name in groups})
+    def parse(cls, text: str | bytes, *, where: object = "run record") -> RunRecord:
+        """Reads a record from its text, whoever wrote it."""
+        try:
+            stored = json.loads(text)
+            groups = {name: dict(stored[name]) for name in (*ESSENTIAL, "software", "hardware")}
+            return cls(**groups, parent=stored.get("parent"))
+        except STRANGE as error:
+            raise TrajectoryFormatError(f"{where}: not a run record: {error!r}") from error
 
 
 def canonical_json(value: Any) -> str:
     """The one text of a JSON value: sorted keys, no white space, UTF-8."""
-    try:
-        return json.dumps(
-            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"canonical JSON: {error}") from error
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
 
 
 def run_of_shard(shard: Path) -> tuple[RunRecord, str]:
     """The run record inside a shard, its first member, and its digest (hexadecimal)."""
-    with shard.open("rb") as file:
-        try:
-            info = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "replace")
-        except tarfile.HeaderError as error:
-            raise TrajectoryFormatError(f"{shard}: not a tar file: {error}") from error
-        if info.name != RUN_MEMBER:
-            raise TrajectoryFormatError(
-                f"{shard}: expected the member {RUN_MEMBER} first, got {info.name!r}"
-            )
-        text = file.read(info.size)
     try:
-        return RunRecord.parse(text.decode()), hashlib.sha256(text).digest()[:16].hex()
-    except ValueError as error:
-        raise TrajectoryFormatError(f"{shard}: {RUN_MEMBER}: {error}") from error
+        with tarfile.open(shard, "r:") as archive:
+            first = archive.next()
+            file = archive.extractfile(first) if first and first.name == RUN_MEMBER else None
+            text = b"" if file is None else file.read()
+    except tarfile.TarError as error:
+        raise TrajectoryFormatError(f"{shard}: not a tar file: {error}") from error
+    run = RunRecord.parse(text, where=f"{shard}: {RUN_MEMBER}")
+    return run, hashlib.sha256(text).digest()[:16].hex()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -215,26 +208,6 @@ def _driver() -> str | None:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except OSError:
         return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return _checked(path.read_bytes(), str(path))
-
-
-def _checked(data: bytes, path: str) -> dict[str, Any]:
-    try:
-        stored = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise TrajectoryFormatError(f"{path}: not JSON: {error}") from error
-    missing = [
-        name
-        for name in (*ESSENTIAL, "software", "hardware")
-        if not isinstance(stored, dict) or not isinstance(stored.get(name), dict)
-    ]
-    if missing:
-        raise TrajectoryFormatError(f"{path}: not a run record, it lacks {missing}")
-    stored.setdefault("parent", None)
-    return dict(stored)
 
 
 def _differences(stored: Any, current: Any, key: str) -> Iterator[str]:

@@ -47,7 +47,19 @@ class TrajectoryShardReader:
         self.on_error = on_error
         self.features = features
         self.strict = strict
-        self._sides = self._load_sides(shards)
+        self._sides: dict[Path, SideFile] = {}
+        owners: dict[Path, dict[str, str]] = {}
+        for path in _named_shards(shards):
+            try:
+                side = _side_of(path)
+                claim_uids(path.parent, side, owners.setdefault(path.parent, {}))
+                self._sides[path] = side
+            except TrajectoryFormatError as error:
+                self._damage(error)
+        if not self._sides:
+            raise TrajectoryFormatError(
+                f"{shards}: there is no such folder of shards, or no trajectory shards are in it"
+            )
         self._starts = {
             path: list(accumulate((entry.num_records for entry in side.blocks), initial=0))
             for path, side in self._sides.items()
@@ -79,44 +91,23 @@ class TrajectoryShardReader:
 
     def __iter__(self) -> Iterator[Trajectory]:
         """All records, shard by shard."""
-        for path, side in self._sides.items():
-            size = path.stat().st_size
-            if size != side.bytes:
-                self._damage(
-                    TrajectoryFormatError(f"{path}: expected {side.bytes} bytes, got {size}")
-                )
-            for index in range(len(side.blocks)):
-                try:
-                    records = self.read_block(path, index)
-                except TrajectoryFormatError as error:
-                    self._damage(error)
-                    continue
-                yield from records
+        for path, index in self.blocks:
+            if index == 0 and (problem := self._sides[path].size_problem(path)):
+                self._damage(TrajectoryFormatError(problem))
+            try:
+                records = self.read_block(path, index)
+            except TrajectoryFormatError as error:
+                self._damage(error)
+                continue
+            yield from records
 
     def read_block(self, shard: str | Path, index: int) -> list[Trajectory]:
         """The records of one block of a shard of this set."""
-        path = Path(shard)
-        entry = self._sides[path].blocks[index]
-        with path.open("rb") as file:
-            try:
-                block, records = self._records(file, path, index)
-                if not self.features or block.features is None:
-                    return records
-                if entry.feature_offset is None:
-                    raise TrajectoryFormatError("its features member is missing")
-                data = _bytes(file, entry.feature_offset, entry.feature_size, entry.feature_crc32)
-                return attach_features(block, records, data)
-            except TrajectoryFormatError as error:
-                raise self._located(path, index, error) from error
+        return self._read(Path(shard), index, features=self.features)[1]
 
     def outline(self, shard: str | Path, index: int) -> tuple[Block, list[Trajectory]]:
         """A block without its features, which can be 30 MB beside 20 kB of records."""
-        path = Path(shard)
-        with path.open("rb") as file:
-            try:
-                return self._records(file, path, index)
-            except TrajectoryFormatError as error:
-                raise self._located(path, index, error) from error
+        return self._read(Path(shard), index, features=False)
 
     def find(self, uids: Collection[str]) -> Iterator[Trajectory]:
         """The records of some names, in the order of the set; only blocks with one are read."""
@@ -125,70 +116,54 @@ class TrajectoryShardReader:
             if any(uid in uids for uid in self._sides[path].uids[first:end]):
                 yield from (one for one in self.read_block(path, index) if one.uid in uids)
 
-    # -- internals -----------------------------------------------------------------------------
-
-    def _load_sides(self, shards: str | Path | Sequence[str | Path]) -> dict[Path, SideFile]:
-        if isinstance(shards, (str, Path)):
-            folder = Path(shards)
-            if not folder.is_dir():
-                raise TrajectoryFormatError(f"{folder}: there is no such folder of shards")
-            named = {path.with_suffix("") for path in folder.glob("*.tar.json")}
-            paths = sorted(named.union(shards_in(folder)))
-        else:
-            paths = [Path(path) for path in shards]
-        sides: dict[Path, SideFile] = {}
-        owners: dict[Path, dict[str, str]] = {}
-        for path in paths:
-            try:
-                side = self._load_side(path)
-                claim_uids(path.parent, side, owners.setdefault(path.parent, {}))
-                sides[path] = side
-            except TrajectoryFormatError as error:
-                self._damage(error)
-        if not sides:
-            raise TrajectoryFormatError(f"{shards}: there are no trajectory shards")
-        return sides
-
-    @staticmethod
-    def _load_side(path: Path) -> SideFile:
-        if not side_path(path).exists():
-            raise TrajectoryFormatError(
-                f"{path}: its side file is missing; recover the folder first"
-            )
-        side = SideFile.read(side_path(path))
-        if not path.exists():
-            raise TrajectoryFormatError(f"{path}: the shard of this side file is missing")
-        if len(set(side.uids)) != sum(entry.num_records for entry in side.blocks):
-            raise TrajectoryFormatError(f"{side_path(path)}: its uids and block counts do not fit")
-        return side
-
     def _damage(self, error: TrajectoryFormatError) -> None:
         if self.on_error == "raise":
             raise error
         logger.warning("skipped: %s", error)
 
-    def _located(self, path: Path, index: int, error: Exception) -> TrajectoryFormatError:
-        entry = self._sides[path].blocks[index]
-        return TrajectoryFormatError(f"{path}: block {entry.key!r} at byte {entry.offset}: {error}")
-
-    def _records(self, file: BinaryIO, path: Path, index: int) -> tuple[Block, list[Trajectory]]:
+    def _read(self, path: Path, index: int, *, features: bool) -> tuple[Block, list[Trajectory]]:
         side = self._sides[path]
         entry = side.blocks[index]
-        block = read_block(_bytes(file, entry.offset, entry.size, entry.crc32))
-        records = records_of(block, strict=self.strict)
-        first, end = self._starts[path][index : index + 2]
-        if tuple(record.uid for record in records) != side.uids[first:end]:
-            raise TrajectoryFormatError("its records are not those that the side file names")
-        if block.run_digest.hex() != side.run_digest:
-            raise TrajectoryFormatError(f"it names another run, {block.run_digest.hex()}")
-        return block, records
+        try:
+            with path.open("rb") as file:
+                data = _bytes(file, entry.offset, entry.size, entry.crc32)
+                block = read_block(data)
+                records = records_of(block, strict=self.strict)
+                first, end = self._starts[path][index : index + 2]
+                found = tuple(record.uid for record in records), block.run_digest.hex()
+                if found != (side.uids[first:end], side.run_digest):
+                    raise TrajectoryFormatError("its records or run are not those of the side file")
+                if features and block.features is not None:
+                    place = entry.feature_offset, entry.feature_size, entry.feature_crc32
+                    records = attach_features(block, records, _bytes(file, *place))
+                return block, records
+        except TrajectoryFormatError as error:
+            where = f"{path}: block {entry.key!r} at byte {entry.offset}"
+            raise TrajectoryFormatError(f"{where}: {error}") from error
 
 
-def _bytes(file: BinaryIO, offset: int, size: int | None, crc32: int | None) -> bytes:
-    file.seek(offset)
+def _named_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(shards, (str, Path)):
+        return [Path(path) for path in shards]
+    folder = Path(shards)
+    # A shard that is gone has left its side file.
+    return sorted({p.with_suffix("") for p in folder.glob("*.tar.json")}.union(shards_in(folder)))
+
+
+def _side_of(shard: Path) -> SideFile:
+    for path in (shard, side_path(shard)):
+        if not path.exists():
+            raise TrajectoryFormatError(
+                f"{path}: is missing; a shard needs its side file, recover the folder first"
+            )
+    return SideFile.read(side_path(shard))
+
+
+def _bytes(file: BinaryIO, offset: int | None, size: int | None, crc32: int | None) -> bytes:
+    file.seek(offset or 0)
     # Not what the side file says, which memory would be taken for.
-    left = os.fstat(file.fileno()).st_size - offset
+    left = os.fstat(file.fileno()).st_size - (offset or 0)
     data = file.read(max(min(size or 0, left), 0))
-    if zlib.crc32(data) != crc32:
-        raise TrajectoryFormatError("its checksum does not match")
+    if crc32 is None or zlib.crc32(data) != crc32:
+        raise TrajectoryFormatError("its checksum does not match, or a member is missing")
     return data

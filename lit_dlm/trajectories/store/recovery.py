@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from lit_dlm.ops.files import write_atomically
 from lit_dlm.trajectories.errors import TrajectoryFormatError
 from lit_dlm.trajectories.features import attach_features
 from lit_dlm.trajectories.format import read_block, records_of
@@ -17,17 +18,16 @@ from lit_dlm.trajectories.store.files import (
     FEATURES,
     MANIFEST_FILE,
     RECORDS,
-    RUN_MEMBER,
+    RUN_KEY,
     VERSION,
     ShardName,
+    SideFile,
+    archived_blocks,
     claim_uids,
     completed_uids,
-    next_index,
-    scan_members,
     shards_in,
     side_files,
     side_path,
-    write_atomically,
 )
 from lit_dlm.trajectories.store.writer import OPEN_FILES, ShardFile, encoded, lives, lock
 
@@ -47,7 +47,7 @@ class Recovered:
 
 
 def recover(folder: str | Path) -> list[Recovered]:
-    """Saves the whole blocks of unfinished shards whose process is dead.
+    """Saves the whole blocks of unfinished shards whose process is dead; one entry per file.
 
     Each such file is read as far as it goes; blocks that pass every check go into a new shard of
     the same series, records that a finished shard already holds are left out, and the file is
@@ -56,9 +56,6 @@ def recover(folder: str | Path) -> list[Recovered]:
     as two processes in one folder left them, the second ones are taken out. Run it before a folder
     is resumed, by one process, while no other starts to write there; running it again changes
     nothing.
-
-    Returns:
-        One entry per orphan; none for a folder that does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -66,23 +63,14 @@ def recover(folder: str | Path) -> list[Recovered]:
     done = completed_uids(folder)
     reports = []
     for path in sorted(folder.iterdir()):
+        if ".json.tmp-" in path.name and not _owner_lives(path):
+            path.unlink(missing_ok=True)  # a side file or manifest that was being written
         parsed = ShardName.parse(path)
         if parsed is None or path in OPEN_FILES:
-            if ".json.tmp-" in path.name and not _process_lives(path):
-                path.unlink(missing_ok=True)  # a side file or manifest that was being written
             continue
         name, is_unfinished = parsed
-        if not is_unfinished and side_path(path).exists():
-            continue
-        report = _recover_file(folder, path, name, done, is_unfinished=is_unfinished)
-        if report is not None:
-            logger.warning(
-                "%s: recovered %d records, dropped %d blocks",
-                path,
-                report.num_records,
-                report.num_dropped_blocks,
-            )
-            reports.append(report)
+        if is_unfinished or not side_path(path).exists():
+            reports += _recover_file(path, name, done, is_unfinished=is_unfinished)
     return reports + _without_doubles(folder)
 
 
@@ -91,25 +79,21 @@ def _without_doubles(folder: Path) -> list[Recovered]:
     seen: set[str] = set()
     reports = []
     for side in side_files(folder):
-        if seen.isdisjoint(side.uids):
-            seen.update(side.uids)
-            continue
         path = folder / side.shard
         parsed = ShardName.parse(path)
-        if parsed is None or not path.exists():
-            continue
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        # Should the process die now, the shard without side file is recovered in the same way.
-        side_path(path).unlink()
-        report = _recover_file(folder, path, parsed[0], seen, is_unfinished=False)
-        if report is not None:
-            logger.warning(
-                "%s: held %d records that other shards hold, too; they are out",
-                path,
-                side.num_records - report.num_records,
-            )
-            reports.append(report)
+        if seen.isdisjoint(side.uids):
+            seen.update(side.uids)
+        elif parsed is not None and path.exists():
+            # Should the process die now, the shard without side file is recovered in the same way.
+            _forget(folder, side)
+            reports += _recover_file(path, parsed[0], seen, is_unfinished=False)
     return reports
+
+
+def _forget(folder: Path, side: SideFile) -> None:
+    """Takes a shard out of what the folder holds; the shard itself stays."""
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    side_path(folder / side.shard).unlink()
 
 
 def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
@@ -128,9 +112,7 @@ def drop_shards(folder: str | Path, is_stale: Callable[[str], bool]) -> int:
                 f"be kept, got {len(kept)} to keep ({kept[0]!r}) of {side.num_records}"
             )
     for side in stale:
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        # In this order: should the process die in between, a shard alone is recovered.
-        side_path(folder / side.shard).unlink()
+        _forget(folder, side)
         (folder / side.shard).unlink()
     return sum(side.num_records for side in stale)
 
@@ -139,18 +121,13 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
     """Merges all side files of a folder into ``manifest.json``; can be repeated at any time."""
     folder = Path(folder)
     sides = side_files(folder)
-    named = {side.shard for side in sides}
-    alone = [path.name for path in shards_in(folder) if path.name not in named]
-    if alone:
-        raise TrajectoryFormatError(
-            f"{folder}: shards without side file: {alone}; recover the folder first"
-        )
+    alone = {path.name for path in shards_in(folder)}.difference(side.shard for side in sides)
+    problems = [f"{folder / name}: a shard without side file, recover it" for name in sorted(alone)]
+    problems += [problem for side in sides if (problem := side.size_problem(folder / side.shard))]
+    if problems:
+        raise TrajectoryFormatError("; ".join(problems))
     owners: dict[str, str] = {}
     for side in sides:
-        path = folder / side.shard
-        size = path.stat().st_size if path.exists() else None
-        if size != side.bytes:
-            raise TrajectoryFormatError(f"{path}: expected {side.bytes} bytes, got {size}")
         claim_uids(folder, side, owners)
     manifest = {
         "format": MANIFEST_FORMAT,
@@ -164,89 +141,67 @@ def merge_manifest(folder: str | Path) -> dict[str, Any]:
             for side in sides
         ],
     }
-    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
     return manifest
 
 
-@dataclass
-class _Salvage:
-    """What a file that may end anywhere still holds."""
-
-    run_text: str | None
-    run_digest: bytes
-    blocks: list[tuple[list[Trajectory], bytes, bytes | None]]
-    num_dropped: int
-    is_whole: bool
-
-
-def _process_lives(path: Path) -> bool:
+def _owner_lives(path: Path) -> bool:
     """Whether this machine runs the process whose id ends the name ``{file}.tmp-{pid}``."""
     pid = path.name.rpartition("-")[2]
-    return pid.isdecimal() and lives(int(pid))
+    return ".tmp-" in path.name and pid.isdecimal() and lives(int(pid))
 
 
 def _recover_file(
-    folder: Path, path: Path, name: ShardName, done: set[str], *, is_unfinished: bool
-) -> Recovered | None:
+    path: Path, name: ShardName, done: set[str], *, is_unfinished: bool
+) -> list[Recovered]:
+    """Moves what is whole and new into a shard of its own; nothing where the file is in use."""
     try:
         file = path.open("r+b")  # a lock needs a file open for writing
     except FileNotFoundError:
-        return None
+        return []
+    # Closing any handle of the file gives up the lock, so all reading comes after.
     with file:
-        was_free = lock(file.fileno())
-        if was_free is None:  # no locks here: the id in the name tells
-            was_free = ".tmp-" not in path.name or not _process_lives(path)
-        if not was_free:
-            return None
-        found = _salvage(path, file)
-    shard, saved = None, 0
-    if found.run_text is not None:
-        target = ShardFile(
-            folder,
-            replace(name, index=next_index(folder, name)),
-            run_text=found.run_text,
-            run_digest=found.run_digest,
-        )
-        for records, block, features in found.blocks:
-            new = [record for record in records if record.uid not in done]
-            if new:
-                if len(new) < len(records):
-                    block, features = encoded(new, run_digest=found.run_digest)
-                target.append(new, block, features)
-                done.update(record.uid for record in new)
-                saved += len(new)
-        shard = target.finish()
-    if is_unfinished or found.is_whole:
+        is_free = lock(file.fileno())
+    if is_free is None:  # no locks here: the id in the name tells
+        is_free = not _owner_lives(path)
+    if not is_free:
+        return []
+    members, is_whole = archived_blocks(path)
+    run_text = members.pop(RUN_KEY, {}).get("json", b"").decode(errors="replace")
+    target: ShardFile | None = None
+    saved = dropped = 0
+    for key, parts in members.items():
+        try:
+            records, run_digest = _whole_block(parts)
+        except (TrajectoryFormatError, KeyError) as error:
+            logger.warning("%s: block %s is dropped: %s", path, key, error)
+            dropped += 1
+            continue
+        new = [record for record in records if record.uid not in done]
+        if not new:
+            continue
+        if target is None:
+            free = name.next_in(path.parent)
+            target = ShardFile(path.parent, free, run_text=run_text, run_digest=run_digest)
+        block, features = parts[RECORDS], parts.get(FEATURES)
+        if len(new) < len(records):
+            block, features = encoded(new, run_digest=run_digest)
+        target.append(new, block, features)
+        done.update(record.uid for record in new)
+        saved += len(new)
+    shard = None if target is None else target.finish()
+    if is_unfinished or (is_whole and not dropped):
         path.unlink()
     else:
         path.rename(path.with_name(path.name + ".damaged"))
-    return Recovered(path, shard, saved, found.num_dropped)
+    logger.warning("%s: recovered %d records, dropped %d blocks", path, saved, dropped)
+    return [Recovered(path, shard, saved, dropped)]
 
 
-def _salvage(path: Path, file: BinaryIO) -> _Salvage:
-    """Reads whole blocks until the file ends or makes no sense."""
-    run_text: str | None = None
-    members: dict[str, dict[str, bytes]] = {}
-    found, reached_end = scan_members(file)
-    for name, data in found:
-        if name == RUN_MEMBER:
-            run_text = data.decode(errors="replace")
-        else:
-            key, _, extension = name.partition(".")
-            members.setdefault(key, {})[extension] = data
-    salvage = _Salvage(run_text, b"\0" * 16, [], 0, reached_end)
-    for key, parts in members.items():
-        try:
-            data, features = parts[RECORDS], parts.get(FEATURES)
-            block = read_block(data)
-            records = records_of(block)
-            if block.features is not None:
-                records = attach_features(block, records, parts[FEATURES])
-        except (TrajectoryFormatError, KeyError) as error:
-            logger.warning("%s: block %s is dropped: %s", path, key, error)
-            salvage.num_dropped += 1
-            salvage.is_whole = False
-            continue
-        salvage.run_digest = block.run_digest
-        salvage.blocks.append((records, data, features))
-    return salvage
+def _whole_block(parts: dict[str, bytes]) -> tuple[list[Trajectory], bytes]:
+    """The records of a block by its members, every rule checked, and the digest of its run."""
+    block = read_block(parts[RECORDS])
+    records = records_of(block)
+    if block.features is not None:
+        records = attach_features(block, records, parts[FEATURES])
+    return records, block.run_digest

@@ -1,12 +1,8 @@
 """Writes records to shards so that a crash loses at most the open block.
 
-This is the synchronous part: the caller waits for encoding and disk. Decode loops use
-:class:`lit_dlm.trajectories.store.background.BackgroundWriter`, which runs it in a thread.
-
 A block is encoded when it is full, when its first record waits too long, and on ``flush``; it is
 then written and synchronised with the disk. The shard grows under ``{shard}.tmp-{pid}`` and gets
-its final name, then its side file, when it is closed. Whatever a dead process left behind is kept
-by :func:`lit_dlm.trajectories.store.recovery.recover`.
+its final name, then its side file, when it is closed.
 """
 
 from __future__ import annotations
@@ -14,15 +10,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import tarfile
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from lit_dlm.ops.files import sync_folder
+from lit_dlm.ops.options import at_least, within
 from lit_dlm.trajectories.features import encode_features
 from lit_dlm.trajectories.format import encode_block, meta_text
 from lit_dlm.trajectories.record import Trajectory
@@ -35,13 +31,9 @@ from lit_dlm.trajectories.store.files import (
     ShardName,
     SideFile,
     completed_uids,
-    next_index,
-    sync_folder,
     tar_member,
 )
 from lit_dlm.trajectories.store.provenance import RunRecord
-
-logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 256 * 2**20
 """A shard is closed at this size."""
@@ -89,45 +81,33 @@ class ShardFile:
         *,
         sync: bool = True,
     ) -> None:
-        """Writes one block and waits until it is on disk.
+        """Writes one encoded block, and that of its features, and waits until they are on disk.
 
-        Args:
-            records: the records of the block.
-            block: the encoded block.
-            features: their encoded features, if there are some.
-            sync: ``False`` only hands the bytes to the operating system: they survive the death
-                of this process, and :meth:`sync` makes them survive that of the machine.
-
-        After an ``OSError`` the file is as it was before the call.
+        Without ``sync`` the bytes are only handed to the operating system: they survive the death
+        of this process, and :meth:`sync` makes them survive that of the machine. After an
+        ``OSError`` the file is as it was before the call.
         """
         key = self.name.key(len(self._blocks))
         first = tar_member(f"{key}.{RECORDS}", block)
         second = b"" if features is None else tar_member(f"{key}.{FEATURES}", features)
         offset = self.size + tarfile.BLOCKSIZE
         self._append(first + second, sync=sync)
-        entry = BlockEntry(
-            key=key,
-            num_records=len(records),
-            offset=offset,
-            size=len(block),
-            crc32=zlib.crc32(block),
-        )
-        if features is not None:
-            entry = replace(
-                entry,
-                feature_offset=offset + len(first),
-                feature_size=len(features),
-                feature_crc32=zlib.crc32(features),
+        self._blocks.append(
+            BlockEntry(
+                key=key,
+                num_records=len(records),
+                offset=offset,
+                size=len(block),
+                crc32=zlib.crc32(block),
+                feature_offset=None if features is None else offset + len(first),
+                feature_size=None if features is None else len(features),
+                feature_crc32=None if features is None else zlib.crc32(features),
             )
-        self._blocks.append(entry)
+        )
         self._uids += [record.uid for record in records]
 
-    def finish(self) -> Path | None:
-        """Gives the shard its final name and its side file; one without a record goes."""
-        if not self._blocks:
-            self.abandon()
-            self.path.unlink(missing_ok=True)
-            return None
+    def finish(self) -> Path:
+        """Gives the shard, which has a block, its final name and its side file."""
         self._append(TAR_END)
         final = self.folder / str(self.name)
         self.abandon()
@@ -163,12 +143,10 @@ class ShardFile:
             OPEN_FILES.discard(self.path)
 
     def _append(self, data: bytes, *, sync: bool = True) -> None:
-        if self._fd < 0:
-            raise OSError(errno.EBADF, "the shard was given up after an error", str(self.path))
-        if not os.fstat(self._fd).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "was deleted during the run", str(self.path))
         view = memoryview(data)
         try:
+            if not os.fstat(self._fd).st_nlink:  # -1, given up after an error, is no descriptor
+                raise FileNotFoundError(errno.ENOENT, "was deleted during the run")
             while view:
                 view = view[os.write(self._fd, view) :]
             if sync:
@@ -176,8 +154,9 @@ class ShardFile:
             self._is_synced = sync
         except OSError as error:
             # Take back the torn part, so that the shard stays sound and the call can be repeated.
-            os.ftruncate(self._fd, self.size)
-            os.lseek(self._fd, self.size, os.SEEK_SET)
+            if self._fd >= 0:
+                os.ftruncate(self._fd, self.size)
+                os.lseek(self._fd, self.size, os.SEEK_SET)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._sha.update(data)
         self.size += len(data)
@@ -218,13 +197,8 @@ class TrajectoryShardWriter:
             level: zstd level of records.
             max_total_bytes: refuse to go on once this writer has written more.
         """
-        limits = {
-            "records_per_block": (records_per_block, 1, 65_535),
-            "max_shard_records": (max_shard_records, 1, 2**31),
-        }
-        for option, (value, low, high) in limits.items():
-            if not low <= value <= high:
-                raise ValueError(f"{option}: expected {low} to {high}, got {value}")
+        within("[1, 65535]", records_per_block=records_per_block)
+        at_least(1, max_shard_records=max_shard_records)
         self.folder = Path(folder)
         self._name = ShardName(name, split, rank, 0)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -264,8 +238,7 @@ class TrajectoryShardWriter:
 
         One that breaks a rule is an error and is not added.
         """
-        if self._closed:
-            raise ValueError(f"{self.folder}: the writer is closed")
+        assert not self._closed, "the writer is closed"
         record.validate()
         meta_text(record)
         if record.uid in self._uids:
@@ -312,9 +285,11 @@ class TrajectoryShardWriter:
             self._pending, self._pending_bytes = [], 0
             raise
         if self._shard is None:
-            name = replace(self._name, index=next_index(self.folder, self._name))
             self._shard = ShardFile(
-                self.folder, name, run_text=self._run_text, run_digest=self._run_digest
+                self.folder,
+                self._name.next_in(self.folder),
+                run_text=self._run_text,
+                run_digest=self._run_digest,
             )
         before = self._shard.size
         self._shard.append(self._pending, *members, sync=self.sync_blocks)
@@ -349,9 +324,8 @@ class TrajectoryShardWriter:
 
     def _finish(self) -> None:
         if self._shard is not None:
-            path = self._shard.finish()
+            self._shard.finish()
             self._shard = None
-            logger.debug("finished %s", path)
 
 
 def lives(pid: int) -> bool:

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lit_dlm.datamodules.epoch_plan import EpochPlan
 from lit_dlm.trajectories.store import (
     SizeLimitError,
     TrajectoryShardReader,
@@ -24,7 +22,7 @@ from lit_dlm.trajectories.store import (
 )
 from lit_dlm.trajectories.store import writer as writer_module
 from lit_dlm.trajectories.store.background import BackgroundWriter, record_bytes
-from tests.trajectories.samples import assert_same, records_of, shard_writer
+from tests.trajectories.samples import assert_same, in_child, records_of, shard_writer
 
 
 def background(folder: Path, **options) -> BackgroundWriter:
@@ -110,15 +108,6 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it(tmp_path, monkeypatch,
     assert [r.uid for r in TrajectoryShardReader(tmp_path)] == [r.uid for r in records]
 
 
-def test_one_record_larger_than_the_queue_is_accepted_alone(tmp_path):
-    records = records_of(3)
-    with background(tmp_path) as shards:
-        shards.max_queue_bytes = 1
-        for record in records:
-            shards.put(record)
-    assert len(list(TrajectoryShardReader(tmp_path))) == 3
-
-
 def _wait_for_end(shards: BackgroundWriter) -> None:
     deadline = time.monotonic() + 120
     while shards._thread.is_alive() and time.monotonic() < deadline:
@@ -147,28 +136,19 @@ def test_a_broken_record_surfaces_at_put_and_close_and_costs_nobody_else(tmp_pat
     assert completed_uids(tmp_path) == {r.uid for r in (*good[:2], good[3])}
 
 
-def test_a_repeated_uid_and_any_other_error_of_the_thread_surface(tmp_path):
+def test_any_error_of_the_thread_surfaces(tmp_path):
     (record,) = records_of(1)
-    shards = background(tmp_path / "a")
-    shards.put(record)
-    shards.put(record)
-    with pytest.raises(ValueError, match="this uid is already in"):
-        shards.flush()
-    with pytest.raises(ValueError, match="this uid is already in"):
-        shards.close()
-    assert len(list(TrajectoryShardReader(tmp_path / "a"))) == 1
 
     def make():
         raise ZeroDivisionError("no OSError, no ValueError")
 
-    shards = background(tmp_path / "b")
+    shards = background(tmp_path)
     shards.put(record)
     shards.put_batch(make, nbytes=1)
-    with pytest.raises(ZeroDivisionError):
-        shards.flush()
-    with pytest.raises(ZeroDivisionError):
-        shards.close()
-    assert completed_uids(tmp_path / "b") == {record.uid}
+    for call in (shards.flush, shards.close):
+        with pytest.raises(ZeroDivisionError):
+            call()
+    assert completed_uids(tmp_path) == {record.uid}
 
 
 def test_a_full_disk_surfaces_and_leaves_no_torn_final_name(tmp_path):
@@ -195,15 +175,7 @@ def test_a_full_disk_surfaces_and_leaves_no_torn_final_name(tmp_path):
             shards.close()
         assert not list(tmp_path.glob("*.tar"))
 
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(action)
     recover(tmp_path)
     assert completed_uids(tmp_path) == {r.uid for r in records[:8]}
     with background(tmp_path) as shards:
@@ -245,16 +217,6 @@ def test_the_size_limit_is_an_error_and_keeps_what_is_written(tmp_path):
     assert len(completed_uids(tmp_path)) == 2
 
 
-def test_records_do_not_wait_longer_than_asked(tmp_path):
-    """The block is never full; its age alone writes it, without another put."""
-    with background(tmp_path, flush_seconds=0.05) as shards:
-        shards.put(records_of(1)[0])
-        deadline = time.monotonic() + 120
-        while not shards._writer.bytes_written and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert shards._writer.bytes_written > 0
-
-
 @pytest.mark.slow
 def test_a_program_that_forgets_to_close_keeps_its_records(tmp_path):
     code = (
@@ -272,11 +234,9 @@ def test_a_program_that_forgets_to_close_keeps_its_records(tmp_path):
     assert len(list(TrajectoryShardReader(tmp_path))) == 3
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_write_unequal_shares_of_one_set(tmp_path, world_size):
-    """Rank r writes 7 + 9 r records at the same time as the others. A reader sees each record
-    once, and three training processes get equally many batches of them."""
-    counts = [7 + 9 * rank for rank in range(world_size)]
+def test_ranks_write_unequal_shares_of_one_set(tmp_path):
+    """Rank r writes 7 + 9 r records at the same time as the others; a reader sees each once."""
+    counts = [7 + 9 * rank for rank in range(3)]
     starts = np.cumsum([0, *counts]).tolist()
     children = []
     for rank, count in enumerate(counts):
@@ -288,16 +248,9 @@ def test_ranks_write_unequal_shares_of_one_set(tmp_path, world_size):
             os._exit(0)
         children.append(child)
     assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-    total = sum(counts)
-    assert merge_manifest(tmp_path)["num_records"] == total
-    reader = TrajectoryShardReader(tmp_path)
-    assert sorted(record.uid for record in reader) == [f"task/split/{i:04d}" for i in range(total)]
-    sides = [reader.side_file(shard) for shard in reader.shards]
-    sizes = [entry.num_records for side in sides for entry in side.blocks]
-    blocks = np.repeat(np.arange(len(sizes)), sizes)
-    plans = [EpochPlan(blocks, batch_size=2, seed=0, rank=r, world_size=3) for r in range(3)]
-    assert len({len(plan) for plan in plans}) == 1
-    assert len(plans[0]) == total // 6
+    assert merge_manifest(tmp_path)["num_records"] == sum(counts)
+    found = sorted(record.uid for record in TrajectoryShardReader(tmp_path))
+    assert found == [f"task/split/{i:04d}" for i in range(sum(counts))]
 
 
 def test_a_closed_writer_takes_no_records(tmp_path):

@@ -15,12 +15,6 @@ def test_canonical_json_sorts_keys():
     assert json.loads(canonical_json(value)) == value
 
 
-@pytest.mark.parametrize("value", [float("nan"), {"a": object()}, [b"x"]])
-def test_canonical_json_refuses_what_is_not_json(value):
-    with pytest.raises(ValueError, match="canonical JSON"):
-        canonical_json(value)
-
-
 def test_the_digest_is_the_hash_of_the_file(tmp_path):
     run = run_record()
     path = run.save(tmp_path)
@@ -60,13 +54,6 @@ def test_methods_may_be_added_and_left_out_but_not_changed(tmp_path):
         run(a={"k": 1, "j": 0}).save(tmp_path)
 
 
-def test_the_text_of_a_record_is_read_back():
-    run = run_record()
-    assert RunRecord.parse(run.text()).digest() == run.digest()
-    with pytest.raises(ValueError, match="run record: not JSON"):
-        RunRecord.parse("{")
-
-
 def test_other_hardware_is_kept_as_a_second_record(tmp_path):
     first, second = run_record(hardware={"devices": []}), run_record(hardware={"devices": ["x"]})
     assert first.save(tmp_path).name == "run.json"
@@ -77,9 +64,7 @@ def test_other_hardware_is_kept_as_a_second_record(tmp_path):
 
 
 def test_a_damaged_run_file_is_one_clear_error(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json: not JSON"):
-        run_record().save(tmp_path)
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match="lacks"):
-        run_record().save(tmp_path)
+    for text in ("{", "{}", "[]", '{"model": []}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json: not a run record"):
+            run_record().save(tmp_path)

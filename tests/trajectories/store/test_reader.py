@@ -102,10 +102,10 @@ def test_missing_files_are_named(tmp_path):
     write_shards(tmp_path, records_of(8), max_shard_records=4)
     shards = sorted(tmp_path.glob("*.tar"))
     shards[0].unlink()
-    with pytest.raises(TrajectoryFormatError, match=r"000000\.tar: the shard of this side file is"):
+    with pytest.raises(TrajectoryFormatError, match=r"000000\.tar: is missing"):
         TrajectoryShardReader(tmp_path)
     (tmp_path / f"{shards[1].name}.json").unlink()
-    with pytest.raises(TrajectoryFormatError, match="side file is missing; recover"):
+    with pytest.raises(TrajectoryFormatError, match=r"000001\.tar\.json: is missing; .* recover"):
         TrajectoryShardReader(shards[1:])
 
 
@@ -123,19 +123,21 @@ def in_block(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (in_block(size=2**60), "ends behind"),
-        (in_block(size=10**30), "63 bits"),
+        (in_block(size=2**60), "do not fit"),
+        (in_block(size=10**30), "not a side file"),
         (in_block(size="10"), "not a side file"),
-        (in_block(offset=-1), "63 bits"),
-        (in_block(offset=1.5), "63 bits"),
+        (in_block(offset=-1), "not a side file"),
+        (in_block(offset=1.5), "not a side file"),
         (in_block(feature_offset=1), "checksum"),
-        (in_block(key=["x"]), "names and digests that are texts"),
-        (lambda content: content.update(shard=["x"]), "names and digests that are texts"),
-        (lambda content: content.update(sha256=5), "names and digests that are texts"),
-        (lambda content: content.update(version=3), "expected version 2, got 3"),
+        (in_block(key=["x"]), "not a side file"),
+        (lambda content: content.update(shard=["x"]), "not a side file"),
+        (lambda content: content.update(bytes=None), "not a side file"),
+        (lambda content: content.update(num_records=5), "do not fit"),
+        (lambda content: content.update(version=3), r"not a side file.*shard of .*3\)"),
         (lambda content: content["uids"].__setitem__(1, content["uids"][0]), "do not fit"),
-        (lambda content: content["uids"].reverse(), "not those that the side file names"),
-        (lambda content: content.update(run_digest="00"), "it names another run"),
+        (lambda content: content["uids"].__setitem__(1, None), "do not fit"),
+        (lambda content: content["uids"].reverse(), "not those of the side file"),
+        (lambda content: content.update(run_digest="00"), "not those of the side file"),
         (in_block(feature_offset=None, feature_size=None, feature_crc32=None), "is missing"),
         (lambda content: (in_block(size=2**60)(content), content.update(bytes=2**62)), "checksum"),
     ],

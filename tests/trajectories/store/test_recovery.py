@@ -17,7 +17,8 @@ from lit_dlm.trajectories.store import (
     merge_manifest,
     recover,
 )
-from tests.trajectories.samples import assert_same, records_of, shard_writer, write_shards
+from lit_dlm.trajectories.store.writer import OPEN_FILES
+from tests.trajectories.samples import assert_same, in_child, records_of, shard_writer, write_shards
 
 
 def _resume(folder: Path, records, *, pause: float = 0.0, **options) -> None:
@@ -60,12 +61,8 @@ def _crashed_writer(folder: Path, records, **options) -> Path:
         shards = shard_writer(folder, **options)
         for record in records:
             shards.put(record)
-        os._exit(0)
 
-    child = os.fork()
-    if child == 0:
-        action()
-    os.waitpid(child, 0)
+    in_child(action)
     (orphan,) = folder.glob("*.tmp-*")
     return orphan
 
@@ -199,41 +196,12 @@ def test_the_file_of_a_living_writer_is_left_alone(tmp_path):
             shards.put(record)
         assert recover(tmp_path) == []  # our own
 
-        read, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:  # another process: the lock tells
-            from lit_dlm.trajectories.store.writer import OPEN_FILES
+        def another_process() -> None:
+            OPEN_FILES.clear()  # the lock tells
+            assert recover(tmp_path) == []
 
-            OPEN_FILES.clear()
-            os.write(write_end, str(len(recover(tmp_path))).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(read, 9) == b"0"
+        in_child(another_process)
     assert len(list(TrajectoryShardReader(tmp_path))) == 5
-
-
-def test_nothing_to_recover_is_no_error(tmp_path):
-    assert recover(tmp_path / "missing") == []
-    assert recover(tmp_path) == []
-    assert completed_uids(tmp_path / "missing") == set()
-
-
-def test_a_damaged_side_file_is_one_clear_error(tmp_path):
-    write_shards(tmp_path, records_of(2))
-    side = next(tmp_path.glob("*.tar.json"))
-    for text in ("{", "[]", '{"format": "x", "version": 1}', "{}"):
-        side.write_text(text)
-        with pytest.raises(TrajectoryFormatError, match="not a side file"):
-            completed_uids(tmp_path)
-
-
-def test_one_uid_in_two_shards_fails_the_manifest(tmp_path):
-    write_shards(tmp_path / "a", records_of(2))
-    write_shards(tmp_path / "b", records_of(2), rank=1)
-    for path in (tmp_path / "b").glob("*.tar*"):
-        path.rename(tmp_path / "a" / path.name)
-    with pytest.raises(TrajectoryFormatError, match="'task/split/0000' is in both"):
-        merge_manifest(tmp_path / "a")
 
 
 def test_a_doubled_folder_is_refused_by_readers_and_repaired(tmp_path):
@@ -244,8 +212,11 @@ def test_a_doubled_folder_is_refused_by_readers_and_repaired(tmp_path):
     for path in (tmp_path / "b").glob("*.tar*"):
         path.rename(tmp_path / "a" / path.name)
     folder = tmp_path / "a"
-    with pytest.raises(TrajectoryFormatError, match="traj recover"):
-        TrajectoryShardReader(folder)
+    for use in (TrajectoryShardReader, merge_manifest):
+        with pytest.raises(
+            TrajectoryFormatError, match=r"0004' is in both .* `lit-dlm traj recover"
+        ):
+            use(folder)
     (report,) = recover(folder)
     assert (report.num_records, report.num_dropped_blocks) == (4, 0)
     assert recover(folder) == []
