@@ -29,8 +29,8 @@ from lit_dlm.heads.scorer import AcceptanceScorer
 
 def _members(plug: type, *modules: ModuleType) -> tuple[type, ...]:
     """The plugs of some modules that can be built."""
-    found = {value for module in modules for value in vars(module).values()}
-    plugs = [one for one in found if isinstance(one, type) and plug in one.__mro__]
+    found = [value for module in modules for value in vars(module).values()]
+    plugs = {one for one in found if isinstance(one, type) and plug in one.__mro__}
     return tuple(one for one in plugs if not inspect.isabstract(one))
 
 

@@ -102,8 +102,8 @@ def decode_queue(
 
     Args:
         source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
-            more; it is not asked again then. Its rows succeed to ended ones in the order of slots.
-            All canvases have equally long responses.
+            more. Its rows succeed to ended ones in the order of slots; all have equally long
+            responses.
 
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
@@ -188,11 +188,7 @@ def decide(
 ) -> Decision:
     """One step of the loop: window, forward, proposal, selection, gate, cap, stall and end rules.
 
-    Both :func:`decode` and verification by re-execution take their decisions here, so the second
-    repeats the first and not a copy of it.
-
-    Args:
-        session: the cache of the decode, which this step reads and writes; ``None`` without one.
+    Verification by re-execution decides here too, so it repeats the loop and not a copy of it.
     """
     settings = plugs.settings
     view = plugs.window.view(state)

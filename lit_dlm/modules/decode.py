@@ -56,15 +56,7 @@ class PromptBatch:
 
 
 class PromptStream:
-    """Prompts of one task for one decoding method, which all processes decode as they have room.
-
-    Args:
-        examples: the problems, on all processes the same.
-        encode: token ids of one, chat template included.
-        method: name of the decoder to use.
-        response_length: cells to fill.
-        batch_size: prompts decoded together.
-    """
+    """Prompts of one task for one decoding method, which all processes decode as they have room."""
 
     def __init__(
         self,
@@ -82,10 +74,8 @@ class PromptStream:
         self.response_length = response_length
         self.batch_size = batch_size
         self.queue = WorkQueue(len(self.examples), shared=True)
-        self.decoded: Iterator[DecodedBatch] | None = None
-        """Batches of what has ended, made by the module."""
-        self.is_done = False
-        """Whether this process has given out its last batch."""
+        self.decoded: Iterator[DecodedBatch] | None = None  # what has ended, made by the module
+        self.is_done = False  # whether this process has given out its last batch
 
     def __iter__(self) -> Iterator[PromptStream]:
         """Itself, as long as this process has a batch to give."""
@@ -109,16 +99,12 @@ class DecodedBatch:
     completions: list[str]
     """Text of each response, cut at its first end of text where the module does so."""
     num_tokens: list[int]  # Response tokens before the first end of text (the useful ones)
-    captured: CapturedDecode | None = None  # What the records are made of, when the module captures
-    fill: list[FillCurves] | None = None
-    """How the regions were filled, one per example; ``None`` for a decoder without a layout."""
+    captured: CapturedDecode | None = None  # what records are made of, when the module captures
+    fill: list[FillCurves] | None = None  # how regions were filled, with a layout
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
-        """One record per example; none when the module does not capture.
-
-        They are made at first use, so that the thread which needs them has the work.
-        """
+        """One record per example; made at first use, by the thread that needs them."""
         if self.captured is None:
             return []
         return self.captured.trajectories(
@@ -142,17 +128,11 @@ def encoded_turns(
     backbone: Any,
     uid: str,
 ) -> list[int]:
-    """Token ids of a chat up to where the model answers.
+    """Token ids of a chat up to where the model answers; the last turn is the user's.
 
     Args:
-        tokenizer: with its chat template.
-        turns: ``role`` and ``content`` of each; the last one is the user's.
-        pictures: in the order of their places in the contents.
-        backbone: numbers the pictures.
+        pictures: in the order of their places in the contents, numbered by the backbone.
         uid: of the sample, for errors.
-
-    Raises:
-        ValueError: a picture cannot be read, or the model sees none; names the sample.
     """
 
     def render(content: str) -> str:
@@ -196,9 +176,8 @@ class DecodeModule(LightningModule):
         level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
             be replayed), ``signals`` (also the scores of every step), or nothing.
         sweep: more decoding methods: curves over the values of one option.
-        chat_template: what stands around the turns of a prompt, such as ``dllm-rl-trado-thinking``:
-            a shipped name, a file or a Jinja text (:mod:`lit_dlm.tasks.templates`); the tokenizer's
-            own by default.
+        chat_template: what stands around the turns of a prompt: a shipped name such as
+            ``dllm-rl-trado-thinking``, a file or a Jinja text; the tokenizer's own by default.
         cut_at_eos: ends a completion at its first end of text. The TraceLock release (arXiv
             2605.24697) grades all cells instead, special tokens left out.
     """
@@ -245,57 +224,40 @@ class DecodeModule(LightningModule):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Notes the settings of the trained adapters, which their weights alone do not tell."""
         checkpoint[ADAPTERS_KEY] = trained_adapters(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses weights that are not those of this model, such as those of another adapter.
-
-        Raises:
-            ValueError: the checkpoint lacks weights that are trained, has some that the model has
-                no place for, or comes from an adapter of other settings.
-        """
         require_own_checkpoint(self, checkpoint)
         count_anew(self, checkpoint)
 
     def setup(self, stage: str) -> None:
-        """Refuses precisions that would round more than the decoder."""
         check_precision(self.trainer)
 
     def configure_model(self) -> None:
-        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``).
-
-        Outside of ``fit`` a model without anything to train is whole on every process. Weights that
-        wait for their dtype get it now, before a checkpoint is read.
-        """
+        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        # Outside of fit a model without anything to train is whole on every process.
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh
             if "replicate" not in (mesh.mesh_dim_names or ()):
                 mesh = mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
+        # Weights that wait for their dtype get it now, before a checkpoint is read.
         for part in self.modules():
             if isinstance(part, HFBackbone):
                 part.convert()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout, so that a resumed run repeats it."""
-        seed_batch(self, self.seed, batch_idx)
+        seed_batch(self, self.seed, batch_idx)  # of dropout, so that a resumed run repeats it
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients, whatever is trained.
-
-        Raises:
-            NonFiniteError: one is not finite; raised in all processes, before any weight changes.
-        """
-        require_finite_gradients(self)
+        require_finite_gradients(self)  # in all processes, before any weight changes
 
     def on_predict_start(self) -> None:
-        """Gathers sharded weights: processes decode different numbers of steps."""
+        # Sharded weights are gathered: processes decode different numbers of steps.
         self._whole.enter_context(whole_weights(self))
 
     def on_predict_end(self) -> None:
-        """Waits for the other processes, and shards the weights again."""
         done = time.perf_counter()
         self.trainer.strategy.barrier("decoded")
         if self.trainer.world_size > 1:
@@ -344,11 +306,7 @@ class DecodeModule(LightningModule):
     def predict_step(
         self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
-        """Decodes until a batch of responses has ended, and captures them when the module does.
-
-        A response that ends makes room for the next prompt, so others stay begun until the next
-        call.
-        """
+        """Decodes until a batch of responses has ended; others stay begun until the next call."""
         if batch.decoded is None:
             batch.decoded = self._decoded(batch)
         return next(batch.decoded)
@@ -399,14 +357,7 @@ class DecodeModule(LightningModule):
             )
 
     def prompt_ids(self, example: PromptExample) -> list[int]:
-        """Token ids of one prompt: a user turn through the chat template, and the answer's start.
-
-        Args:
-            example: the problem. Its pictures are numbered, as records hold them.
-
-        Raises:
-            ValueError: a picture cannot be read, or the model sees none; names the example.
-        """
+        """A user turn through the chat template, and the answer's start; pictures are numbered."""
         tokenizer = self.tokenizer
         turns = [*example.history, {"role": "user", "content": example.text}]
         ids = encoded_turns(
@@ -417,15 +368,7 @@ class DecodeModule(LightningModule):
         return ids
 
     def placed(self, example: PromptExample, ids: list[int]) -> list[int]:
-        """A prompt for decoding: its pictures are given a place until the decode has ended.
-
-        Args:
-            example: the problem.
-            ids: its :meth:`prompt_ids`.
-
-        Raises:
-            ValueError: a picture cannot be read; names the example.
-        """
+        """A prompt for decoding: its pictures are given a place until the decode has ended."""
         if not example.images:
             return ids
         try:
@@ -434,11 +377,7 @@ class DecodeModule(LightningModule):
             raise ValueError(f"{example.uid}: {error}") from error
 
     def encode(self, example: PromptExample) -> list[int]:
-        """A prompt for decoding.
-
-        Args:
-            example: the problem.
-        """
+        """A prompt for decoding."""
         return self.placed(example, self.prompt_ids(example))
 
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:

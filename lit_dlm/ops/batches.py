@@ -38,10 +38,8 @@ class TensorBatch:
 def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:
     """Numbers of the rows of each batch: rows of similar length together, as many as fit.
 
-    Args:
-        sizes: ``(N, 2)`` tokens of the two parts of each row, prompt and response: a batch pads
-            each part to its longest one, so ``n`` rows take ``n`` times the sum of these.
-        max_tokens: padding included. A longer row is a batch of its own.
+    ``sizes`` ``(N, 2)`` are tokens of prompt and response. A batch pads each part to its longest
+    one, so ``n`` rows take ``n`` times the sum of these; a longer row is a batch of its own.
     """
     totals = sizes.sum(1)
     most = max(1, max_tokens // max(1, int(totals.min(initial=max_tokens))))
@@ -65,11 +63,7 @@ def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[n
 
 
 def split_batches(batches: Sequence[NDArray[np.int64]], count: int) -> list[NDArray[np.int64]]:
-    """Cuts the batches with the most rows in two until there are so many.
-
-    Returns:
-        ``count`` batches, or fewer where each has one row left; more where more were given.
-    """
+    """Cuts the batches with the most rows in two until there are ``count``, or each has one row."""
     found = list(batches)
     while len(found) < count:
         largest = max(range(len(found)), key=lambda number: len(found[number]))

@@ -24,13 +24,9 @@ _BETAS = (0.9, 0.95)  # of AdamW
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Maps matrices with singular vectors ``U, V`` to about ``U V^T``.
+    """Maps ``(N, R, C)`` matrices with singular vectors ``U, V`` to about ``U V^T``.
 
-    Args:
-        matrices: ``(N, R, C)`` float.
-
-    Returns:
-        ``(N, R, C)``; singular values that are not tiny end between about 0.7 and 1.2.
+    Singular values that are not tiny end between about 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]

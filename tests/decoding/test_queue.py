@@ -33,7 +33,8 @@ from lit_dlm.decoding import (
     caches,
     prompt_canvas,
 )
-from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.reference import slow_varlen_attn
 
@@ -78,17 +79,17 @@ CASES = {
 
 def _decoded(backbone, decoder, num_slots: int, observers=()) -> dict[int, tuple]:
     found = {}
-    rows = decode_queued_prompts(
+    for rows in decode_stream(
         backbone,
         decoder,
         WorkQueue(len(PROMPTS)),
-        lambda number: (PROMPTS[number], 100 + number),
+        lambda number: DecodePrompt(str(number), PROMPTS[number], 100 + number),
         response_length=RESPONSE,
-        num_slots=num_slots,
+        batch_size=num_slots,
         observers=observers,
-    )
-    for numbers, result in rows:
-        for row, number in enumerate(numbers):
+    ):
+        result = rows.result
+        for row, number in enumerate(rows.numbers):
             assert number not in found
             found[number] = (
                 result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
@@ -157,18 +158,18 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
 
     def decoded(num_slots: int) -> dict[int, list[int]]:
         tokens.clear()
-        rows = decode_queued_prompts(
+        rows = decode_stream(
             backbone,
             Decoder(**plugs),
             WorkQueue(16),
-            lambda number: (prompts[number // 4], number),
+            lambda number: DecodePrompt(str(number), prompts[number // 4], number),
             response_length=RESPONSE,
-            num_slots=num_slots,
+            batch_size=num_slots,
         )
         return {
-            number: result.ids[row, result.start :].tolist()
-            for numbers, result in rows
-            for row, number in enumerate(numbers)
+            number: one.result.ids[row, one.result.start :].tolist()
+            for one in rows
+            for row, number in enumerate(one.numbers)
         }
 
     monkeypatch.setattr(backbone, "encode_window", counted)

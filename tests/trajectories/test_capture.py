@@ -25,7 +25,8 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.engine import initial_state
-from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from lit_dlm.trajectories.capture import (
     FeatureCapture,
     HostCopies,
@@ -450,16 +451,16 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
     expected = captured(DECODERS[name], prompts, seeds, **options)
     capture, found = TrajectoryCapture(vocab_size=VOCAB, **options), {}
     order: list[int] = []
-    for numbers, _ in decode_queued_prompts(
+    for rows in decode_stream(
         TableBackbone(logits, VOCAB),
         DECODERS[name],
         WorkQueue(16),
-        lambda number: (prompts[number], seeds[number]),
+        lambda number: DecodePrompt("", prompts[number], seeds[number]),
         response_length=G,
-        num_slots=3,
+        batch_size=3,
         observers=[capture],
     ):
-        order = numbers if asked == "as rows end" else order + numbers
+        order = rows.numbers if asked == "as rows end" else order + rows.numbers
         if asked == "as rows end":
             records = capture.trajectories([f"u{seeds[number]}" for number in order])
             found.update(zip(order, records, strict=True))
@@ -472,13 +473,13 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
 def test_steps_that_no_open_row_needs_are_forgotten():
     """One place: a row's record does not hold the canvases of the rows before it."""
     capture = TrajectoryCapture(vocab_size=VOCAB)
-    for _ in decode_queued_prompts(
+    for _ in decode_stream(
         TableBackbone(logits, VOCAB),
         DECODERS["one"],
         WorkQueue(24),
-        lambda number: ([3], number),
+        lambda number: DecodePrompt("", [3], number),
         response_length=G,
-        num_slots=1,
+        batch_size=1,
         observers=[capture],
     ):
         assert capture.captured().nbytes == G * G * 4  # G steps of G cells

@@ -26,6 +26,7 @@ from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from tests.decoding.states import Recorder, as_rows_alone
 from tests.fakes import EOS, MASK, TableBackbone, fake_spec
 from tests.traces import small_backbone, small_projector
 
@@ -92,57 +93,26 @@ def test_policy_that_accepts_nothing_takes_one_step_per_mask() -> None:
     assert result.stalled_steps.tolist() == [G]
 
 
-@pytest.mark.slow
-def test_release_extremes_for_256_tokens() -> None:
-    """The release's bounds with its cap of 4: 256 / 4 = 64 steps and 256 steps."""
-    for bias, steps in ((50.0, 64), (-50.0, 256)):
-        long = prompt_canvas([[3]], response_length=256, spec=fake_spec(), seeds=[0])
-        policy = TraceLockPolicy(scorer=scorer(bias=bias))
-        assert decoder(policy)(hashing_backbone(), long).num_steps.tolist() == [steps]
-
-
 def test_fallback_commits_the_best_scored_candidate() -> None:
-    policy = TraceLockPolicy(scorer=scorer(bias=-50.0))
-    seen = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            best = record.scores.masked_fill(~record.candidates, -torch.inf).argmax(1)
-            seen.append(record.commit[0].nonzero()[:, 0].tolist() == best.tolist())
-
-    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [Watch()])
-    assert seen == [True] * G
+    recorder = Recorder()
+    decoder(TraceLockPolicy(scorer=scorer(bias=-50.0)))(
+        hashing_backbone(), canvas([[3, 4]]), [recorder]
+    )
+    best = [
+        record.scores.masked_fill(~record.candidates, -torch.inf).argmax(1).tolist()
+        for record in recorder.records
+    ]
+    assert recorder.commits() == best
+    assert len(best) == G
 
 
 def test_cap_keeps_the_surest_acceptances() -> None:
-    policy = TraceLockPolicy(scorer=scorer(bias=50.0), max_accept_per_step=2)
-    commits = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            kept = record.scores[record.commit]
-            dropped = record.scores[record.candidates & ~record.commit]
-            commits.append(len(kept))
-            assert not len(dropped) or kept.min() >= dropped.max()
-
-    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [Watch()])
-    assert commits == [2] * (G // 2)
+    policy, recorder = TraceLockPolicy(scorer=scorer(bias=50.0), max_accept_per_step=2), Recorder()
+    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [recorder])
+    for record in recorder.records:
+        dropped = record.scores[record.candidates & ~record.commit]
+        assert not len(dropped) or record.scores[record.commit].min() >= dropped.max()
+    assert [len(cells) for cells in recorder.commits()] == [2] * (G // 2)
 
 
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])
@@ -150,11 +120,7 @@ def test_padded_row_decodes_as_alone(layout: str) -> None:
     """Scores around the threshold, so that rows take different numbers of steps."""
     policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-5.0, layout=layout), threshold=0.5)
     prompts = [[3], [4, 5, 6], [7, 3, 4, 5, 6], [5, 5]]
-    together = decoder(policy)(hashing_backbone(), canvas(prompts))
-    for row, prompt in enumerate(prompts):
-        alone = decoder(policy)(hashing_backbone(), canvas([prompt]))
-        assert torch.equal(together.ids[row, together.start :], alone.ids[0, alone.start :])
-        assert together.num_steps[row] == alone.num_steps[0]
+    together = as_rows_alone(decoder(policy), hashing_backbone(), prompts, G)
     assert len(set(together.num_steps.tolist())) > 1
 
 
@@ -229,7 +195,7 @@ SAMPLERS = [
 def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) -> None:
     """Every step is kept and shown to the policy; the slow reference reads the model's softmax."""
     built = scorer(spread=8.0, bias=-5.0)
-    shown, kept, wanted, backbone = [], [], [], hashing_backbone()
+    shown, kept, backbone = [], [], hashing_backbone()
     function = partial(acceptance_features, built.projector, settings=built.settings.features)
 
     def spied(into, compute):
@@ -239,29 +205,19 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) ->
 
         return call
 
-    class Watch:
-        requires = frozenset()
+    def slow(record):
+        state, proposal = record.state, record.proposal
+        denoised = backbone.denoise(state.ids, hidden_layers=(-3, -2, -1))
+        probs = denoised.logits.softmax(-1)
+        top = probs.topk(2, dim=-1).values
+        return function(
+            denoised.hidden,
+            probs.gather(-1, proposal.ids[..., None])[..., 0],
+            entropy=torch.special.entr(probs).sum(-1),
+            margin=top[..., 0] - top[..., 1],
+        )[:, state.start :].flatten(0, 1)
 
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            state, proposal = record.state, record.proposal
-            denoised = backbone.denoise(state.ids, hidden_layers=(-3, -2, -1))
-            probs = denoised.logits.softmax(-1)
-            top = probs.topk(2, dim=-1).values
-            wanted.append(
-                function(
-                    denoised.hidden,
-                    probs.gather(-1, proposal.ids[..., None])[..., 0],
-                    entropy=torch.special.entr(probs).sum(-1),
-                    margin=top[..., 0] - top[..., 1],
-                )[:, state.start :].flatten(0, 1)
-            )
-
+    recorder = Recorder()
     capture = TrajectoryCapture(
         vocab_size=8,
         level="features",
@@ -277,11 +233,11 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) ->
     built.features = spied(shown, built.features)  # type: ignore[method-assign]
     policy = TraceLockPolicy(scorer=built, threshold=0.5)
     plugs = Decoder(policy=policy, quota=NoQuota(), sampler=Sampler(**sampler))
-    plugs(backbone, canvas([[3, 4]]), [capture, Watch()])
-    assert len(shown) == len(kept) == len(wanted) > 1
-    for one, other, slow in zip(shown, kept, wanted, strict=True):
+    plugs(backbone, canvas([[3, 4]]), [capture, recorder])
+    assert len(shown) == len(kept) == len(recorder.records) > 1
+    for one, other, record in zip(shown, kept, recorder.records, strict=True):
         assert torch.equal(one, other.flatten(0, 1))
-        torch.testing.assert_close(one, slow)
+        torch.testing.assert_close(one, slow(record))
 
 
 def test_window_end_is_the_first_mask_behind_the_last_candidate() -> None:
@@ -307,23 +263,12 @@ def test_loads_from_the_exported_folder(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-def test_description_names_the_settings_and_the_weights() -> None:
-    policy = TraceLockPolicy(scorer=scorer(), threshold=0.9, max_accept_per_step=None)
-    facts = policy.describe()
-    assert facts["threshold"] == 0.9
-    assert facts["max_accept_per_step"] is None
-    assert facts["weights"] == policy.scorer.digest()
-
-
-@pytest.mark.parametrize(("option", "value"), [("threshold", 1.2), ("max_accept_per_step", 0)])
-def test_bad_options_are_named(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=option):
-        TraceLockPolicy(scorer=scorer(), **{option: value})
-
-
-def test_needs_a_source_of_weights() -> None:
-    with pytest.raises(ValueError, match="expected path or scorer, got neither"):
-        TraceLockPolicy()
+@pytest.mark.parametrize(
+    "options", [{"threshold": 1.2}, {"max_accept_per_step": 0}, {"path": None, "scorer": None}]
+)
+def test_bad_options_are_named(options: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TraceLockPolicy(**{"scorer": scorer(), **options})
 
 
 def test_a_missing_folder_is_no_matter_before_it_is_used(tmp_path: Path) -> None:
@@ -397,22 +342,9 @@ def mixed_backbone() -> TableBackbone:
 
 
 def first_commit(decoder: Decoder, backbone=None, canvas=None) -> list[int]:
-    seen: list[list[int]] = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            seen.append(record.commit[0].nonzero()[:, 0].tolist())
-
-    decoder(backbone or mixed_backbone(), canvas or long_canvas(4), [Watch()])
-    return seen[0]
+    recorder = Recorder()
+    decoder(backbone or mixed_backbone(), canvas or long_canvas(4), [recorder])
+    return recorder.commits()[0]
 
 
 def test_gate_is_closed_by_default_and_holds_the_fallback_back() -> None:
@@ -475,13 +407,11 @@ def test_release_quota_takes_the_most_probable() -> None:
     assert first_commit(Decoder(policy=policy, quota=FixedQuota(1))) == [1]
 
 
-def test_release_compat_is_recorded_only_where_it_is_on() -> None:
-    facts = [
-        TraceLockPolicy(scorer=scorer(), release_compat=compat).describe()
-        for compat in (False, True)
-    ]
-    assert "release_compat" not in facts[0]
-    assert facts[1]["release_compat"] is True
+def test_the_description_names_the_settings_and_the_weights() -> None:
+    policy = TraceLockPolicy(scorer=scorer(), threshold=0.9, max_accept_per_step=None)
+    facts = {"threshold": 0.9, "max_accept_per_step": None, "weights": policy.scorer.digest()}
+    assert policy.describe() == facts
+    assert TraceLockPolicy(scorer=scorer(), release_compat=True).describe()["release_compat"]
 
 
 # -- lengths, windows, budgets and caches ----------------------------------------------------------
@@ -531,13 +461,4 @@ def test_batch_and_single_rows_agree_under_a_cache(scheme, layout: str) -> None:
         quota=NoQuota(),
         cache=scheme,
     )
-    prompts = [[5], [6, 7, 8], [9, 10]]
-    together = plugs(
-        backbone, prompt_canvas(prompts, response_length=8, spec=backbone.spec, seeds=[0, 1, 2])
-    )
-    for row, prompt in enumerate(prompts):
-        alone = plugs(
-            backbone, prompt_canvas([prompt], response_length=8, spec=backbone.spec, seeds=[row])
-        )
-        assert torch.equal(together.ids[row, together.start :], alone.ids[0, alone.start :])
-        assert together.num_steps[row] == alone.num_steps[0]
+    as_rows_alone(plugs, backbone, [[5], [6, 7, 8], [9, 10]], 8)
