@@ -26,13 +26,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 class Generations:
     """Responses in the order of the prompts."""
 
+    # Response tokens, cut before the first end of text (with a template, that of every part
+    # of it); masks that were left are dropped
     ids: list[list[int]]
-    """Response tokens, cut before the first end of text (with a template, that of every part of
-    it); masks that were left are dropped."""
-    num_steps: list[int]  # Forwards of the backbone that the row took part in
+    num_steps: list[int]  # forwards of the backbone that the row took part in
     status: list[str]  # complete, eos or step_limit
-    texts: list[str] = field(default_factory=list)  # Decoded ids; empty without a tokenizer
-    trajectories: list[Trajectory] = field(default_factory=list)  # Filled on demand
+    texts: list[str] = field(default_factory=list)  # decoded ids; empty without a tokenizer
+    trajectories: list[Trajectory] = field(default_factory=list)  # filled on demand
     decoder: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,8 +65,8 @@ def generate(
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise ValueError("prompts: expected a list with at least one prompt")
+    if isinstance(prompts, str) or not prompts or not all(prompts):
+        raise ValueError("prompts: expected a list of prompts, none of them empty")
     if tokenizer is None and isinstance(backbone, str):
         tokenizer = backbone
     if isinstance(tokenizer, str):
@@ -114,8 +114,6 @@ def generate(
 
 
 def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    if not prompt:
-        raise ValueError(f"prompts: prompt {number} is empty")
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return [int(cast(int, token)) for token in prompt]
     if tokenizer is None:

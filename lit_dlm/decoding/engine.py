@@ -170,11 +170,11 @@ def decode_queue(
 class Decision:
     """What one step decides, before anything is written."""
 
-    record: StepRecord  # The step as observers see it; its state has entered the window's block
+    record: StepRecord  # the step as observers see it; its state has entered the window's block
     decided: Tensor  # (b,) bool: the policy committed something; where not, the stall rule decided
+    # (b,) bool: the end-of-text rule ends the row after this step; None without one
     ended: Tensor | None
-    """``(b,)`` bool: the end-of-text rule ends the row after this step; ``None`` without one."""
-    policy_span: Span | None = None  # Time that the policy took; None where no policy decided
+    policy_span: Span | None = None  # time that the policy took; None where no policy decided
 
 
 def decide(
@@ -477,7 +477,6 @@ class _Batch:
         # at least would be padding in every row. Every column known on the host moves with it.
         by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
         by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
-        first = _frontier(entering.masked)
         index = _index(replaced, self.state)
         state = self.state.shifted(by, pad_id=self._pad_id)
         entering = entering.shifted(state.start - entering.start, pad_id=self._pad_id)
@@ -491,7 +490,7 @@ class _Batch:
         if self.session is not None:
             self.session.put(replaced, self.state, by=by)
         self.frontier = [column + by for column in self.frontier]
-        for number, column in zip(replaced, first, strict=True):
+        for number, column in zip(replaced, _frontier(entering.masked), strict=True):
             self.frontier[number] = column
         return result, entering
 

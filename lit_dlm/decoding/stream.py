@@ -65,11 +65,11 @@ class Detokenizer:
 class Responses:
     """Text of responses, one entry each."""
 
+    # Tokens of the text: masks are left out and, unless cut_at_eos is off, what stands behind
+    # the first end of text (with a layout, that of every part)
     ids: list[list[int]]
-    """Tokens of the text: masks are left out and, unless ``cut_at_eos`` is off, what stands behind
-    the first end of text (with a layout, that of every part)."""
-    texts: list[str]  # The text; a response of picture tokens becomes the picture
-    num_tokens: list[int]  # Tokens before the first end of text
+    texts: list[str]  # the text; a response of picture tokens becomes the picture
+    num_tokens: list[int]  # tokens before the first end of text
 
 
 class DecodePrompt(NamedTuple):
@@ -77,17 +77,17 @@ class DecodePrompt(NamedTuple):
 
     uid: str
     ids: Sequence[int]
-    seed: int  # Usually :func:`~lit_dlm.ops.noise.sample_seed` of the uid
+    seed: int  # usually :func:`~lit_dlm.ops.noise.sample_seed` of the uid
 
 
 @dataclass(frozen=True)
 class DecodedRows:
     """Responses that have ended."""
 
-    numbers: list[int]  # Numbers of their prompts
+    numbers: list[int]  # numbers of their prompts
     result: DecodeResult
     responses: Responses
-    is_last: bool  # Whether this process has none left
+    is_last: bool  # whether this process has none left
 
 
 def decode_stream(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -50,9 +50,9 @@ class PromptBatch:
     """Prompts of one task for one decoding method."""
 
     examples: list[PromptExample]
-    prompt_ids: list[list[int]]  # Token ids after the chat template, one list per example
-    method: str  # Name of the decoder to use
-    response_length: int  # Cells to fill
+    prompt_ids: list[list[int]]  # token ids after the chat template, one list per example
+    method: str  # name of the decoder to use
+    response_length: int  # cells to fill
 
 
 class PromptStream:
@@ -94,11 +94,11 @@ class DecodedBatch:
 
     examples: list[PromptExample]
     method: str
-    decoder: Mapping[str, Any]  # Settings of the decoder, as JSON types
+    decoder: Mapping[str, Any]  # settings of the decoder, as JSON types
     result: DecodeResult
+    # Text of each response, cut at its first end of text where the module does so
     completions: list[str]
-    """Text of each response, cut at its first end of text where the module does so."""
-    num_tokens: list[int]  # Response tokens before the first end of text (the useful ones)
+    num_tokens: list[int]  # response tokens before the first end of text (the useful ones)
     captured: CapturedDecode | None = None  # what records are made of, when the module captures
     fill: list[FillCurves] | None = None  # how regions were filled, with a layout
 
@@ -147,12 +147,20 @@ def encoded_turns(
             turns, add_generation_prompt=True, return_dict=False
         )
         return list(ids)
-    vision = seeing(backbone, uid)
-    try:
-        ids = vision.encode(turns[-1]["content"], pictures, render=render, tokenize=tokenize)
-    except ValueError as error:
-        raise ValueError(f"{uid}: {error}") from error
+    with _named(uid):
+        ids = seeing(backbone, uid).encode(
+            turns[-1]["content"], pictures, render=render, tokenize=tokenize
+        )
     return list(ids)
+
+
+@contextmanager
+def _named(uid: str) -> Iterator[None]:
+    """Names the sample whose pictures cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{uid}: {str(error).removeprefix(f'{uid}: ')}") from error
 
 
 def image_facts(example: PromptExample) -> dict[str, Any]:
@@ -270,13 +278,6 @@ class DecodeModule(LightningModule):
             return None
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
 
-    def _decoder(self, method: str) -> Decoder:
-        if method not in self.decoders:
-            raise ValueError(
-                f"decoders: no method '{method}', known: {', '.join(self.decoders) or 'none'}"
-            )
-        return self.decoders[method]
-
     @property
     def detokenizer(self) -> Detokenizer:
         """Makes texts of responses as graders take them."""
@@ -290,7 +291,7 @@ class DecodeModule(LightningModule):
 
         (rows,) = decode_stream(
             self.backbone,
-            self._decoder(batch.method),
+            self.decoders[batch.method],
             WorkQueue(len(batch.examples)),
             prompt,
             response_length=batch.response_length,
@@ -312,7 +313,7 @@ class DecodeModule(LightningModule):
         return next(batch.decoded)
 
     def _decoded(self, stream: PromptStream) -> Iterator[DecodedBatch]:
-        decoder = self._decoder(stream.method)
+        decoder = self.decoders[stream.method]
         capture, occupancy = self.capture(), Occupancy()
         fill = None if decoder.layout is None else RegionFill()
 
@@ -371,10 +372,9 @@ class DecodeModule(LightningModule):
         """A prompt for decoding: its pictures are given a place until the decode has ended."""
         if not example.images:
             return ids
-        try:
-            return seeing(self.backbone, example.uid).placed(ids, example.images)
-        except ValueError as error:
-            raise ValueError(f"{example.uid}: {error}") from error
+        with _named(example.uid):
+            placed: list[int] = seeing(self.backbone, example.uid).placed(ids, example.images)
+        return placed
 
     def encode(self, example: PromptExample) -> list[int]:
         """A prompt for decoding."""

@@ -59,9 +59,6 @@ class MuonAdamW(Optimizer):
             {"params": list(matrices), "lr": matrix_lr, "is_matrix": True},
             {"params": list(others), "lr": other_lr, "is_matrix": False},
         ]
-        for parameter in groups[0]["params"]:
-            if parameter.ndim != 2:
-                raise ValueError(f"MuonAdamW.matrices: got a parameter of shape {parameter.shape}")
         super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()

@@ -17,9 +17,7 @@ from lit_dlm.decoding import (
     DualCache,
     DynamicPolicy,
     EvenQuota,
-    FixedQuota,
     FullWindow,
-    NoCache,
     NoQuota,
     PrefixCache,
     SlidingWindow,
@@ -31,7 +29,7 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from tests.backbones.conftest import tiny_architecture
-from tests.decoding.slow_cache import slow_block_decode, slow_decode
+from tests.decoding.slow_cache import slow_decode
 from tests.decoding.states import Recorder, as_rows_alone
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13, 14, 15, 16, 17]]
@@ -129,24 +127,6 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
     assert max(len(set(one.state.block.tolist())) for one in seen.records) >= 4  # in one step
     batch = as_rows_alone(decoder, backbone, prompts, 30)
     assert batch.num_forwards == batch.num_steps.max()
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_block_cache_equals_the_slow_generator(prompt):
-    """Prefill, steps and a last pass over each finished block, as the release does it."""
-    backbone = _block_backbone("sequence")
-    decoder = Decoder(
-        policy=ConfidencePolicy(),
-        window=BlockWindow(4, origin="sequence"),
-        quota=FixedQuota(2),
-        cache=BlockCache(),
-    )
-    result = _decode(backbone, decoder, [prompt], 10)
-    tokens, steps = slow_block_decode(backbone, prompt, response=10, block=4, quota=2)
-    assert result.ids[0, -10:].tolist() == tokens
-    assert result.num_steps.tolist() == [steps]
-    # The pass that keeps a block is part of the step that enters the next one.
-    assert result.num_forwards == steps
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -261,18 +241,3 @@ def test_a_scheme_that_does_not_fit_is_refused(changes, plugs, message):
         _decode(backbone, Decoder(policy=ConfidencePolicy(), **plugs), [PROMPTS[0]], 8)
     with pytest.raises(ValueError, match="horizon"):
         PrefixCache(horizon=-1)
-
-
-def test_the_cache_is_described_only_where_there_is_one():
-    """Records from before caches keep their digests."""
-    plain = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4))
-    assert Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=NoCache()).digest() == (
-        plain.digest()
-    )
-    assert "cache" not in plain.describe()
-    assert plain.describe()["window"] == {"name": "BlockWindow", "block_length": 4}
-    cached = Decoder(policy=ConfidencePolicy(), cache=PrefixCache(horizon=2))
-    assert cached.describe()["cache"] == {
-        "name": "PrefixCache",
-        "horizon": 2,
-    }

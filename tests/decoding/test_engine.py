@@ -73,25 +73,6 @@ def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     assert [len(ids) for ids in backbone.canvases] == [2, 1, 1]
 
 
-def test_given_cells_are_never_changed():
-    backbone = _table([5, 6, 7], [0.9, 0.9, 0.9])
-    canvas = _canvas(backbone, 3)
-    ids, editable = canvas.ids.clone(), canvas.editable.clone()
-    ids[0, 3], editable[0, 3] = 8 - 1, False
-    canvas = type(canvas)(ids=ids, editable=editable, seeds=canvas.seeds, start=2)
-    result = Decoder(policy=ConfidencePolicy())(backbone, canvas)
-    assert result.ids[0].tolist() == [4, 4, 5, 7, 7]
-
-
-def test_block_window_leaves_a_block_when_it_is_full():
-    """A sure model fills one block of 2 per step: 3 steps for 6 cells, none idle."""
-    backbone = _table([5] * 6, [0.99] * 6)
-    recorder = Recorder()
-    result = Decoder(**THRESHOLD, window=BlockWindow(2))(backbone, _canvas(backbone, 6), [recorder])
-    assert recorder.commits() == [[2, 3], [4, 5], [6, 7]]
-    assert result.idle_steps.tolist() == [0]
-
-
 def test_cap_keeps_the_best_scored_commits():
     backbone = _table([5, 6, 7, 5], [0.92, 0.99, 0.95, 0.97])
     recorder = Recorder()
@@ -213,13 +194,6 @@ def test_records_chain_and_end_at_the_result():
     assert recorder.result is result
 
 
-def test_seconds_are_shared_among_rows():
-    backbone = TableBackbone(_hashed, 12)
-    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 5, rows=3))
-    assert (result.seconds > 0).all()
-    torch.testing.assert_close(result.seconds[0], result.seconds[1])
-
-
 def test_time_of_observers_is_not_part_of_a_decode(monkeypatch: pytest.MonkeyPatch):
     """Five forwards of one second for one row; looking on takes a hundred seconds a step."""
     now = [0.0]
@@ -280,11 +254,3 @@ def test_plugs_that_ask_for_different_hidden_layers_are_refused():
 def test_idle_rule_needs_a_step_limit():
     with pytest.raises(ValueError, match="max_steps"):
         DecodeSettings(stall_rule="idle")
-
-
-def test_describe_lists_every_setting_and_the_digest_follows():
-    one = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota())
-    two = Decoder(policy=ThresholdPolicy(0.8), quota=NoQuota())
-    assert one.describe()["policy"] == {"name": "ThresholdPolicy", "threshold": 0.9}
-    assert one.describe()["settings"]["stall_rule"] == "top1"
-    assert one.digest() != two.digest()

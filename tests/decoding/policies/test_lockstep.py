@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lit_dlm.decoding import (
     BonusPolicy,
-    BudgetQuota,
     ConfidencePolicy,
     Decoder,
     DecodeSettings,
@@ -93,11 +92,6 @@ def test_the_cap_is_a_share_of_each_rows_own_masks_and_no_row_starves():
     sure = [0.95, 0.97, 0.96, 0.99, 0.91, 0.93, 0.92, 0.5]
     state = state_of([[1] * 8, [1] * 8, [1, 1, 1, 0, 0, 0, 1, 1]], layout)
     assert commits(JacobiPolicy(), state, sure, sure, sure) == [[3, 5], [3, 5], [1, 6]]
-
-
-def test_equal_probabilities_go_to_the_leftmost_cells():
-    state = state_of([[1] * 8], halves(tau_a=0.9, cap=0.5))
-    assert commits(JacobiPolicy(), state, [0.95] * 8) == [[0, 1, 4, 5]]
 
 
 def test_cells_outside_all_regions_follow_the_rules_of_the_rest():
@@ -235,17 +229,6 @@ def test_a_decode_ends_in_at_most_as_many_forwards_as_cells(policy: LockstepPoli
 def test_a_padded_batch_equals_its_rows_alone(policy: LockstepPolicy, sampler: Sampler):
     decoder = Decoder(policy=policy, quota=NoQuota(), sampler=sampler, layout=halves(4, cap=0.5))
     as_rows_alone(decoder, TableBackbone(hashed, 12), [[4, 5, 6], [7], [8, 9], [3] * 5], 8)
-
-
-@pytest.mark.parametrize("steps", [1, 3, 5, 8, 20])
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-def test_a_budget_of_steps_is_kept(policy: LockstepPolicy, steps: int):
-    backbone = TableBackbone(hashed, 12)
-    canvas = prompt_canvas([[4]] * 2, response_length=8, spec=backbone.spec, seeds=[1, 2])
-    decoder = Decoder(policy=type(policy)(tau=1.0), quota=BudgetQuota(steps), layout=halves(4))
-    result = decoder(backbone, canvas)
-    assert not (result.ids == MASK).any()
-    assert result.num_steps.tolist() == [min(steps, 8)] * 2
 
 
 def answer_follows_reason(ids: Tensor) -> Tensor:
