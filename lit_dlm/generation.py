@@ -74,22 +74,15 @@ def generate(
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
-    count = len(prompts)
-    names = [str(row) for row in range(count)] if uids is None else uids
+    names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
         DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
         for number, (uid, prompt) in enumerate(zip(names, prompts, strict=True))
     ]
-    done = Generations(
-        ids=[[]] * count,
-        num_steps=[0] * count,
-        status=[""] * count,
-        texts=[] if tokenizer is None else [""] * count,
-        decoder=decoder.describe(),
-    )
-    records: dict[int, Trajectory] = {}
+    done = Generations(ids=[], num_steps=[], status=[], decoder=decoder.describe())
+    captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
+    order: list[int] = []
     for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
-        captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
         (batch,) = decode_stream(
             backbone,
             decoder,
@@ -100,16 +93,17 @@ def generate(
             detokenizer=Detokenizer(backbone, tokenizer),
             observers=[*captures, *observers],
         )
-        for place, row in enumerate(rows):
-            done.ids[row] = batch.responses.ids[place]
-            done.num_steps[row] = int(batch.result.num_steps[place])
-            done.status[row] = batch.result.status[place]
-            if tokenizer is not None:
-                done.texts[row] = batch.responses.texts[place]
+        order += rows
+        done.ids += batch.responses.ids
+        done.num_steps += batch.result.num_steps.tolist()
+        done.status += batch.result.status
+        done.texts += batch.responses.texts
         for capture in captures:
-            named = capture.trajectories([names[row] for row in rows])
-            records.update(zip(rows, named, strict=True))
-    done.trajectories = [records[row] for row in sorted(records)]
+            done.trajectories += capture.trajectories([names[row] for row in rows])
+    places = sorted(range(len(order)), key=order.__getitem__)
+    for name in ("ids", "num_steps", "status", "texts", "trajectories"):
+        values = getattr(done, name)
+        setattr(done, name, [values[place] for place in places] if values else [])
     return done
 
 
