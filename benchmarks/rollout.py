@@ -52,7 +52,8 @@ from lit_dlm.decoding import (
     decode_prompts,
 )
 from lit_dlm.decoding.caches import CacheSession
-from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 
 MASK, PAD, EOS, OTHER = 2, 0, 1, 5
 MEAN, CAP, SIGMA = 700, 2000, 1.0
@@ -201,13 +202,13 @@ def refill(options: argparse.Namespace) -> dict[str, float]:
     counted = {"with": Occupancy(), "without": Occupancy()}
 
     def queued() -> None:
-        for _ in decode_queued_prompts(
+        for _ in decode_stream(
             backbone,
             decoder,
             WorkQueue(len(prompts)),
-            lambda number: (prompts[number], number),
+            lambda number: DecodePrompt(str(number), prompts[number], number),
             response_length=response,
-            num_slots=options.rows,
+            batch_size=options.rows,
             observers=[counted["with"]],
         ):
             pass

@@ -26,13 +26,13 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 class Generations:
     """Responses in the order of the prompts."""
 
+    # Response tokens, cut before the first end of text (with a template, that of every part
+    # of it); masks that were left are dropped
     ids: list[list[int]]
-    """Response tokens, cut before the first end of text (with a template, that of every part of
-    it); masks that were left are dropped."""
-    num_steps: list[int]  # Forwards of the backbone that the row took part in
+    num_steps: list[int]  # forwards of the backbone that the row took part in
     status: list[str]  # complete, eos or step_limit
-    texts: list[str] = field(default_factory=list)  # Decoded ids; empty without a tokenizer
-    trajectories: list[Trajectory] = field(default_factory=list)  # Filled on demand
+    texts: list[str] = field(default_factory=list)  # decoded ids; empty without a tokenizer
+    trajectories: list[Trajectory] = field(default_factory=list)  # filled on demand
     decoder: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,8 +65,8 @@ def generate(
         trajectories: whether to record every decode.
         observers: read-only callbacks, started anew for every batch.
     """
-    if isinstance(prompts, str) or not prompts:
-        raise ValueError("prompts: expected a list with at least one prompt")
+    if isinstance(prompts, str) or not prompts or not all(prompts):
+        raise ValueError("prompts: expected a list of prompts, none of them empty")
     if tokenizer is None and isinstance(backbone, str):
         tokenizer = backbone
     if isinstance(tokenizer, str):
@@ -74,22 +74,15 @@ def generate(
     if isinstance(backbone, str):
         backbone = load_backbone(backbone)
     decoder = (decode or Decoder(policy=ConfidencePolicy())).on(backbone.spec)
-    count = len(prompts)
-    names = [str(row) for row in range(count)] if uids is None else uids
+    names = list(map(str, range(len(prompts)))) if uids is None else uids
     encoded = [
         DecodePrompt(uid, _token_ids(number, prompt, tokenizer), sample_seed(seed, uid))
         for number, (uid, prompt) in enumerate(zip(names, prompts, strict=True))
     ]
-    done = Generations(
-        ids=[[]] * count,
-        num_steps=[0] * count,
-        status=[""] * count,
-        texts=[] if tokenizer is None else [""] * count,
-        decoder=decoder.describe(),
-    )
-    records: dict[int, Trajectory] = {}
+    done = Generations(ids=[], num_steps=[], status=[], decoder=decoder.describe())
+    captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
+    order: list[int] = []
     for rows in length_buckets([len(prompt.ids) for prompt in encoded], batch_size=batch_size):
-        captures = [TrajectoryCapture(vocab_size=backbone.vocab_size)] if trajectories else []
         (batch,) = decode_stream(
             backbone,
             decoder,
@@ -100,22 +93,21 @@ def generate(
             detokenizer=Detokenizer(backbone, tokenizer),
             observers=[*captures, *observers],
         )
-        for place, row in enumerate(rows):
-            done.ids[row] = batch.responses.ids[place]
-            done.num_steps[row] = int(batch.result.num_steps[place])
-            done.status[row] = batch.result.status[place]
-            if tokenizer is not None:
-                done.texts[row] = batch.responses.texts[place]
+        order += rows
+        done.ids += batch.responses.ids
+        done.num_steps += batch.result.num_steps.tolist()
+        done.status += batch.result.status
+        done.texts += batch.responses.texts
         for capture in captures:
-            named = capture.trajectories([names[row] for row in rows])
-            records.update(zip(rows, named, strict=True))
-    done.trajectories = [records[row] for row in sorted(records)]
+            done.trajectories += capture.trajectories([names[row] for row in rows])
+    places = sorted(range(len(order)), key=order.__getitem__)
+    for name in ("ids", "num_steps", "status", "texts", "trajectories"):
+        values = getattr(done, name)
+        setattr(done, name, [values[place] for place in places] if values else [])
     return done
 
 
 def _token_ids(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    if not prompt:
-        raise ValueError(f"prompts: prompt {number} is empty")
     if not isinstance(prompt, str) and isinstance(prompt[0], int):
         return [int(cast(int, token)) for token in prompt]
     if tokenizer is None:

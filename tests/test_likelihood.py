@@ -97,7 +97,7 @@ def test_counts_are_even_and_pairs_share_an_order():
 
 
 def test_what_cannot_be_scored_is_refused(tiny: HFBackbone):
-    with pytest.raises(ValueError, match="a prompt and a target of at least one token each, got 0"):
+    with pytest.raises(ValueError, match="got 0 and 1 tokens"):
         log_likelihood_bound(tiny, [], [5])
-    with pytest.raises(ValueError, match="num_draws: expected a positive even number, got 3"):
+    with pytest.raises(ValueError, match="num_draws 3"):
         log_likelihood_bound(tiny, PROMPT, [5], num_draws=3)

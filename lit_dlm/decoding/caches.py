@@ -245,14 +245,10 @@ class CacheSession:
         ).expand_as(state.ids)
 
     def denoise(self, state: DecodeState, columns: Tensor) -> tuple[Denoised, Tensor | None]:
-        """The forwards of one step.
+        """The forwards of one step, for ``(b, K)`` int64 columns.
 
-        Args:
-            columns: ``(b, K)`` int64 columns to predict.
-
-        Returns:
-            The predictions, and ``(b, L)`` bool cells that this step must commit, alone in their
-            row (``None`` when there are none in any row).
+        With them the ``(b, L)`` bool cells that this step must commit, alone in their row; ``None``
+        when there are none in any row.
         """
         length = state.ids.shape[1]
         spans: list[Span] = []

@@ -98,10 +98,6 @@ def _plug(
     settings = dict(entry)
     name = str(settings.pop("name", None))
     classes = {cls.__name__: cls for cls in PLUGS[part]}
-    if name not in classes and "." not in name:
-        raise ValueError(
-            f"decoder description: {part} {name!r} is unknown; known: {', '.join(sorted(classes))}"
-        )
     cls: Callable[..., Any] = classes.get(name) or _imported(part, name, plug_modules)
     if cls is TraceLockPolicy:
         settings["scorer"] = _find_scorer(str(settings.pop("weights", "")), policy_folders)
@@ -113,9 +109,10 @@ def _imported(part: str, path: str, plug_modules: Sequence[str]) -> type:
     """A class from outside of the package; the caller must have named its module, which runs."""
     module, _, name = path.rpartition(".")
     if module not in plug_modules:
+        known = ", ".join(sorted(cls.__name__ for cls in PLUGS[part]))
         raise ValueError(
-            f"decoder description: {part} {path!r} comes from outside of the package; if you trust "
-            f"it, name its module with --plugs {module} (plug_modules)"
+            f"decoder description: {part} {path!r} is none of {known}; if it comes from outside of "
+            f"the package and you trust it, name its module with --plugs {module or 'MODULE'}"
         )
     found = None
     with suppress(ImportError):

@@ -102,8 +102,8 @@ def decode_queue(
 
     Args:
         source: gives as many rows as it is asked for, or fewer, down to ``None``, where it has no
-            more; it is not asked again then. Its rows succeed to ended ones in the order of slots.
-            All canvases have equally long responses.
+            more. Its rows succeed to ended ones in the order of slots; all have equally long
+            responses.
 
     Yields:
         The rows that have ended since, whenever some are replaced; at the end all that are left.
@@ -170,11 +170,11 @@ def decode_queue(
 class Decision:
     """What one step decides, before anything is written."""
 
-    record: StepRecord  # The step as observers see it; its state has entered the window's block
+    record: StepRecord  # the step as observers see it; its state has entered the window's block
     decided: Tensor  # (b,) bool: the policy committed something; where not, the stall rule decided
+    # (b,) bool: the end-of-text rule ends the row after this step; None without one
     ended: Tensor | None
-    """``(b,)`` bool: the end-of-text rule ends the row after this step; ``None`` without one."""
-    policy_span: Span | None = None  # Time that the policy took; None where no policy decided
+    policy_span: Span | None = None  # time that the policy took; None where no policy decided
 
 
 def decide(
@@ -188,11 +188,7 @@ def decide(
 ) -> Decision:
     """One step of the loop: window, forward, proposal, selection, gate, cap, stall and end rules.
 
-    Both :func:`decode` and verification by re-execution take their decisions here, so the second
-    repeats the first and not a copy of it.
-
-    Args:
-        session: the cache of the decode, which this step reads and writes; ``None`` without one.
+    Verification by re-execution decides here too, so it repeats the loop and not a copy of it.
     """
     settings = plugs.settings
     view = plugs.window.view(state)
@@ -481,7 +477,6 @@ class _Batch:
         # at least would be padding in every row. Every column known on the host moves with it.
         by = max(row.prompt_length for row in self.rows if row not in ended) - self.state.start
         by = by if by > 0 or -8 * by >= self.state.ids.shape[1] else 0
-        first = _frontier(entering.masked)
         index = _index(replaced, self.state)
         state = self.state.shifted(by, pad_id=self._pad_id)
         entering = entering.shifted(state.start - entering.start, pad_id=self._pad_id)
@@ -495,7 +490,7 @@ class _Batch:
         if self.session is not None:
             self.session.put(replaced, self.state, by=by)
         self.frontier = [column + by for column in self.frontier]
-        for number, column in zip(replaced, first, strict=True):
+        for number, column in zip(replaced, _frontier(entering.masked), strict=True):
             self.frontier[number] = column
         return result, entering
 

@@ -14,11 +14,11 @@ from lit_dlm.decoding.state import DecodeResult, DecodeState, StepRecord
 class FillCurves:
     """The fill of one response over the steps of its decode."""
 
+    # Regions that had cells to fill, in their order; the rest only where it had some
     names: tuple[str, ...]
-    """Regions that had cells to fill, in their order; the rest only where it had some."""
+    # (T + 1, R) float64: filled share of each region's cells before step 0, 1, ... and at the
+    # end. Given cells, such as a template's markers, do not count
     share: Tensor
-    """``(T + 1, R)`` float64: filled share of each region's cells before step 0, 1, ... and at the
-    end. Given cells, such as a template's markers, do not count."""
 
     def by_name(self, digits: int = 3) -> dict[str, list[float]]:
         """The curves as rounded numbers, for results."""

@@ -40,9 +40,8 @@ class Region:
         within("[0, 1]", of=where, tau=self.tau)
         within("(0, 1]", of=where, max_fill_frac=self.max_fill_frac, fraction=self.fraction)
         at_least(0, of=where, weight=self.weight)
-        at_least(1, of=where, length=self.length)
-        if self.marker is not None and not self.marker:
-            raise ValueError(f"{where}marker: expected at least one token id, got none")
+        size = None if self.marker is None else len(self.marker)
+        at_least(1, of=where, length=self.length, marker=size)
 
     def marker_ids(self) -> list[int]:
         """The token ids of the marker; none where there is no marker."""
@@ -97,8 +96,8 @@ class Block:
 class BlockLayout:
     """The blocks of one response: ordered, disjoint, covering all of it or a part."""
 
-    blocks: tuple[Block, ...]  # In the order of their places
-    length: int  # Cells of the response
+    blocks: tuple[Block, ...]  # in the order of their places
+    length: int  # cells of the response
 
     def __post_init__(self) -> None:
         behind = 0
@@ -128,7 +127,7 @@ class RegionMap:
     """The regions of a batch on the device. The last one is the rest of the response."""
 
     ids: Tensor  # (B, L) int64 region of every column; the rest's number on prompt columns too
-    rules: tuple[Region, ...]  # The rules of every region, the rest's last
+    rules: tuple[Region, ...]  # the rules of every region, the rest's last
     tau: Tensor = field(init=False)  # (R,) float64
     max_fill_frac: Tensor = field(init=False)  # (R,) float64
 

@@ -24,9 +24,9 @@ class Canvas:
     ids: Tensor  # (B, L) int64; cells to fill hold the mask id
     editable: Tensor  # (B, L) bool: cells that may change. Prompts and given cells are False
     seeds: Tensor  # (B,) int64 sample seeds
-    start: int  # First column of the response region, the same in every row
+    start: int  # first column of the response region, the same in every row
     pad_mask: Tensor | None = None  # (B, L) bool, True on real tokens; None when nothing is padded
-    regions: RegionMap | None = None  # The regions of a layout; None without one
+    regions: RegionMap | None = None  # the regions of a layout; None without one
 
 
 def prompt_canvas(
@@ -63,26 +63,26 @@ class DecodeState:
     ids: Tensor  # (b, L) int64 canvas, the input of this step's forward
     editable: Tensor  # (b, L) bool
     masked: Tensor  # (b, L) bool: editable cells that hold the mask id
+    # (b, L) int64 position within the sample, 0 at its first real token (and on padding)
     positions: Tensor
-    """``(b, L)`` int64 position within the sample, 0 at its first real token (and on padding)."""
+    # (b,) int64 ascending: the slot of each row in the batch that the decode started with, to
+    # which a row that takes over from an ended one succeeds
     rows: Tensor
-    """``(b,)`` int64 ascending: the slot of each row in the batch that the decode started with, to
-    which a row that takes over from an ended one succeeds."""
     seeds: Tensor  # (b,) int64 sample seeds
     step: Tensor  # (b,) int64 number of this step in the row's own decode, from 0
-    start: int  # First column of the response region
+    start: int  # first column of the response region
     mask_id: int
     eos_ids: Tensor  # (E,) int64 ids that end an answer
     pad_mask: Tensor | None  # (b, L) bool or None
     block: Tensor  # (b,) int64 block that the row's window is in
     block_step: Tensor  # (b,) int64 steps that the row has already spent in this block
     block_masks: Tensor  # (b,) int64 candidates in the block when the row entered it
-    num_blocks: int = 1  # Blocks of the response under the current window
+    num_blocks: int = 1  # blocks of the response under the current window
+    # Leftmost masked column of every row, on the host; what a cache plans its forwards by
     frontier: tuple[int, ...] = ()
-    """Leftmost masked column of every row, on the host; what a cache plans its forwards by."""
+    # (b, L) bool: cells that the step before this one wrote; None counts as none
     written: Tensor | None = None
-    """``(b, L)`` bool: cells that the step before this one wrote; ``None`` counts as none."""
-    regions: RegionMap | None = None  # The regions of the decoder's layout; None without one
+    regions: RegionMap | None = None  # the regions of the decoder's layout; None without one
 
     def take(self, index: Tensor) -> DecodeState:
         """The state of the rows ``index``, ``(n,)`` int64."""
@@ -142,17 +142,17 @@ class Proposal:
     ids: Tensor  # (b, L) int64 proposed tokens
     prob: Tensor  # (b, L) floating point: probability of the proposed token (confidence)
     entropy: Tensor | None = None  # (b, L) nats, when somebody asked for it
+    # (b, L) gap of the two largest probabilities, when somebody asked for it
     margin: Tensor | None = None
-    """``(b, L)`` gap of the two largest probabilities, when somebody asked for it."""
+    # (b, L, H, D) aligned hidden snapshots, when somebody asked for them
     hidden: Tensor | None = None
-    """``(b, L, H, D)`` aligned hidden snapshots, when somebody asked for them."""
+    # (b, L) probability under which the token was drawn, after temperature and filters
+    # whatever prob is read from, when somebody asked for it
     drawn: Tensor | None = None
-    """``(b, L)`` probability under which the token was drawn, after temperature and filters
-    whatever ``prob`` is read from, when somebody asked for it."""
+    # (b, L), like raw_entropy and raw_margin: the score under the model's own distribution,
+    # at temperature 1 and unfiltered whatever prob, entropy and margin are read from, when
+    # somebody asked for it. What learned heads are shown
     raw_prob: Tensor | None = None
-    """``(b, L)``, like ``raw_entropy`` and ``raw_margin``: the score under the model's own
-    distribution, at temperature 1 and unfiltered whatever ``prob``, ``entropy`` and ``margin`` are
-    read from, when somebody asked for it. What learned heads are shown."""
     raw_entropy: Tensor | None = None
     raw_margin: Tensor | None = None
 
@@ -162,8 +162,8 @@ class Selection:
     """A policy's answer: which candidates become final, and how it ranks them."""
 
     commit: Tensor  # (b, L) bool, a subset of the candidates
+    # (b, L) floating point, higher is surer: decides a per-step cap and a stalled row
     scores: Tensor
-    """``(b, L)`` floating point, higher is surer: decides a per-step cap and a stalled row."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StepRecord:
     commit: Tensor  # (b, L) bool: cells written with the proposal in this step
     scores: Tensor  # (b, L) the policy's scores
     new_ids: Tensor  # (b, L) int64 canvas after the step (an end-of-text fill included)
-    denoised: Denoised | None = None  # The forward of the step, when somebody asked for logits
+    denoised: Denoised | None = None  # the forward of the step, when somebody asked for logits
 
 
 @dataclass(frozen=True)
@@ -184,23 +184,22 @@ class DecodeResult:
     """The outcome for every row of the starting canvas."""
 
     ids: Tensor  # (B, L) int64 final canvas; cells never written hold the mask id
-    rows: list[int]  # The slot of each row in the batch
-    start: int  # First column of the response region
+    rows: list[int]  # the slot of each row in the batch
+    start: int  # first column of the response region
     seeds: Tensor  # (B,) int64
     num_steps: Tensor  # (B,) int64 forwards of the backbone in which the row took part (its NFE)
     idle_steps: Tensor  # (B,) int64 of these steps that wrote nothing
     stalled_steps: Tensor  # (B,) int64 steps in which the stall rule had to commit for the policy
     policy_forwards: Tensor  # (B,) int64 forwards of a learned policy head
+    # (B,) float64 on the CPU, wall time: each step's time shared equally by the rows in it
     seconds: Tensor
-    """``(B,)`` float64 on the CPU, wall time: each step's time shared equally by the rows in it."""
     status: list[Status]  # complete: no mask left; eos: stopped at an end of text; step_limit
+    # Calls of the backbone for the batch. A step is one, or two where some rows of a batch
+    # refresh a prefix or dual cache and others do not; no row takes part in both
     num_forwards: int = 0
-    """Calls of the backbone for the batch. A step is one, or two where some rows of a batch refresh
-    a prefix or dual cache and others do not; no row takes part in both."""
+    # (B,) int64 steps that refreshed the row's cache; None without a cache
     num_refreshes: Tensor | None = None
-    """``(B,)`` int64 steps that refreshed the row's cache; ``None`` without a cache."""
+    # (B,) float64 on the CPU: the part of seconds that the policy took, with a learned head
     policy_seconds: Tensor | None = None
-    """``(B,)`` float64 on the CPU: the part of ``seconds`` that the policy took, with a learned
-    head."""
+    # (B, L) bool: cells that could not be written, where the response has some
     given: Tensor | None = None
-    """``(B, L)`` bool: cells that could not be written, where the response has some."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from lit_dlm.backbones.base import Backbone
@@ -16,8 +16,9 @@ from lit_dlm.decoding.decoder import Decoder
 from lit_dlm.decoding.endings import text_cells
 from lit_dlm.decoding.engine import NotANumberError
 from lit_dlm.decoding.observers import Observer, QueueObserver
-from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts, joined_results
-from lit_dlm.decoding.state import DecodeResult
+from lit_dlm.decoding.queue import WorkQueue
+from lit_dlm.decoding.state import Canvas, DecodeResult, prompt_canvas
+from lit_dlm.ops.alignment import shifted
 from lit_dlm.pictures import as_text
 
 if TYPE_CHECKING:
@@ -64,11 +65,11 @@ class Detokenizer:
 class Responses:
     """Text of responses, one entry each."""
 
+    # Tokens of the text: masks are left out and, unless cut_at_eos is off, what stands behind
+    # the first end of text (with a layout, that of every part)
     ids: list[list[int]]
-    """Tokens of the text: masks are left out and, unless ``cut_at_eos`` is off, what stands behind
-    the first end of text (with a layout, that of every part)."""
-    texts: list[str]  # The text; a response of picture tokens becomes the picture
-    num_tokens: list[int]  # Tokens before the first end of text
+    texts: list[str]  # the text; a response of picture tokens becomes the picture
+    num_tokens: list[int]  # tokens before the first end of text
 
 
 class DecodePrompt(NamedTuple):
@@ -76,17 +77,17 @@ class DecodePrompt(NamedTuple):
 
     uid: str
     ids: Sequence[int]
-    seed: int  # Usually :func:`~lit_dlm.ops.noise.sample_seed` of the uid
+    seed: int  # usually :func:`~lit_dlm.ops.noise.sample_seed` of the uid
 
 
 @dataclass(frozen=True)
 class DecodedRows:
     """Responses that have ended."""
 
-    numbers: list[int]  # Numbers of their prompts
+    numbers: list[int]  # numbers of their prompts
     result: DecodeResult
     responses: Responses
-    is_last: bool  # Whether this process has none left
+    is_last: bool  # whether this process has none left
 
 
 def decode_stream(
@@ -113,42 +114,90 @@ def decode_stream(
         observers: see every step; those that cannot follow a refill need a queue of one batch.
     """
     detokenizer = detokenizer or Detokenizer(backbone)
-    limit = getattr(backbone, "max_positions", sys.maxsize)
+    limit, vision = getattr(backbone, "max_positions", None), getattr(backbone, "vision", None)
+    begun: dict[int, DecodePrompt] = {}  # by number
+    number_in: dict[int, int] = {}  # by slot
+    entering: list[int] = []  # numbers that take the slots of the next result, in their order
     numbers: list[int] = []
     results: list[DecodeResult] = []
-    opened: dict[int, str] = {}
 
-    def tokens(number: int) -> tuple[Sequence[int], int]:
-        uid, ids, seed = prompt(number)
-        if len(ids) + response_length > limit:
+    def source(num_free: int) -> Canvas | None:
+        taken = queue.take(num_free)
+        if not taken:
+            return None
+        prompts = [prompt(number) for number in taken]
+        longest = max(prompts, key=lambda one: len(one.ids))
+        if limit is not None and len(longest.ids) + response_length > limit:
             raise ValueError(
-                f"response_length: {uid} has {len(ids)} + {response_length} tokens of prompt and "
-                f"response, expected at most the {limit} positions that the model was made for"
+                f"response_length: {longest.uid} has {len(longest.ids)} + {response_length} tokens "
+                f"of prompt and response, expected at most the {limit} positions of the model"
             )
-        opened[number] = uid
-        return ids, seed
-
-    try:
-        for ended, result in decode_queued_prompts(
-            backbone,
-            decoder,
-            queue,
-            tokens,
+        begun.update(zip(taken, prompts, strict=True))
+        if number_in:
+            entering.extend(taken)
+        else:
+            number_in.update(enumerate(taken))
+        return prompt_canvas(
+            [one.ids for one in prompts],
             response_length=response_length,
-            num_slots=batch_size,
-            observers=cast(Sequence[QueueObserver], observers),
-        ):
+            spec=backbone.spec,
+            seeds=[one.seed for one in prompts],
+            device=getattr(backbone, "device", "cpu"),
+        )
+
+    decoded = decoder.queue(
+        backbone,
+        source,
+        num_slots=queue.slots(batch_size),
+        observers=cast(Sequence[QueueObserver], observers),
+    )
+    try:
+        for result in decoded:
+            ended = [number_in[slot] for slot in result.rows]
+            number_in.update(zip(result.rows, entering, strict=False))
+            entering.clear()
+            for number in ended:
+                one = begun.pop(number)
+                if vision is not None:
+                    vision.release(one.ids)
             numbers += ended
             results.append(result)
-            for number in ended:
-                del opened[number]
             # Single rows end at any step: their results are gathered, so that what follows (texts,
             # records, grades) is done for many at once.
-            if len(numbers) >= batch_size or not opened:
-                joined = joined_results(results, pad_id=backbone.spec.pad_id)
+            if len(numbers) >= batch_size or not begun:
+                joined = _joined(results, pad_id=backbone.spec.pad_id)
                 given = None if joined.given is None else joined.given[:, joined.start :]
                 responses = detokenizer(joined.ids[:, joined.start :], given)
-                yield DecodedRows(numbers, joined, responses, is_last=not opened)
+                yield DecodedRows(numbers, joined, responses, is_last=not begun)
                 numbers, results = [], []
     except NotANumberError as error:
-        raise ValueError(f"{', '.join(opened[row] for row in error.rows)}: {error}") from error
+        uids = [begun[number_in[slot]].uid for slot in error.rows]
+        raise ValueError(f"{', '.join(uids)}: {error}") from error
+
+
+def _joined(results: Sequence[DecodeResult], *, pad_id: int) -> DecodeResult:
+    """Results one behind the other, left-padded to the longest prompts among them."""
+    last, start = results[-1], max(result.start for result in results)
+
+    def columns(values: Callable[[DecodeResult], Tensor], fill: int) -> Tensor:
+        return torch.cat([shifted(values(one), start - one.start, fill) for one in results])
+
+    def given(one: DecodeResult) -> Tensor:
+        in_prompt = torch.arange(one.ids.shape[1], device=one.ids.device) < one.start
+        return in_prompt.expand_as(one.ids) if one.given is None else one.given
+
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(result, name) for result in results])
+        for name, value in vars(last).items()
+        if isinstance(value, Tensor) and name not in ("ids", "given")
+    }
+    has_given = any(one.given is not None for one in results)
+    return replace(
+        last,
+        ids=columns(lambda one: one.ids, pad_id),
+        given=columns(given, 1) if has_given else None,
+        start=start,
+        rows=[row for one in results for row in one.rows],
+        status=[status for one in results for status in one.status],
+        **tensors,
+    )

@@ -26,11 +26,7 @@ class Sweep:
     option: str
     """Such as ``policy.threshold``, ``window.width`` or ``settings.max_steps``."""
     values: list[int | float | str | None]
-    """One point each; at least one."""
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError("sweep: expected at least one value, got none")
+    """One point each."""
 
 
 def method_name(name: str, value: int | float | str | None) -> str:

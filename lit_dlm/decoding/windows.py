@@ -22,7 +22,7 @@ class WindowView:
     candidates: Tensor  # (b, L) bool: masked cells that may be committed now
     columns: Tensor  # (b, K) int64 columns whose logits are needed; covers the candidates
     block: Tensor  # (b,) int64 number of the block a row is in
-    num_blocks: int  # Blocks in the whole response
+    num_blocks: int  # blocks in the whole response
 
 
 class Window(Plug):

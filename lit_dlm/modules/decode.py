@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -50,21 +50,13 @@ class PromptBatch:
     """Prompts of one task for one decoding method."""
 
     examples: list[PromptExample]
-    prompt_ids: list[list[int]]  # Token ids after the chat template, one list per example
-    method: str  # Name of the decoder to use
-    response_length: int  # Cells to fill
+    prompt_ids: list[list[int]]  # token ids after the chat template, one list per example
+    method: str  # name of the decoder to use
+    response_length: int  # cells to fill
 
 
 class PromptStream:
-    """Prompts of one task for one decoding method, which all processes decode as they have room.
-
-    Args:
-        examples: the problems, on all processes the same.
-        encode: token ids of one, chat template included.
-        method: name of the decoder to use.
-        response_length: cells to fill.
-        batch_size: prompts decoded together.
-    """
+    """Prompts of one task for one decoding method, which all processes decode as they have room."""
 
     def __init__(
         self,
@@ -82,10 +74,8 @@ class PromptStream:
         self.response_length = response_length
         self.batch_size = batch_size
         self.queue = WorkQueue(len(self.examples), shared=True)
-        self.decoded: Iterator[DecodedBatch] | None = None
-        """Batches of what has ended, made by the module."""
-        self.is_done = False
-        """Whether this process has given out its last batch."""
+        self.decoded: Iterator[DecodedBatch] | None = None  # what has ended, made by the module
+        self.is_done = False  # whether this process has given out its last batch
 
     def __iter__(self) -> Iterator[PromptStream]:
         """Itself, as long as this process has a batch to give."""
@@ -104,21 +94,17 @@ class DecodedBatch:
 
     examples: list[PromptExample]
     method: str
-    decoder: Mapping[str, Any]  # Settings of the decoder, as JSON types
+    decoder: Mapping[str, Any]  # settings of the decoder, as JSON types
     result: DecodeResult
+    # Text of each response, cut at its first end of text where the module does so
     completions: list[str]
-    """Text of each response, cut at its first end of text where the module does so."""
-    num_tokens: list[int]  # Response tokens before the first end of text (the useful ones)
-    captured: CapturedDecode | None = None  # What the records are made of, when the module captures
-    fill: list[FillCurves] | None = None
-    """How the regions were filled, one per example; ``None`` for a decoder without a layout."""
+    num_tokens: list[int]  # response tokens before the first end of text (the useful ones)
+    captured: CapturedDecode | None = None  # what records are made of, when the module captures
+    fill: list[FillCurves] | None = None  # how regions were filled, with a layout
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
-        """One record per example; none when the module does not capture.
-
-        They are made at first use, so that the thread which needs them has the work.
-        """
+        """One record per example; made at first use, by the thread that needs them."""
         if self.captured is None:
             return []
         return self.captured.trajectories(
@@ -142,17 +128,11 @@ def encoded_turns(
     backbone: Any,
     uid: str,
 ) -> list[int]:
-    """Token ids of a chat up to where the model answers.
+    """Token ids of a chat up to where the model answers; the last turn is the user's.
 
     Args:
-        tokenizer: with its chat template.
-        turns: ``role`` and ``content`` of each; the last one is the user's.
-        pictures: in the order of their places in the contents.
-        backbone: numbers the pictures.
+        pictures: in the order of their places in the contents, numbered by the backbone.
         uid: of the sample, for errors.
-
-    Raises:
-        ValueError: a picture cannot be read, or the model sees none; names the sample.
     """
 
     def render(content: str) -> str:
@@ -167,12 +147,20 @@ def encoded_turns(
             turns, add_generation_prompt=True, return_dict=False
         )
         return list(ids)
-    vision = seeing(backbone, uid)
-    try:
-        ids = vision.encode(turns[-1]["content"], pictures, render=render, tokenize=tokenize)
-    except ValueError as error:
-        raise ValueError(f"{uid}: {error}") from error
+    with _named(uid):
+        ids = seeing(backbone, uid).encode(
+            turns[-1]["content"], pictures, render=render, tokenize=tokenize
+        )
     return list(ids)
+
+
+@contextmanager
+def _named(uid: str) -> Iterator[None]:
+    """Names the sample whose pictures cannot be read."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{uid}: {str(error).removeprefix(f'{uid}: ')}") from error
 
 
 def image_facts(example: PromptExample) -> dict[str, Any]:
@@ -196,9 +184,8 @@ class DecodeModule(LightningModule):
         level: what ``predict`` keeps of every decode: ``tokens`` (its trajectory, from which it can
             be replayed), ``signals`` (also the scores of every step), or nothing.
         sweep: more decoding methods: curves over the values of one option.
-        chat_template: what stands around the turns of a prompt, such as ``dllm-rl-trado-thinking``:
-            a shipped name, a file or a Jinja text (:mod:`lit_dlm.tasks.templates`); the tokenizer's
-            own by default.
+        chat_template: what stands around the turns of a prompt: a shipped name such as
+            ``dllm-rl-trado-thinking``, a file or a Jinja text; the tokenizer's own by default.
         cut_at_eos: ends a completion at its first end of text. The TraceLock release (arXiv
             2605.24697) grades all cells instead, special tokens left out.
     """
@@ -249,53 +236,37 @@ class DecodeModule(LightningModule):
         checkpoint[ADAPTERS_KEY] = adapter_settings(self, trained_only=True)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses weights that are not those of this model, such as those of another adapter.
-
-        Raises:
-            ValueError: the checkpoint lacks weights that are trained, has some that the model has
-                no place for, or comes from an adapter of other settings.
-        """
         require_own_checkpoint(self, checkpoint)
         drop_half_update(self, checkpoint)
 
     def setup(self, stage: str) -> None:
-        """Refuses precisions that would round more than the decoder."""
         check_precision(self.trainer)
 
     def configure_model(self) -> None:
-        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``).
-
-        Outside of ``fit`` a model without anything to train is whole on every process. Weights that
-        wait for their dtype get it now, before a checkpoint is read.
-        """
+        """Shards what is trained where the strategy is FSDP2 (``ModelParallelStrategy``)."""
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        # Outside of fit a model without anything to train is whole on every process.
         if self.device_mesh is not None and (is_trained or self.trainer.state.fn == "fit"):
             mesh = self.device_mesh
             if "replicate" not in (mesh.mesh_dim_names or ()):
                 mesh = mesh["data_parallel"]
             shard_trained(self, mesh, precision=str(self.trainer.precision))
+        # Weights that wait for their dtype get it now, before a checkpoint is read.
         for part in self.modules():
             if isinstance(part, HFBackbone):
                 part.convert()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds dropout, so that a resumed run repeats it."""
-        seed_batch(self, self.seed, batch_idx)
+        seed_batch(self, self.seed, batch_idx)  # of dropout, so that a resumed run repeats it
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Looks at the gradients, whatever is trained.
-
-        Raises:
-            NonFiniteError: one is not finite; raised in all processes, before any weight changes.
-        """
-        require_finite_gradients(self)
+        require_finite_gradients(self)  # in all processes, before any weight changes
 
     def on_predict_start(self) -> None:
-        """Gathers sharded weights: processes decode different numbers of steps."""
+        # Sharded weights are gathered: processes decode different numbers of steps.
         self._whole.enter_context(whole_weights(self))
 
     def on_predict_end(self) -> None:
-        """Waits for the other processes, and shards the weights again."""
         done = time.perf_counter()
         self.trainer.strategy.barrier("decoded")
         if self.trainer.world_size > 1:
@@ -307,13 +278,6 @@ class DecodeModule(LightningModule):
         if self.level is None:
             return None
         return TrajectoryCapture(vocab_size=self.backbone.vocab_size, level=self.level)
-
-    def _decoder(self, method: str) -> Decoder:
-        if method not in self.decoders:
-            raise ValueError(
-                f"decoders: no method '{method}', known: {', '.join(self.decoders) or 'none'}"
-            )
-        return self.decoders[method]
 
     @property
     def detokenizer(self) -> Detokenizer:
@@ -328,7 +292,7 @@ class DecodeModule(LightningModule):
 
         (rows,) = decode_stream(
             self.backbone,
-            self._decoder(batch.method),
+            self.decoders[batch.method],
             WorkQueue(len(batch.examples)),
             prompt,
             response_length=batch.response_length,
@@ -344,17 +308,13 @@ class DecodeModule(LightningModule):
     def predict_step(
         self, batch: PromptStream, batch_idx: int = 0, dataloader_idx: int = 0
     ) -> DecodedBatch:
-        """Decodes until a batch of responses has ended, and captures them when the module does.
-
-        A response that ends makes room for the next prompt, so others stay begun until the next
-        call.
-        """
+        """Decodes until a batch of responses has ended; others stay begun until the next call."""
         if batch.decoded is None:
             batch.decoded = self._decoded(batch)
         return next(batch.decoded)
 
     def _decoded(self, stream: PromptStream) -> Iterator[DecodedBatch]:
-        decoder = self._decoder(stream.method)
+        decoder = self.decoders[stream.method]
         capture, occupancy = self.capture(), Occupancy()
         fill = None if decoder.layout is None else RegionFill()
 
@@ -399,14 +359,7 @@ class DecodeModule(LightningModule):
             )
 
     def prompt_ids(self, example: PromptExample) -> list[int]:
-        """Token ids of one prompt: a user turn through the chat template, and the answer's start.
-
-        Args:
-            example: the problem. Its pictures are numbered, as records hold them.
-
-        Raises:
-            ValueError: a picture cannot be read, or the model sees none; names the example.
-        """
+        """A user turn through the chat template, and the answer's start; pictures are numbered."""
         tokenizer = self.tokenizer
         turns = [*example.history, {"role": "user", "content": example.text}]
         ids = encoded_turns(
@@ -417,28 +370,15 @@ class DecodeModule(LightningModule):
         return ids
 
     def placed(self, example: PromptExample, ids: list[int]) -> list[int]:
-        """A prompt for decoding: its pictures are given a place until the decode has ended.
-
-        Args:
-            example: the problem.
-            ids: its :meth:`prompt_ids`.
-
-        Raises:
-            ValueError: a picture cannot be read; names the example.
-        """
+        """A prompt for decoding: its pictures are given a place until the decode has ended."""
         if not example.images:
             return ids
-        try:
-            return seeing(self.backbone, example.uid).placed(ids, example.images)
-        except ValueError as error:
-            raise ValueError(f"{example.uid}: {error}") from error
+        with _named(example.uid):
+            placed: list[int] = seeing(self.backbone, example.uid).placed(ids, example.images)
+        return placed
 
     def encode(self, example: PromptExample) -> list[int]:
-        """A prompt for decoding.
-
-        Args:
-            example: the problem.
-        """
+        """A prompt for decoding."""
         return self.placed(example, self.prompt_ids(example))
 
     def texts(self, records: Sequence[Trajectory]) -> tuple[list[str], list[int]]:

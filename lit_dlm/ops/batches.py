@@ -38,10 +38,8 @@ class TensorBatch:
 def token_batches(sizes: NDArray[np.integer], max_tokens: int) -> list[NDArray[np.int64]]:
     """Numbers of the rows of each batch: rows of similar length together, as many as fit.
 
-    Args:
-        sizes: ``(N, 2)`` tokens of the two parts of each row, prompt and response: a batch pads
-            each part to its longest one, so ``n`` rows take ``n`` times the sum of these.
-        max_tokens: padding included. A longer row is a batch of its own.
+    ``sizes`` ``(N, 2)`` are tokens of prompt and response. A batch pads each part to its longest
+    one, so ``n`` rows take ``n`` times the sum of these; a longer row is a batch of its own.
     """
     totals = sizes.sum(1)
     most = max(1, max_tokens // max(1, int(totals.min(initial=max_tokens))))

@@ -19,13 +19,9 @@ def last_cuts(
 ) -> Tensor:
     """``(...)`` int64: the largest cut that may be drawn for each row; -1 for a row without any.
 
-    Args:
-        steps: ``(..., L)`` integer, the step that wrote each response position, or -1.
-        maskable: ``(..., L)`` bool, positions that may be supervised.
-        cut_range: ``full`` lets the cut reach the last step, where windows end early, so that every
-            step is supervised and no row is lost. ``reference`` is the release's: at most the last
-            step less the window, so the last step is never supervised and a row of ``window`` steps
-            or fewer has no cut.
+    ``full`` lets the cut reach the last step, where windows end early, so that every step is
+    supervised and no row is lost. ``reference`` is the release's: at most the last step less the
+    window, so the last step is never supervised and a row of ``window`` steps or fewer has no cut.
     """
     last_step = torch.where(maskable, steps.long(), -1).amax(dim=-1)
     if cut_range == "full":
@@ -44,13 +40,8 @@ def non_ltr_cuts(last: Tensor, steps: Tensor, is_non_ltr: Tensor, noise: Tensor)
     """Draws a cut among the steps at which something was decoded out of order.
 
     The code recipe of TABOM's release for Dream. Each distinct step is equally likely; a row
-    without such a step gets a uniform cut.
-
-    Args:
-        last: ``(B,)`` int64 from :func:`last_cuts`.
-        steps: ``(B, L)`` integer steps, or -1.
-        is_non_ltr: ``(B, L)`` bool, see :func:`non_ltr_positions`.
-        noise: ``(B,)`` float64 uniform in (0, 1).
+    without such a step gets a uniform cut. ``noise`` is ``(B,)``
+    float64 uniform in (0, 1).
     """
     wanted = is_non_ltr & (steps >= 0) & (steps <= last[:, None])
     ordered = torch.where(wanted, steps.long(), -1).sort(dim=1).values

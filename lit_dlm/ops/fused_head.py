@@ -64,10 +64,9 @@ def token_stats(
     ``tf32: true`` lets the products use tensor cores. The host never waits for the device.
 
     Args:
-        rows: ``(N, D)`` floating point, aligned hidden rows after the final norm; ``N`` may be 0.
-        weight: ``(V, D)`` floating point, the head; may be frozen, then it costs no gradient.
+        rows: ``(N, D)`` aligned hidden rows after the final norm; ``N`` may be 0.
+        weight: ``(V, D)``, the head; may be frozen, then it costs no gradient.
         targets: ``(N,)`` int64 ids below ``V``.
-        bias: ``(V,)`` floating point, where the head has one.
         forbidden_ids: have no probability; a target among them has infinite cross-entropy.
     """
     forbidden = _Forbidden.of(forbidden_ids, rows.device)

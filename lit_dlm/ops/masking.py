@@ -11,26 +11,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 
-def state_at(tokens: Tensor, commit_step: Tensor, step: int | Tensor, mask_id: int) -> Tensor:
-    """Puts the mask back wherever a token was not yet committed before ``step``.
-
-    The result is the input of forward number ``step``: ``step = 0`` hides everything that was
-    ever committed, ``step = T`` (the number of executed steps) is the final canvas. A trajectory
-    with re-masking or token edits is not described by two rows; use
-    :meth:`lit_dlm.trajectories.record.Trajectory.state_at` there.
-
-    Args:
-        tokens: ``(..., L)`` integer, the values after the last step.
-        commit_step: ``(..., L)`` integer, the step that wrote each position; -1 where none did:
-            it keeps its token.
-        step: one step for all rows, or ``(B,)`` / ``(B, 1)`` integer with one step per row.
-    """
-    if isinstance(step, Tensor) and step.ndim == 1:
-        step = step[:, None]
-    hidden = commit_step >= step
-    return torch.where(hidden, torch.full_like(tokens, mask_id), tokens)
-
-
 def block_numbers(
     length_or_pad_mask: int | Tensor,
     block_size: int,
@@ -38,12 +18,10 @@ def block_numbers(
     origin: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """``(1, L)`` or ``(B, L)`` int64 numbers of the blocks of a canvas, negative on left padding.
+    """``(1, L)`` or ``(B, L)`` int64 numbers of a canvas's blocks, negative on left padding.
 
-    Args:
-        length_or_pad_mask: ``L``, or ``(B, L)`` bool with ``True`` on real tokens.
-        origin: column at which block 0 starts, the same in every row, so that columns to its left
-            lie in blocks -1, -2, ...; ``None`` counts from each row's first real token.
+    Takes ``L``, or a ``(B, L)`` bool mask of real tokens. Block 0 starts at column ``origin`` of
+    every row, or at each row's first real token.
     """
     if isinstance(length_or_pad_mask, Tensor):
         length, device = length_or_pad_mask.shape[1], length_or_pad_mask.device
@@ -60,9 +38,7 @@ def block_numbers(
 def block_causal_visibility(blocks: Tensor, real: Tensor | None = None) -> Tensor:
     """``(B, 1, L, L)`` bool: queries (third axis) see their own and earlier blocks (SDAR).
 
-    Args:
-        blocks: ``(B, L)`` int64 block numbers, or ``(1, L)`` for all rows.
-        real: ``(B, L)`` bool, ``True`` on real tokens. Padding is seen by nobody but itself.
+    Blocks are ``(B, L)`` or ``(1, L)`` int64; padding, not ``real``, is seen by itself alone.
     """
     return _hide_padding(blocks[:, None, :, None] >= blocks[:, None, None, :], real)
 
@@ -119,9 +95,6 @@ class TwoCopyLayout:
         noisy copy then starts ``block_size - 1`` columns early, and of these only the cells of that
         shared block take part. They hold prompt tokens and are no targets. Without that copy the
         tail would have to be read from the clean half, where it has seen the answer.
-
-        Args:
-            pad_mask: ``(B, length)`` bool, ``True`` on real tokens.
         """
         canvas: int | Tensor = length if pad_mask is None else pad_mask
         from_response = origin == "response"
@@ -152,11 +125,7 @@ class TwoCopyLayout:
         return self.copy >= 0
 
     def packed(self, copies: int) -> TwoCopyLayout:
-        """The layout with the noisy half several times; every copy sees what it saw alone.
-
-        Args:
-            copies: ``K``, at least 1.
-        """
+        """The layout with the noisy half several times; every copy sees what it saw alone."""
         noisy, clean = self.is_noisy.nonzero()[:, 0], (~self.is_noisy).nonzero()[:, 0]
         slots = torch.cat([clean, noisy.repeat(copies)])
         number = torch.arange(copies, device=slots.device).repeat_interleave(len(noisy))
@@ -184,10 +153,8 @@ class TwoCopyLayout:
     def visibility(self, num_copies: Tensor | None = None) -> Tensor:
         """``(S or B, 1, N, N)`` bool, ``True`` where the query (third axis) may see the key.
 
-        A slot that takes no part is seen by nobody but itself.
-
-        Args:
-            num_copies: ``(B,)`` int64 copies that each row uses, the first ones; ``None``: all.
+        A slot that takes no part is seen by nobody but itself. Rows use the first ``num_copies``
+        ``(B,)`` of the copies, or all.
         """
         query, key = self.blocks[:, None, :, None], self.blocks[:, None, None, :]
         noisy_query, noisy_key = self.is_noisy[:, None], self.is_noisy[None, :]
@@ -280,14 +247,13 @@ def time_delay_mask(steps: Tensor, maskable: Tensor, cut: Tensor, *, window: int
     """Time-delay masking of TABOM (arXiv:2605.11854): a recorded decode, cut at a step.
 
     What was written before the cut is shown, everything else is hidden. What was written in the
-    next ``window`` steps is supervised; what came later, or never, is hidden but not learnt.
+    next ``window`` steps (the cut's own included) is supervised; what came later, or never, is
+    hidden but not learnt.
 
     Args:
         steps: ``(B, L)`` integer, the step that wrote each response position; -1 where none did.
-        maskable: ``(B, L)`` bool, positions that may be supervised. It does not change what is
-            hidden.
+        maskable: ``(B, L)`` bool, positions that may be supervised.
         cut: ``(B,)`` int64 steps; -1 for a row without a cut: all of it is hidden.
-        window: supervised steps, the cut's own included.
     """
     at = cut[:, None]
     hidden = (steps < 0) | (steps >= at)

@@ -24,13 +24,9 @@ _BETAS = (0.9, 0.95)  # of AdamW
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Maps matrices with singular vectors ``U, V`` to about ``U V^T``.
+    """Maps ``(N, R, C)`` matrices with singular vectors ``U, V`` to about ``U V^T``.
 
-    Args:
-        matrices: ``(N, R, C)`` float.
-
-    Returns:
-        ``(N, R, C)``; singular values that are not tiny end between about 0.7 and 1.2.
+    Singular values that are not tiny end between about 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -63,9 +59,6 @@ class MuonAdamW(Optimizer):
             {"params": list(matrices), "lr": matrix_lr, "is_matrix": True},
             {"params": list(others), "lr": other_lr, "is_matrix": False},
         ]
-        for parameter in groups[0]["params"]:
-            if parameter.ndim != 2:
-                raise ValueError(f"MuonAdamW.matrices: got a parameter of shape {parameter.shape}")
         super().__init__([group for group in groups if group["params"]], {})
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ def uniform_noise(
     stream: int = 0,
     tokens: Tensor | None = None,
 ) -> Tensor:
-    """Uniform draws in the open interval (0, 1).
+    """``(B, K)`` or ``(B, K, T)`` float64 uniform draws in the open interval (0, 1).
 
     Args:
         seeds: ``(B,)`` int64 sample seeds.
@@ -58,9 +58,6 @@ def uniform_noise(
             depend on the padding of the batch).
         stream: separates uses of the same key (0 proposals, 1 commit order, ...).
         tokens: ``(T,)`` or ``(B, K, T)`` int64 ids, one draw for each, whatever the others are.
-
-    Returns:
-        ``(B, K)`` or ``(B, K, T)`` float64.
     """
     key = _mix(seeds + _counter(stream + 1))
     key = _mix(key + (_counter(step + 1) if isinstance(step, int) else _GOLDEN * (step + 1)))

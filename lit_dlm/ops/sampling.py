@@ -25,9 +25,8 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
     The token that crosses the bound is kept, so at least one always remains, and of equal entries
     the first ones (Holtzman et al., arXiv 1904.09751).
 
-    Args:
-        logits: ``(..., V)``.
-        log_total: ``(..., 1)`` log of the sum of all exponentials, where these logits are not all.
+    ``log_total`` ``(..., 1)`` is the log of the sum of all exponentials, where these logits are not
+    all.
     """
     if top_p >= 1.0:
         return logits
@@ -42,15 +41,12 @@ def keep_top_p(logits: Tensor, top_p: float, *, log_total: Tensor | None = None)
 def survivors(
     logits: Tensor, *, top_k: int | None, top_p: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What is left after :func:`keep_top_k` and then :func:`keep_top_p`, without a full sort.
+    """What is left of ``(n, V)`` logits after the two filters, without a full sort.
 
-    A vocabulary is seldom worth sorting: the filters look at the largest of ``(n, V)`` logits
-    alone, and at more of them only if these do not settle the bound or what is equal to it. On a
-    GPU that question waits for the device.
-
-    Returns:
-        ``(n, m)`` logits, dropped ones at ``-inf``, and ``(n, m)`` int64 ids of these, ascending;
-        ``None`` instead of the ids where ``m`` is the whole vocabulary.
+    A vocabulary is seldom worth sorting: the filters look at the largest logits alone, and at more
+    of them only if these do not settle the bound or what is equal to it. On a GPU that question
+    waits for the device. The ``(n, m)`` logits have dropped ones at ``-inf``; their ids ascend, and
+    are ``None`` where ``m`` is the whole vocabulary.
     """
     V = logits.shape[-1]
     if top_k is None and (top_p is None or top_p >= 1.0):

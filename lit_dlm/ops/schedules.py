@@ -39,11 +39,7 @@ def suffix_cells(counts: Tensor, length: int) -> Tensor:
 def hidden_cells(
     num_rows: int, length: int, *, suffix_share: float, generator: torch.Generator
 ) -> Tensor:
-    """``(B, G)`` bool, at least one cell in every row: uniform cells, or for some rows a suffix.
-
-    Args:
-        suffix_share: chance that a row hides a suffix instead of uniform cells.
-    """
+    """``(B, G)`` bool, at least one cell in every row: uniform cells, or by chance a suffix."""
     counts = stratified_counts(num_rows, length, generator=generator)
     uniform = uniform_cells(counts, length, generator=generator)
     is_suffix = torch.rand(num_rows, generator=generator, dtype=torch.float64) < suffix_share

@@ -45,11 +45,7 @@ def rank_descending(scores: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_quota(scores: Tensor, candidates: Tensor, quota: Tensor | int) -> Tensor:
-    """``(B, L)`` bool: the best of the ``(B, L)`` bool candidates by ``(B, L)`` scores.
-
-    Args:
-        quota: ``(B,)`` int64 or one integer: how many in a row.
-    """
+    """``(B, L)`` bool: the best ``quota`` of each row's candidates, by ``(B, L)`` scores."""
     if isinstance(quota, int) and quota == 1:
         best = _among(scores, candidates).argmax(1, keepdim=True)
         return torch.zeros_like(candidates).scatter_(1, best, True) & candidates
@@ -93,13 +89,8 @@ def entropy_variance(entropy: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Population variance of the chosen entropies of each row (TABOM, arXiv:2605.11854).
 
     A model that can tell certain from uncertain positions has a large one: the Trajectory
-    Discrimination Score is its mean over rows that have at least two chosen positions.
-
-    Args:
-        entropy: ``(B, L)`` floating point, nats; anything outside the ``(B, L)`` bool chosen ones.
-
-    Returns:
-        ``variance`` ``(B,)``, 0 where a row has fewer than two, and ``(B,)`` bool, the other rows.
+    Discrimination Score is its mean over rows that have at least two chosen positions, as the
+    second result ``(B,)`` bool says. ``entropy`` ``(B, L)`` is in nats.
     """
     count = chosen.sum(1)
     values = torch.where(chosen, entropy, 0.0)

@@ -33,12 +33,10 @@ class SlowRow:
         self.backbone, self.length = backbone, length
         self.keys: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
         self.values: list[dict[int, Tensor]] = [{} for _ in range(backbone.num_layers)]
-        self.forwards = 0
 
     @torch.no_grad()
-    def run(self, ids: Tensor, a: int, b: int, kv_end: int, block: int | None = None) -> Tensor:
-        """Raw last hidden rows of columns ``[a, b)``; ``block``: block-causal from column 0."""
-        self.forwards += 1
+    def run(self, ids: Tensor, a: int, b: int, kv_end: int) -> Tensor:
+        """Raw last hidden rows of columns ``[a, b)``."""
         decoder, config = self.backbone.model.model, self.backbone.architecture
         positions = torch.arange(a, b)
         x = decoder.embed_tokens(ids[a:b])
@@ -56,9 +54,8 @@ class SlowRow:
             repeat = config.num_heads // config.kv_heads
             rows = []
             for i in range(b - a):
-                end = kv_end if block is None else min(((a + i) // block + 1) * block, kv_end)
-                seen_k = torch.stack([self.keys[n][j] for j in range(end)])
-                seen_v = torch.stack([self.values[n][j] for j in range(end)])
+                seen_k = torch.stack([self.keys[n][j] for j in range(kv_end)])
+                seen_v = torch.stack([self.values[n][j] for j in range(kv_end)])
                 seen_k, seen_v = (t.repeat_interleave(repeat, 1) for t in (seen_k, seen_v))
                 scores = torch.einsum("hd,jhd->hj", q[i], seen_k) / config.head_width**0.5
                 rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), seen_v).flatten())
@@ -106,7 +103,7 @@ def slow_decode(
             quota = None
             if steps_per_block is not None:
                 quota = masks // steps_per_block + (step < masks % steps_per_block)
-            if scheme == "none" or step == 0:
+            if step == 0:
                 a, hidden = 0, row.run(ids, 0, T, T)
             else:
                 end = {
@@ -121,37 +118,9 @@ def slow_decode(
             for j in masked:
                 source = j - shift - a
                 probs[j] = row.probs(carried if source < 0 else hidden[source])
-            if shift and scheme != "none" and step == 0:
-                chosen = [s]
-            else:
-                chosen = choose(probs, quota=quota, threshold=threshold)
-            for j in chosen:
+            chosen = choose(probs, quota=quota, threshold=threshold)
+            for j in [s] if shift and step == 0 else chosen:
                 ids[j] = probs[j].argmax()
             step += 1
             forwards += 1
     return ids[start:].tolist(), forwards
-
-
-@torch.no_grad()
-def slow_block_decode(
-    backbone: HFBackbone, prompt: list[int], *, response: int, block: int, quota: int
-) -> tuple[list[int], int]:
-    """A block-causal model with blocks from column 0: prefill, steps on a block, one pass to keep
-    the finished block (not counted)."""
-    mask, start = backbone.spec.mask_id, len(prompt)
-    ids = torch.tensor(prompt + [mask] * response)
-    T, steps = len(ids), 0
-    row = SlowRow(backbone, T)
-    whole = start // block * block
-    if whole:
-        row.run(ids, 0, whole, whole, block)
-    for s in range(whole, T, block):
-        e = min(s + block, T)
-        while (ids[s:e] == mask).any():
-            hidden = row.run(ids, s, e, e)
-            probs = {j: row.probs(hidden[j - s]) for j in range(s, e) if ids[j] == mask}
-            for j in choose(probs, quota=quota, threshold=None):
-                ids[j] = probs[j].argmax()
-            steps += 1
-        row.run(ids, s, e, e)
-    return ids[start:].tolist(), steps

@@ -1,13 +1,14 @@
-"""Hand-made decode states."""
+"""Hand-made decode states, an observer, and batches against their rows alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from lit_dlm.decoding import DecodeState
+from lit_dlm.decoding import Decoder, DecodeResult, DecodeState, StepRecord, prompt_canvas
 from tests.fakes import EOS, MASK
 
 
@@ -45,3 +46,60 @@ def in_block(state: DecodeState, *, step: int, masks: int, num_blocks: int = 1) 
         block_masks=torch.full_like(state.block_masks, masks),
         num_blocks=num_blocks,
     )
+
+
+class Recorder:
+    """Keeps every record; asks for nothing unless told to."""
+
+    def __init__(self, *requires: str, hidden_layers: tuple[int, ...] = (-1,)) -> None:
+        self.requires = frozenset(requires)
+        self.hidden_layers = hidden_layers
+        self.records: list[StepRecord] = []
+        self.started: DecodeState | None = None
+        self.result: DecodeResult | None = None
+
+    def on_start(self, state: DecodeState) -> None:
+        self.started = state
+
+    def on_step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def on_refill(self, result: DecodeResult, state: DecodeState) -> None: ...
+
+    def on_end(self, result: DecodeResult) -> None:
+        self.result = result
+
+    def commits(self, row: int = 0) -> list[list[int]]:
+        """Columns that a row committed, step by step."""
+        return [
+            commit.nonzero()[:, 0].tolist()
+            for record in self.records
+            for commit in record.commit[record.state.rows == row]
+        ]
+
+
+def as_rows_alone(
+    decoder: Decoder, backbone: Any, prompts: Sequence[list[int]], length: int
+) -> DecodeResult:
+    """Decodes a padded batch, whose rows must be those of one row at a time."""
+
+    def decoded(rows: Sequence[int]) -> DecodeResult:
+        return decoder(
+            backbone,
+            prompt_canvas(
+                [prompts[row] for row in rows],
+                response_length=length,
+                spec=backbone.spec,
+                seeds=[11 + row for row in rows],
+            ),
+        )
+
+    result = decoded(range(len(prompts)))
+    for row in range(len(prompts)):
+        alone = decoded([row])
+        assert torch.equal(alone.ids[0, -length:], result.ids[row, -length:])
+        for name in ("num_steps", "idle_steps", "num_refreshes"):
+            if getattr(alone, name) is not None:
+                assert getattr(alone, name)[0] == getattr(result, name)[row]
+    assert not (result.ids[:, -length:] == backbone.spec.mask_id).any()
+    return result

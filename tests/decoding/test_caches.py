@@ -14,18 +14,13 @@ from lit_dlm.decoding import (
     BlockWindow,
     ConfidencePolicy,
     Decoder,
-    DecodeResult,
-    DecodeState,
     DualCache,
     DynamicPolicy,
     EvenQuota,
-    FixedQuota,
     FullWindow,
-    NoCache,
     NoQuota,
     PrefixCache,
     SlidingWindow,
-    StepRecord,
     ThresholdPolicy,
     prompt_canvas,
 )
@@ -34,8 +29,8 @@ from lit_dlm.heads.acceptance import AcceptanceConfig
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from tests.backbones.conftest import tiny_architecture
-from tests.decoding.slow_cache import slow_block_decode, slow_decode
-from tests.fakes import TableBackbone, logits_for
+from tests.decoding.slow_cache import slow_decode
+from tests.decoding.states import Recorder, as_rows_alone
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13, 14, 15, 16, 17]]
 SCHEMES = {
@@ -126,50 +121,12 @@ def test_sixteen_rows_in_different_blocks_share_every_forward():
         window=BlockWindow(4, origin="sequence"), cache=BlockCache(), **BLOCK_RULES["dynamic"]
     )
     prompts = [[5 + 3 * row + i for i in range(1 + row % 7)] for row in range(16)]
-    seen = _Frontiers()
-    canvas = prompt_canvas(prompts, response_length=30, spec=backbone.spec, seeds=range(16))
-    batch = decoder(backbone, canvas, [seen])
-    assert max(len(blocks) for blocks in seen.blocks) >= 4  # so many blocks in one step
+    seen = Recorder()
+    canvas = prompt_canvas(prompts, response_length=30, spec=backbone.spec, seeds=range(11, 27))
+    decoder(backbone, canvas, [seen])
+    assert max(len(set(one.state.block.tolist())) for one in seen.records) >= 4  # in one step
+    batch = as_rows_alone(decoder, backbone, prompts, 30)
     assert batch.num_forwards == batch.num_steps.max()
-    for row, prompt in enumerate(prompts):
-        alone = _decode(backbone, decoder, [prompt], 30)
-        assert torch.equal(alone.ids[0, -30:], batch.ids[row, -30:])
-        for name in ("num_steps", "num_refreshes", "idle_steps"):
-            assert getattr(alone, name)[0] == getattr(batch, name)[row]
-
-
-class _Frontiers:
-    """Keeps the blocks that the rows of each step are in."""
-
-    requires: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.blocks: list[set[int]] = []
-
-    def on_start(self, state: DecodeState) -> None: ...
-
-    def on_step(self, record: StepRecord) -> None:
-        self.blocks.append(set(record.state.block.tolist()))
-
-    def on_end(self, result: DecodeResult) -> None: ...
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_block_cache_equals_the_slow_generator(prompt):
-    """Prefill, steps and a last pass over each finished block, as the release does it."""
-    backbone = _block_backbone("sequence")
-    decoder = Decoder(
-        policy=ConfidencePolicy(),
-        window=BlockWindow(4, origin="sequence"),
-        quota=FixedQuota(2),
-        cache=BlockCache(),
-    )
-    result = _decode(backbone, decoder, [prompt], 10)
-    tokens, steps = slow_block_decode(backbone, prompt, response=10, block=4, quota=2)
-    assert result.ids[0, -10:].tolist() == tokens
-    assert result.num_steps.tolist() == [steps]
-    # The pass that keeps a block is part of the step that enters the next one.
-    assert result.num_forwards == steps
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -178,13 +135,7 @@ def test_tracelock_decodes_with_every_cache_and_rows_do_not_matter(scheme, shift
     backbone = _backbone(shift=shift)
     policy = TraceLockPolicy(scorer=_scorer(backbone), threshold=0.5, max_accept_per_step=3)
     decoder = Decoder(policy=policy, quota=NoQuota(), window=BlockWindow(4), cache=SCHEMES[scheme])
-    batch = _decode(backbone, decoder, PROMPTS, 10)
-    assert not (batch.ids[:, -10:] == backbone.spec.mask_id).any()
-    for row, prompt in enumerate(PROMPTS):
-        canvas = prompt_canvas([prompt], response_length=10, spec=backbone.spec, seeds=[row])
-        alone = decoder(backbone, canvas)
-        assert torch.equal(alone.ids[0, -10:], batch.ids[row, -10:])
-        assert alone.num_steps[0] == batch.num_steps[row]
+    as_rows_alone(decoder, backbone, PROMPTS, 10)
 
 
 def test_tracelock_with_the_block_cache_equals_tracelock_without():
@@ -213,27 +164,11 @@ def _scorer(backbone: HFBackbone) -> AcceptanceScorer:
     return built.eval()
 
 
-class _Hidden:
-    """Keeps hidden snapshots and probabilities of every step."""
-
-    requires = frozenset({"hidden", "region"})
-    hidden_layers = (-2, -1)
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def on_start(self, state: DecodeState) -> None: ...
-
-    def on_step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def on_end(self, result: DecodeResult) -> None: ...
-
-
 @pytest.mark.parametrize("shift", [0, 1])
 def test_features_outside_the_window_stay_those_of_the_last_forward_that_covered_them(shift):
     """Dual cache, blocks [5, 9) and [9, 13): between refreshes only the block's rows change."""
-    backbone, seen = _backbone(shift=shift), _Hidden()
+    backbone = _backbone(shift=shift)
+    seen = Recorder("hidden", "region", hidden_layers=(-2, -1))
     canvas = prompt_canvas([PROMPTS[0]], response_length=8, spec=backbone.spec, seeds=[0])
     decoder = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=DualCache())
     decoder(backbone, canvas, [seen])
@@ -286,16 +221,16 @@ def test_a_full_window_is_one_block():
 @pytest.mark.parametrize(
     ("changes", "plugs", "message"),
     [
-        ({}, {"cache": BlockCache()}, "BlockCache is for models with block attention"),
+        ({}, {"cache": BlockCache()}, "BlockCache is for block attention"),
         (
             {"attention": "block", "block_size": 4},
             {"cache": DualCache()},
-            "DualCache is for models with full attention",
+            "DualCache is for full attention",
         ),
         (
             {"attention": "block", "block_size": 4},
             {"cache": BlockCache(), "window": BlockWindow(2, origin="sequence")},
-            "block_length 4 and origin 'sequence', got BlockWindow",
+            "BlockCache is for block attention",
         ),
         ({}, {"cache": DualCache(), "window": SlidingWindow(4)}, "SlidingWindow has no blocks"),
     ],
@@ -304,35 +239,5 @@ def test_a_scheme_that_does_not_fit_is_refused(changes, plugs, message):
     backbone = _backbone(**changes)
     with pytest.raises(ValueError, match=message):
         _decode(backbone, Decoder(policy=ConfidencePolicy(), **plugs), [PROMPTS[0]], 8)
-
-
-def test_a_backbone_that_cannot_run_windows_is_refused():
-    backbone = TableBackbone(logits_for([4, 4, 5, 5], [0.5] * 4))
-    with pytest.raises(ValueError, match=r"encode_window.*got TableBackbone"):
-        _decode(backbone, Decoder(policy=ConfidencePolicy(), cache=DualCache()), [[4, 4]], 2)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PrefixCache(horizon=-1), "horizon: expected 0 or more, got -1"),
-    ],
-)
-def test_bad_settings_are_refused_by_name(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_the_cache_is_described_only_where_there_is_one():
-    """Records from before caches keep their digests."""
-    plain = Decoder(policy=ConfidencePolicy(), window=BlockWindow(4))
-    assert Decoder(policy=ConfidencePolicy(), window=BlockWindow(4), cache=NoCache()).digest() == (
-        plain.digest()
-    )
-    assert "cache" not in plain.describe()
-    assert plain.describe()["window"] == {"name": "BlockWindow", "block_length": 4}
-    cached = Decoder(policy=ConfidencePolicy(), cache=PrefixCache(horizon=2))
-    assert cached.describe()["cache"] == {
-        "name": "PrefixCache",
-        "horizon": 2,
-    }
+    with pytest.raises(ValueError, match="horizon"):
+        PrefixCache(horizon=-1)

@@ -109,7 +109,7 @@ def test_only_listed_names_are_looked_up() -> None:
     description = Decoder(policy=ConfidencePolicy()).describe()
     for name in ("os.system", "Decoder", "ConfidencePolicy.__init__", None):
         changed = {**description, "policy": {"name": name}}
-        refused = r"policy .* (is unknown; known: BonusPolicy, |comes from outside of the package)"
+        refused = "policy .* is none of BonusPolicy, "
         with pytest.raises(ValueError, match=refused):
             decoder_from_description(changed)
 
@@ -135,7 +135,7 @@ def test_a_plug_from_outside_is_imported_only_from_modules_that_were_named() -> 
     with pytest.raises(ValueError, match=r"trust it, name its module with --plugs tests\.plugs"):
         decoder_from_description(stored, plug_modules=["tests"])
     for name, reason in (
-        ("subprocess.Popen", "comes from outside"),
+        ("subprocess.Popen", "is none of"),
         ("tests.plugs.Missing", "expected a class, got None"),
         ("tests.plugs.torch", "expected a class, got <module"),
         ("nowhere.Policy", "expected a class, got None"),

@@ -2,17 +2,14 @@ import time
 
 import pytest
 import torch
-
-import lit_dlm
 from torch import Tensor
 
+import lit_dlm
 from lit_dlm.decoding import (
     BlockWindow,
     ConfidencePolicy,
     Decoder,
-    DecodeResult,
     DecodeSettings,
-    DecodeState,
     EntropyPolicy,
     FixedQuota,
     MarginPolicy,
@@ -26,6 +23,7 @@ from lit_dlm.decoding import (
     ThresholdPolicy,
     prompt_canvas,
 )
+from tests.decoding.states import Recorder, as_rows_alone
 from tests.fakes import EOS, MASK, TableBackbone, logits_for
 
 THRESHOLD = {"policy": ThresholdPolicy(0.9), "quota": NoQuota()}
@@ -49,32 +47,12 @@ def _hashed(ids: Tensor) -> Tensor:
     return 3.0 * torch.sin(phase)
 
 
-class Recorder:
-    """Keeps every record; asks for nothing."""
-
-    def __init__(self, requires: frozenset[str] = frozenset()) -> None:
-        self.requires = requires
-        self.hidden_layers = (-1,)
-        self.records: list[StepRecord] = []
-        self.started: DecodeState | None = None
-        self.result: DecodeResult | None = None
-
-    def on_start(self, state: DecodeState) -> None:
-        self.started = state
-
-    def on_step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def on_end(self, result: DecodeResult) -> None:
-        self.result = result
-
-
 def test_threshold_commits_top1_when_none_passes():
     """Step 0 commits cell 1 (0.95); then nothing passes and 0.6, 0.5, 0.4 go one by one."""
     backbone = _table([5, 6, 7, 5], [0.5, 0.95, 0.6, 0.4])
     recorder = Recorder()
     result = Decoder(**THRESHOLD)(backbone, _canvas(backbone, 4), [recorder])
-    assert [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records] == [[3], [4], [2], [5]]
+    assert recorder.commits() == [[3], [4], [2], [5]]
     assert result.ids[0].tolist() == [4, 4, 5, 6, 7, 5]
     assert result.num_steps.tolist() == [4]
     assert result.stalled_steps.tolist() == [3]
@@ -95,34 +73,13 @@ def test_number_of_steps_is_the_number_of_forwards_of_that_row():
     assert [len(ids) for ids in backbone.canvases] == [2, 1, 1]
 
 
-def test_given_cells_are_never_changed():
-    backbone = _table([5, 6, 7], [0.9, 0.9, 0.9])
-    canvas = _canvas(backbone, 3)
-    ids, editable = canvas.ids.clone(), canvas.editable.clone()
-    ids[0, 3], editable[0, 3] = 8 - 1, False
-    canvas = type(canvas)(ids=ids, editable=editable, seeds=canvas.seeds, start=2)
-    result = Decoder(policy=ConfidencePolicy())(backbone, canvas)
-    assert result.ids[0].tolist() == [4, 4, 5, 7, 7]
-
-
-def test_block_window_leaves_a_block_when_it_is_full():
-    """A sure model fills one block of 2 per step: 3 steps for 6 cells, none idle."""
-    backbone = _table([5] * 6, [0.99] * 6)
-    recorder = Recorder()
-    result = Decoder(**THRESHOLD, window=BlockWindow(2))(backbone, _canvas(backbone, 6), [recorder])
-    commits = [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records]
-    assert commits == [[2, 3], [4, 5], [6, 7]]
-    assert result.idle_steps.tolist() == [0]
-
-
 def test_cap_keeps_the_best_scored_commits():
     backbone = _table([5, 6, 7, 5], [0.92, 0.99, 0.95, 0.97])
     recorder = Recorder()
     result = Decoder(**THRESHOLD, settings=DecodeSettings(max_commits_per_step=2))(
         backbone, _canvas(backbone, 4), [recorder]
     )
-    commits = [r.commit[0].nonzero()[:, 0].tolist() for r in recorder.records]
-    assert commits == [[3, 5], [2, 4]]
+    assert recorder.commits() == [[3, 5], [2, 4]]
     assert result.stalled_steps.tolist() == [0]
 
 
@@ -133,8 +90,8 @@ def test_end_of_text_gate_holds_back_end_of_text_until_nothing_else_is_proposed(
         Decoder(policy=ConfidencePolicy(), settings=DecodeSettings(eos_gate=gate))(
             backbone, _canvas(backbone, 4), [recorder]
         )
-    orders = [[r.commit[0].nonzero()[0, 0].item() for r in rec.records] for rec in (gated, free)]
-    assert orders == [[2, 5, 3, 4], [3, 4, 2, 5]]
+    assert gated.commits() == [[2], [5], [3], [4]]
+    assert free.commits() == [[3], [4], [2], [5]]
 
 
 def test_the_stall_rule_does_not_open_the_gate():
@@ -144,7 +101,7 @@ def test_the_stall_rule_does_not_open_the_gate():
     Decoder(**THRESHOLD, settings=DecodeSettings(eos_gate=True))(
         backbone, _canvas(backbone, 3), [recorder]
     )
-    assert recorder.records[0].commit[0].nonzero()[:, 0].tolist() == [2]
+    assert recorder.commits()[0] == [2]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +159,7 @@ def test_idle_steps_are_counted_and_masks_stay_at_the_limit():
 )
 def test_a_padded_batch_equals_its_rows_alone_and_observers_change_nothing(window, plugs):
     """The canvas depends on order, so any leak between rows or from padding would show."""
-    prompts, seeds = [[4, 5, 6], [7], [8, 9], [3] * 5], [11, 12, 13, 14]
+    prompts = [[4, 5, 6], [7], [8, 9], [3] * 5]
 
     def logits(ids: Tensor) -> Tensor:
         # Padding must not count: positions are taken from the first real token.
@@ -211,21 +168,12 @@ def test_a_padded_batch_equals_its_rows_alone_and_observers_change_nothing(windo
         table = _hashed(rolled * (rolled != 1))
         return torch.stack([t.roll(int(n), 0) for t, n in zip(table, pad, strict=True)])
 
-    decoder = Decoder(window=window, **plugs)
-    spec = TableBackbone(logits, 12).spec
-    batch = prompt_canvas(prompts, response_length=7, spec=spec, seeds=seeds)
-    result = decoder(TableBackbone(logits, 12), batch)
-    watched = decoder(
-        TableBackbone(logits, 12), batch, [Recorder(frozenset({"hidden", "region", "entropy"}))]
-    )
+    decoder, backbone = Decoder(window=window, **plugs), TableBackbone(logits, 12)
+    result = as_rows_alone(decoder, backbone, prompts, 7)
+    batch = prompt_canvas(prompts, response_length=7, spec=backbone.spec, seeds=range(11, 15))
+    watched = decoder(backbone, batch, [Recorder("hidden", "region", "entropy")])
     assert torch.equal(result.ids, watched.ids)
     assert torch.equal(result.num_steps, watched.num_steps)
-    assert not (result.ids == MASK).any()
-    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        canvas = prompt_canvas([prompt], response_length=7, spec=spec, seeds=[seed])
-        alone = decoder(TableBackbone(logits, 12), canvas)
-        assert torch.equal(alone.ids[0, -7:], result.ids[row, -7:])
-        assert alone.num_steps[0] == result.num_steps[row]
 
 
 def test_records_chain_and_end_at_the_result():
@@ -244,13 +192,6 @@ def test_records_chain_and_end_at_the_result():
         canvas = record.new_ids
     assert torch.equal(canvas, result.ids)
     assert recorder.result is result
-
-
-def test_seconds_are_shared_among_rows():
-    backbone = TableBackbone(_hashed, 12)
-    result = Decoder(policy=EntropyPolicy())(backbone, _canvas(backbone, 5, rows=3))
-    assert (result.seconds > 0).all()
-    torch.testing.assert_close(result.seconds[0], result.seconds[1])
 
 
 def test_time_of_observers_is_not_part_of_a_decode(monkeypatch: pytest.MonkeyPatch):
@@ -305,20 +246,11 @@ def test_prompt_and_response_stay_within_the_positions_of_the_model():
 
 def test_plugs_that_ask_for_different_hidden_layers_are_refused():
     backbone = _table([5], [0.9])
-    one, two = Recorder(frozenset({"hidden"})), Recorder(frozenset({"hidden"}))
-    two.hidden_layers = (-2,)
+    one, two = Recorder("hidden"), Recorder("hidden", hidden_layers=(-2,))
     with pytest.raises(ValueError, match="hidden_layers"):
         Decoder(policy=ConfidencePolicy())(backbone, _canvas(backbone, 1), [one, two])
 
 
 def test_idle_rule_needs_a_step_limit():
-    with pytest.raises(ValueError, match="max_steps: expected a number with stall_rule 'idle'"):
+    with pytest.raises(ValueError, match="max_steps"):
         DecodeSettings(stall_rule="idle")
-
-
-def test_describe_lists_every_setting_and_the_digest_follows():
-    one = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota())
-    two = Decoder(policy=ThresholdPolicy(0.8), quota=NoQuota())
-    assert one.describe()["policy"] == {"name": "ThresholdPolicy", "threshold": 0.9}
-    assert one.describe()["settings"]["stall_rule"] == "top1"
-    assert one.digest() != two.digest()

@@ -16,9 +16,7 @@ from lit_dlm.decoding import (
     BlockWindow,
     ConfidencePolicy,
     Decoder,
-    DecodeResult,
     DecodeSettings,
-    DecodeState,
     DualCache,
     DynamicPolicy,
     EvenQuota,
@@ -28,14 +26,15 @@ from lit_dlm.decoding import (
     RandomPolicy,
     Sampler,
     ScheduleQuota,
-    StepRecord,
     ThresholdPolicy,
     caches,
     prompt_canvas,
 )
-from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import Occupancy, WorkQueue
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from tests.backbones.conftest import tiny_architecture
 from tests.backbones.reference import slow_varlen_attn
+from tests.decoding.states import Recorder
 
 RESPONSE = 12
 LENGTHS = [9, 8, 30, 2, 1, 7, 7, 3, 3, 31, 2, 1, 5, 4, 6, 1, 2, 12, 1, 1]
@@ -78,17 +77,17 @@ CASES = {
 
 def _decoded(backbone, decoder, num_slots: int, observers=()) -> dict[int, tuple]:
     found = {}
-    rows = decode_queued_prompts(
+    for rows in decode_stream(
         backbone,
         decoder,
         WorkQueue(len(PROMPTS)),
-        lambda number: (PROMPTS[number], 100 + number),
+        lambda number: DecodePrompt(str(number), PROMPTS[number], 100 + number),
         response_length=RESPONSE,
-        num_slots=num_slots,
+        batch_size=num_slots,
         observers=observers,
-    )
-    for numbers, result in rows:
-        for row, number in enumerate(numbers):
+    ):
+        result = rows.result
+        for row, number in enumerate(rows.numbers):
             assert number not in found
             found[number] = (
                 result.ids[row, result.start - len(PROMPTS[number]) :].tolist(),
@@ -129,9 +128,9 @@ def test_rows_that_refresh_share_a_forward_with_others_where_attention_takes_seq
         return encode(*args, **options)
 
     monkeypatch.setattr(backbone, "encode_window", counted)
-    occupancy = _Rows()
-    assert _decoded(backbone, decoder, 4, [occupancy]) == expected
-    assert len(calls) == len(occupancy.counts)
+    seen = Recorder()
+    assert _decoded(backbone, decoder, 4, [seen]) == expected
+    assert len(calls) == len(seen.records)
 
 
 @pytest.mark.parametrize("many_keys", [1, 999])
@@ -157,18 +156,18 @@ def test_responses_to_one_prompt_share_its_forward(origin, many_keys, monkeypatc
 
     def decoded(num_slots: int) -> dict[int, list[int]]:
         tokens.clear()
-        rows = decode_queued_prompts(
+        rows = decode_stream(
             backbone,
             Decoder(**plugs),
             WorkQueue(16),
-            lambda number: (prompts[number // 4], number),
+            lambda number: DecodePrompt(str(number), prompts[number // 4], number),
             response_length=RESPONSE,
-            num_slots=num_slots,
+            batch_size=num_slots,
         )
         return {
-            number: result.ids[row, result.start :].tolist()
-            for numbers, result in rows
-            for row, number in enumerate(numbers)
+            number: one.result.ids[row, one.result.start :].tolist()
+            for one in rows
+            for row, number in enumerate(one.numbers)
         }
 
     monkeypatch.setattr(backbone, "encode_window", counted)
@@ -194,42 +193,19 @@ def test_the_kernel_for_sequences_gives_the_same_rows(case, monkeypatch: pytest.
 
 def test_a_place_is_filled_as_soon_as_its_row_ends():
     """20 rows of 1 to 12 steps in 4 slots: all are at work until no prompt is left."""
-    backbone, occupancy = _backbone(), Occupancy()
-    seen = _Rows()
+    backbone, occupancy, seen = _backbone(), Occupancy(), Recorder()
     found = _decoded(backbone, Decoder(**FULL), 4, [occupancy, seen])
+    counts = [len(record.state.rows) for record in seen.records]
     steps = sum(row[1] for row in found.values())
-    assert occupancy.row_steps == steps == sum(seen.counts)
-    assert occupancy.share == pytest.approx(steps / (4 * len(seen.counts)))
-    assert seen.counts == sorted(seen.counts, reverse=True)
-    assert seen.counts.count(4) > 0.8 * len(seen.counts)
-    widths = seen.widths  # of prompts, which the canvas follows both ways
+    assert occupancy.row_steps == steps == sum(counts)
+    assert occupancy.share == pytest.approx(steps / (4 * len(counts)))
+    assert counts == sorted(counts, reverse=True)
+    assert counts.count(4) > 0.8 * len(counts)
+    widths = [record.state.start for record in seen.records]  # the canvas follows both ways
     assert any(a < b for a, b in pairwise(widths))
     assert any(a > b for a, b in pairwise(widths))
-
-
-class _Rows:
-    """Notes how many rows every step has, and that entering rows are new."""
-
-    requires: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-        self.widths: list[int] = []
-
-    def on_start(self, state: DecodeState) -> None:
-        assert state.rows.tolist() == [0, 1, 2, 3]
-
-    def on_step(self, record: StepRecord) -> None:
+    for record in seen.records:
         assert record.state.rows.tolist() == sorted(record.state.rows.tolist())
-        self.counts.append(len(record.state.rows))
-        self.widths.append(record.state.start)
-
-    def on_refill(self, result: DecodeResult, state: DecodeState) -> None:
-        assert set(state.rows.tolist()) <= set(result.rows)
-        assert state.step.tolist() == [0] * len(state.rows)
-
-    def on_end(self, result: DecodeResult) -> None:
-        assert result.rows == sorted(result.rows)
 
 
 def test_a_prompt_with_nothing_to_fill_ends_at_once():

@@ -15,8 +15,9 @@ from lit_dlm.decoding import (
     lockstep_score,
     prompt_canvas,
 )
-from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
+from lit_dlm.decoding.queue import WorkQueue
 from lit_dlm.decoding.region_fill import fill_curves
+from lit_dlm.decoding.stream import DecodePrompt, decode_stream
 from tests.fakes import TableBackbone, logits_for
 
 HALVES = FixedLayout(
@@ -43,11 +44,11 @@ def test_curves_follow_the_cells_of_each_region():
 
 
 def test_any_policy_with_a_layout_has_curves_and_a_rest_only_where_cells_are_in_none():
-    layout = FixedLayout([Region(name="A", start=2, length=2)])
+    layout = FixedLayout([Region(name="A", length=2)])
     fill = decoded(Decoder(policy=ConfidencePolicy(), layout=layout))
     assert fill.curves()[0].by_name() == {
-        "A": [0.0, 0.0, 0.5, 0.5, 1.0],
-        "rest": [0.0, 0.5, 0.5, 1.0, 1.0],
+        "A": [0.0, 0.5, 0.5, 1.0, 1.0],
+        "rest": [0.0, 0.0, 0.5, 0.5, 1.0],
     }
 
 
@@ -70,13 +71,6 @@ def test_cells_that_were_given_do_not_count():
     assert curves.share.tolist() == [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
 
 
-def test_a_decode_without_a_layout_is_refused():
-    with pytest.raises(ValueError, match="RegionFill needs a decode with one"):
-        decoded(Decoder(policy=ConfidencePolicy()))
-    with pytest.raises(ValueError, match="no decode has ended"):
-        RegionFill().curves()
-
-
 def test_rows_that_are_replaced_have_the_curves_of_one_batch():
     """The number of the prompt's token decides how sure the model is, so rows take 1 to 4 steps."""
 
@@ -97,16 +91,17 @@ def test_rows_that_are_replaced_have_the_curves_of_one_batch():
         [whole],
     )
     fill = RegionFill()
-    for numbers, _ in decode_queued_prompts(
+    for rows in decode_stream(
         backbone,
         decoder,
         WorkQueue(6),
-        lambda number: (prompts[number], number),
+        lambda number: DecodePrompt(str(number), prompts[number], number),
         response_length=4,
-        num_slots=2,
+        batch_size=2,
         observers=[fill],
     ):
-        found.update(zip(numbers, fill.curves(), strict=True))
-    assert {len(curves.share) for curves in whole.curves()} >= {2, 3, 4}
-    for number, curves in enumerate(whole.curves()):
+        found.update(zip(rows.numbers, fill.curves(), strict=True))
+    expected = whole.curves()
+    assert {len(curves.share) for curves in expected} >= {2, 3, 4}
+    for number, curves in enumerate(expected):
         assert found[number].by_name() == curves.by_name()

@@ -20,21 +20,18 @@ def steps(window: object, length: int = 256) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("block_length", "expected"),
+    ("window", "expected"),
     [
-        (128, (129, 127)),  # block 0 in step 0, idle to step 127, block 1 in step 128
-        (32, (225, 217)),  # the last of 8 blocks begins at step 224; 8 steps write
+        # Block 0 in step 0, idle to step 127, block 1 in step 128.
+        (SteppedBlockWindow(128, steps=256), (129, 127)),
+        # The last of 8 blocks begins at step 224; 8 steps write.
+        (SteppedBlockWindow(32, steps=256), (225, 217)),
+        (BlockWindow(128), (2, 0)),
+        (BlockWindow(32), (8, 0)),
     ],
 )
-def test_idle_steps_of_the_release(block_length: int, expected: tuple[int, int]) -> None:
-    assert steps(SteppedBlockWindow(block_length, steps=256)) == expected
-
-
-@pytest.mark.parametrize(("block_length", "expected"), [(128, (2, 0)), (32, (8, 0))])
-def test_our_blocks_advance_when_they_are_full(
-    block_length: int, expected: tuple[int, int]
-) -> None:
-    assert steps(BlockWindow(block_length)) == expected
+def test_blocks_of_the_release_idle_and_ours_advance_when_they_are_full(window, expected) -> None:
+    assert steps(window) == expected
 
 
 def test_text_is_the_same_whatever_idles() -> None:
@@ -56,5 +53,3 @@ def test_uneven_blocks_are_refused() -> None:
         steps(SteppedBlockWindow(24), length=64)
     with pytest.raises(ValueError, match="expected BlockWindow or FullWindow"):
         SteppedBlockWindow().bounds(3, start=1, length=9, first=0)
-    with pytest.raises(ValueError, match="block_length: expected at least 1"):
-        SteppedBlockWindow(0)

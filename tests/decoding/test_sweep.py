@@ -14,9 +14,7 @@ from lit_dlm.decoding.policies.tracelock import TraceLockPolicy
 from lit_dlm.decoding.sweep import Sweep, expanded, with_option
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer
-from lit_dlm.modules.decode import DecodeModule
 from lit_dlm.reports.plots import family
-from tests.traces import small_backbone
 
 BASE = Decoder(policy=ThresholdPolicy(0.9), quota=NoQuota(), window=SlidingWindow(8))
 
@@ -79,16 +77,3 @@ def test_two_methods_of_one_name_are_refused() -> None:
     sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5])
     with pytest.raises(ValueError, match=r"sweep\.cut: .* 'cut_05'"):
         expanded({"cut_05": BASE}, {"cut": sweep})
-
-
-def test_a_sweep_needs_values() -> None:
-    with pytest.raises(ValueError, match="at least one value"):
-        Sweep(decoder=BASE, option="policy.threshold", values=[])
-
-
-def test_modules_decode_the_points_of_a_sweep() -> None:
-    sweep = Sweep(decoder=BASE, option="policy.threshold", values=[0.5, None][:1])
-    module = DecodeModule(
-        small_backbone(), tokenizer="unused", decoders={"plain": BASE}, sweep={"cut": sweep}
-    )
-    assert list(module.decoders) == ["plain", "cut_05"]

@@ -68,8 +68,3 @@ def test_grouping_by_shape_changes_nothing() -> None:
             optimizer.step()
     for first, second in zip(together, alone, strict=True):
         torch.testing.assert_close(first, second)
-
-
-def test_a_vector_among_the_matrices_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"MuonAdamW\.matrices: got a parameter of shape"):
-        MuonAdamW([torch.zeros(3, requires_grad=True)], [])

@@ -42,21 +42,13 @@ class LockstepPolicy(CommitPolicy):
     needs_layout = True
 
     def __init__(self, *, tau: float | None = None) -> None:
-        """Sets the rules that are not the layout's.
-
-        Args:
-            tau: threshold of all regions instead of the layout's, to sweep over.
-        """
+        """Takes ``tau`` as threshold of all regions instead of the layout's, to sweep over."""
         within("[0, 1]", tau=tau)
         self.tau = tau
 
     @abstractmethod
     def choose(self, state: DecodeState, one_pass: RegionPass) -> Tensor:
-        """Which cells a forward commits.
-
-        Returns:
-            ``(b, L)`` bool.
-        """
+        """``(b, L)`` bool: which cells a forward commits."""
 
     def select(
         self, state: DecodeState, candidates: Tensor, proposal: Proposal, quota: Tensor | None
@@ -161,8 +153,8 @@ class BonusPolicy(LockstepPolicy):
 
         Args:
             batch_wide: take the share over all cells of the batch, prompts and padding included,
-                as the release does; a row then depends on the batch that it is in. By default it
-                is the share of the row's own response.
+                as the release does; a row then depends on its batch. By default it is the share of
+                the row's own response.
             tau: see :class:`LockstepPolicy`.
         """
         super().__init__(tau=tau)

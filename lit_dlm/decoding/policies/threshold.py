@@ -63,8 +63,7 @@ class EntropyBoundedPolicy(CommitPolicy):
 
     def __init__(self, bound: float = 0.35) -> None:
         """Sets the bound in nats; 0.35 is dLLM-RL's."""
-        if not bound > 0.0:
-            raise ValueError(f"bound: expected a number above 0, got {bound}")
+        within("(0, inf)", bound=bound)
         self.bound = bound
 
     def select(

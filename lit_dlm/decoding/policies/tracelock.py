@@ -51,11 +51,9 @@ class TraceLockPolicy(CommitPolicy):
             max_accept_per_step: most acceptances of a row in one step, the best ones; 4 in the
                 release (a hidden default there), ``null`` for no cap.
             release_compat: decides as the release does: the end-of-text gate knows the end of text
-                that also pads (the first of the backbone's ``eos_ids``, 151643 for Dream) and no
-                end of turn; it works behind the cap and not on the fallback, so a row whose
-                proposals all end the text commits one and opens the gate; a quota takes
-                the most probable proposals, not the best-scored. With a ``ScheduleQuota``, a
-                ``SlidingWindow`` and the loop's own gate off, steps count as in arXiv 2605.24697.
+                that also pads (the first of the backbone's ``eos_ids``) and no end of turn; it
+                works behind the cap and not on the fallback, so a row whose proposals all end the
+                text commits one and opens the gate; a quota takes the most probable proposals.
             scorer: the loaded policy; ``path`` is not read then.
         """
         if path is None and scorer is None:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lit_dlm.decoding import (
     BonusPolicy,
-    BudgetQuota,
     ConfidencePolicy,
     Decoder,
     DecodeSettings,
@@ -21,13 +20,12 @@ from lit_dlm.decoding import (
     Proposal,
     Region,
     Sampler,
-    StepRecord,
     ThresholdPolicy,
     prompt_canvas,
 )
 from lit_dlm.decoding.policies.lockstep import LockstepPolicy
 from lit_dlm.decoding.regions import RegionMap
-from tests.decoding.states import state_with_masks
+from tests.decoding.states import Recorder, as_rows_alone, state_with_masks
 from tests.fakes import MASK, TableBackbone, logits_for
 
 POLICIES = [JacobiPolicy(), GaussSeidelPolicy(), LaggedPolicy(), BonusPolicy()]
@@ -60,28 +58,6 @@ def commits(policy: LockstepPolicy, state: DecodeState, *prob: list[float], quot
     counts = None if quota is None else torch.tensor(quota)
     commit = policy.select(state, state.masked, proposal, counts).commit
     return [(row.nonzero()[:, 0] - state.start).tolist() for row in commit]
-
-
-class Recorder:
-    requires: frozenset[str] = frozenset()
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def on_start(self, state: DecodeState) -> None: ...
-
-    def on_step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def on_end(self, result: object) -> None: ...
-
-    def cells(self, row: int = 0) -> list[list[int]]:
-        """Response cells that a row committed, step by step."""
-        return [
-            (commit.nonzero()[:, 0] - record.state.start).tolist()
-            for record in self.records
-            for commit in record.commit[record.state.rows == row]
-        ]
 
 
 # -- one pass on tables of probabilities --------------------------------------------------------
@@ -118,18 +94,13 @@ def test_the_cap_is_a_share_of_each_rows_own_masks_and_no_row_starves():
     assert commits(JacobiPolicy(), state, sure, sure, sure) == [[3, 5], [3, 5], [1, 6]]
 
 
-def test_equal_probabilities_go_to_the_leftmost_cells():
-    state = state_of([[1] * 8], halves(tau_a=0.9, cap=0.5))
-    assert commits(JacobiPolicy(), state, [0.95] * 8) == [[0, 1, 4, 5]]
-
-
 def test_cells_outside_all_regions_follow_the_rules_of_the_rest():
     layout = FixedLayout(
-        [Region(name="A", start=2, length=2, tau=0.5, max_fill_frac=1.0)],
+        [Region(name="A", length=2, tau=0.5, max_fill_frac=1.0)],
         rest=Region(name="rest", tau=0.95, max_fill_frac=1.0),
     )
     state = state_of([[1] * 6], layout)
-    assert commits(JacobiPolicy(), state, [0.96, 0.9, 0.6, 0.4, 0.9, 0.97]) == [[0, 2, 5]]
+    assert commits(JacobiPolicy(), state, [0.6, 0.4, 0.96, 0.9, 0.9, 0.97]) == [[0, 2, 5]]
 
 
 def test_one_threshold_can_stand_in_for_those_of_the_layout():
@@ -257,26 +228,7 @@ def test_a_decode_ends_in_at_most_as_many_forwards_as_cells(policy: LockstepPoli
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.8, top_p=0.9)])
 def test_a_padded_batch_equals_its_rows_alone(policy: LockstepPolicy, sampler: Sampler):
     decoder = Decoder(policy=policy, quota=NoQuota(), sampler=sampler, layout=halves(4, cap=0.5))
-    prompts, seeds = [[4, 5, 6], [7], [8, 9], [3] * 5], [11, 12, 13, 14]
-    spec = TableBackbone(hashed, 12).spec
-    batch = prompt_canvas(prompts, response_length=8, spec=spec, seeds=seeds)
-    result = decoder(TableBackbone(hashed, 12), batch)
-    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        canvas = prompt_canvas([prompt], response_length=8, spec=spec, seeds=[seed])
-        alone = decoder(TableBackbone(hashed, 12), canvas)
-        assert torch.equal(alone.ids[0, -8:], result.ids[row, -8:])
-        assert alone.num_steps[0] == result.num_steps[row]
-
-
-@pytest.mark.parametrize("steps", [1, 3, 5, 8, 20])
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-def test_a_budget_of_steps_is_kept(policy: LockstepPolicy, steps: int):
-    backbone = TableBackbone(hashed, 12)
-    canvas = prompt_canvas([[4]] * 2, response_length=8, spec=backbone.spec, seeds=[1, 2])
-    decoder = Decoder(policy=type(policy)(tau=1.0), quota=BudgetQuota(steps), layout=halves(4))
-    result = decoder(backbone, canvas)
-    assert not (result.ids == MASK).any()
-    assert result.num_steps.tolist() == [min(steps, 8)] * 2
+    as_rows_alone(decoder, TableBackbone(hashed, 12), [[4, 5, 6], [7], [8, 9], [3] * 5], 8)
 
 
 def answer_follows_reason(ids: Tensor) -> Tensor:
@@ -303,7 +255,7 @@ def test_the_answer_reads_the_reasoning_of_the_same_gauss_seidel_sweep():
         recorders.append(recorder)
         assert backbone.forwards == int(results[-1].num_steps[0])
     assert [r.ids[0, 1:].tolist() for r in results] == [[6, 7, 5, 5], [6, 7, 7, 7]]
-    assert [r.cells() for r in recorders] == [[[0, 1, 2, 3]], [[0, 1], [2, 3]]]
+    assert [r.commits() for r in recorders] == [[[1, 2, 3, 4]], [[1, 2], [3, 4]]]
     assert [r.num_steps.tolist() for r in results] == [[1], [2]]
 
 
@@ -320,8 +272,8 @@ def test_rows_of_a_batch_are_at_their_own_places_in_the_sweep():
     recorder = Recorder()
     decoder = Decoder(policy=GaussSeidelPolicy(), quota=NoQuota(), layout=halves(2))
     result = decoder(backbone, canvas, [recorder])
-    assert recorder.cells(0) == [[2, 3], [0], [1]]
-    assert recorder.cells(1) == [[0, 1], [2, 3]]
+    assert recorder.commits(0) == [[3, 4], [1], [2]]
+    assert recorder.commits(1) == [[1, 2], [3, 4]]
     assert result.num_steps.tolist() == [3, 2]
     assert result.stalled_steps.tolist() == [2, 0]
 
@@ -351,25 +303,8 @@ def test_jacobi_on_one_region_is_threshold_decoding_with_a_cap(seed: int):
     assert torch.equal(one.ids, three.ids)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LaggedPolicy(tau=90), r"tau: expected a number in \[0, 1\], got 90"),
-    ],
-)
-def test_bad_settings_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
-def test_a_decoder_without_a_layout_is_refused(policy: LockstepPolicy):
-    with pytest.raises(ValueError, match=f"layout: {type(policy).__name__} needs one"):
-        Decoder(policy=policy, quota=NoQuota())
-
-
-def test_a_step_of_a_decode_without_a_layout_is_refused_too():
-    state = state_with_masks([[1, 1]])
-    proposal = Proposal(ids=state.ids, prob=torch.zeros(1, 4))
+def test_a_wrong_threshold_and_a_missing_layout_are_refused():
+    with pytest.raises(ValueError, match="tau"):
+        LaggedPolicy(tau=90)
     with pytest.raises(ValueError, match="layout: JacobiPolicy needs one"):
-        JacobiPolicy().select(state, state.masked, proposal, None)
+        Decoder(policy=JacobiPolicy(), quota=NoQuota())

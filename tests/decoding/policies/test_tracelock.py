@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -7,13 +8,9 @@ import pytest
 import torch
 
 from lit_dlm.decoding import (
-    BlockWindow,
     Decoder,
     DecodeSettings,
-    DualCache,
     FixedQuota,
-    FullWindow,
-    PrefixCache,
     Sampler,
     ScheduleQuota,
     prompt_canvas,
@@ -26,8 +23,8 @@ from lit_dlm.heads.features import acceptance_features, feature_groups
 from lit_dlm.heads.projection import Projector, ProjectorConfig
 from lit_dlm.heads.scorer import AcceptanceScorer, ScorerSettings
 from lit_dlm.trajectories.capture import FeatureCapture, TrajectoryCapture
+from tests.decoding.states import Recorder, as_rows_alone
 from tests.fakes import EOS, MASK, TableBackbone, fake_spec
-from tests.traces import small_backbone, small_projector
 
 G = 12
 
@@ -73,76 +70,39 @@ def canvas(prompts: list[list[int]], **changes: int):
     )
 
 
-@pytest.mark.parametrize(("cap", "steps"), [(4, 3), (8, 2), (None, 1)])
-def test_policy_that_accepts_everything_takes_length_over_cap_steps(
-    cap: int | None, steps: int
-) -> None:
-    """Twelve masks: 12 / 4 = 3, ceil(12 / 8) = 2, and 1 without a cap."""
-    policy = TraceLockPolicy(scorer=scorer(bias=50.0), max_accept_per_step=cap)
+@pytest.mark.parametrize(
+    ("bias", "cap", "steps", "stalls"),
+    [(50, 4, 3, 0), (50, 8, 2, 0), (50, None, 1, 0), (-50, 4, G, G)],
+)
+def test_steps_where_everything_or_nothing_is_accepted(bias, cap, steps, stalls) -> None:
+    """Twelve masks: 12 / 4 = 3, ceil(12 / 8) = 2, 1 without a cap, and one by one as stalls."""
+    policy = TraceLockPolicy(scorer=scorer(bias=bias), max_accept_per_step=cap)
     result = decoder(policy)(hashing_backbone(), canvas([[3, 4], [5, 6]]))
-    assert result.num_steps.tolist() == [steps, steps]
-    assert result.policy_forwards.tolist() == [steps, steps]
+    assert result.num_steps.tolist() == result.policy_forwards.tolist() == [steps, steps]
+    assert result.stalled_steps.tolist() == [stalls, stalls]
     assert not (result.ids == MASK).any()
 
 
-def test_policy_that_accepts_nothing_takes_one_step_per_mask() -> None:
-    policy = TraceLockPolicy(scorer=scorer(bias=-50.0))
-    result = decoder(policy)(hashing_backbone(), canvas([[3, 4]]))
-    assert result.num_steps.tolist() == [G]
-    assert result.stalled_steps.tolist() == [G]
-
-
-@pytest.mark.slow
-def test_release_extremes_for_256_tokens() -> None:
-    """The release's bounds with its cap of 4: 256 / 4 = 64 steps and 256 steps."""
-    for bias, steps in ((50.0, 64), (-50.0, 256)):
-        long = prompt_canvas([[3]], response_length=256, spec=fake_spec(), seeds=[0])
-        policy = TraceLockPolicy(scorer=scorer(bias=bias))
-        assert decoder(policy)(hashing_backbone(), long).num_steps.tolist() == [steps]
-
-
 def test_fallback_commits_the_best_scored_candidate() -> None:
-    policy = TraceLockPolicy(scorer=scorer(bias=-50.0))
-    seen = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            best = record.scores.masked_fill(~record.candidates, -torch.inf).argmax(1)
-            seen.append(record.commit[0].nonzero()[:, 0].tolist() == best.tolist())
-
-    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [Watch()])
-    assert seen == [True] * G
+    recorder = Recorder()
+    decoder(TraceLockPolicy(scorer=scorer(bias=-50.0)))(
+        hashing_backbone(), canvas([[3, 4]]), [recorder]
+    )
+    best = [
+        record.scores.masked_fill(~record.candidates, -torch.inf).argmax(1).tolist()
+        for record in recorder.records
+    ]
+    assert recorder.commits() == best
+    assert len(best) == G
 
 
 def test_cap_keeps_the_surest_acceptances() -> None:
-    policy = TraceLockPolicy(scorer=scorer(bias=50.0), max_accept_per_step=2)
-    commits = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            kept = record.scores[record.commit]
-            dropped = record.scores[record.candidates & ~record.commit]
-            commits.append(len(kept))
-            assert not len(dropped) or kept.min() >= dropped.max()
-
-    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [Watch()])
-    assert commits == [2] * (G // 2)
+    policy, recorder = TraceLockPolicy(scorer=scorer(bias=50.0), max_accept_per_step=2), Recorder()
+    decoder(policy)(hashing_backbone(), canvas([[3, 4]]), [recorder])
+    for record in recorder.records:
+        dropped = record.scores[record.candidates & ~record.commit]
+        assert not len(dropped) or record.scores[record.commit].min() >= dropped.max()
+    assert [len(cells) for cells in recorder.commits()] == [2] * (G // 2)
 
 
 @pytest.mark.parametrize("layout", ["generation", "all", "masked"])
@@ -150,11 +110,7 @@ def test_padded_row_decodes_as_alone(layout: str) -> None:
     """Scores around the threshold, so that rows take different numbers of steps."""
     policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-5.0, layout=layout), threshold=0.5)
     prompts = [[3], [4, 5, 6], [7, 3, 4, 5, 6], [5, 5]]
-    together = decoder(policy)(hashing_backbone(), canvas(prompts))
-    for row, prompt in enumerate(prompts):
-        alone = decoder(policy)(hashing_backbone(), canvas([prompt]))
-        assert torch.equal(together.ids[row, together.start :], alone.ids[0, alone.start :])
-        assert together.num_steps[row] == alone.num_steps[0]
+    together = as_rows_alone(decoder(policy), hashing_backbone(), prompts, G)
     assert len(set(together.num_steps.tolist())) > 1
 
 
@@ -229,7 +185,7 @@ SAMPLERS = [
 def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) -> None:
     """Every step is kept and shown to the policy; the slow reference reads the model's softmax."""
     built = scorer(spread=8.0, bias=-5.0)
-    shown, kept, wanted, backbone = [], [], [], hashing_backbone()
+    shown, kept, backbone = [], [], hashing_backbone()
     function = partial(acceptance_features, built.projector, settings=built.settings.features)
 
     def spied(into, compute):
@@ -239,29 +195,19 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) ->
 
         return call
 
-    class Watch:
-        requires = frozenset()
+    def slow(record):
+        state, proposal = record.state, record.proposal
+        denoised = backbone.denoise(state.ids, hidden_layers=(-3, -2, -1))
+        probs = denoised.logits.softmax(-1)
+        top = probs.topk(2, dim=-1).values
+        return function(
+            denoised.hidden,
+            probs.gather(-1, proposal.ids[..., None])[..., 0],
+            entropy=torch.special.entr(probs).sum(-1),
+            margin=top[..., 0] - top[..., 1],
+        )[:, state.start :].flatten(0, 1)
 
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            state, proposal = record.state, record.proposal
-            denoised = backbone.denoise(state.ids, hidden_layers=(-3, -2, -1))
-            probs = denoised.logits.softmax(-1)
-            top = probs.topk(2, dim=-1).values
-            wanted.append(
-                function(
-                    denoised.hidden,
-                    probs.gather(-1, proposal.ids[..., None])[..., 0],
-                    entropy=torch.special.entr(probs).sum(-1),
-                    margin=top[..., 0] - top[..., 1],
-                )[:, state.start :].flatten(0, 1)
-            )
-
+    recorder = Recorder()
     capture = TrajectoryCapture(
         vocab_size=8,
         level="features",
@@ -277,11 +223,11 @@ def test_features_of_capture_and_of_decoding_are_those_of_raw_logits(sampler) ->
     built.features = spied(shown, built.features)  # type: ignore[method-assign]
     policy = TraceLockPolicy(scorer=built, threshold=0.5)
     plugs = Decoder(policy=policy, quota=NoQuota(), sampler=Sampler(**sampler))
-    plugs(backbone, canvas([[3, 4]]), [capture, Watch()])
-    assert len(shown) == len(kept) == len(wanted) > 1
-    for one, other, slow in zip(shown, kept, wanted, strict=True):
+    plugs(backbone, canvas([[3, 4]]), [capture, recorder])
+    assert len(shown) == len(kept) == len(recorder.records) > 1
+    for one, other, record in zip(shown, kept, recorder.records, strict=True):
         assert torch.equal(one, other.flatten(0, 1))
-        torch.testing.assert_close(one, slow)
+        torch.testing.assert_close(one, slow(record))
 
 
 def test_window_end_is_the_first_mask_behind_the_last_candidate() -> None:
@@ -307,23 +253,12 @@ def test_loads_from_the_exported_folder(tmp_path: Path) -> None:
     assert torch.equal(*results)
 
 
-def test_description_names_the_settings_and_the_weights() -> None:
-    policy = TraceLockPolicy(scorer=scorer(), threshold=0.9, max_accept_per_step=None)
-    facts = policy.describe()
-    assert facts["threshold"] == 0.9
-    assert facts["max_accept_per_step"] is None
-    assert facts["weights"] == policy.scorer.digest()
-
-
-@pytest.mark.parametrize(("option", "value"), [("threshold", 1.2), ("max_accept_per_step", 0)])
-def test_bad_options_are_named(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=option):
-        TraceLockPolicy(scorer=scorer(), **{option: value})
-
-
-def test_needs_a_source_of_weights() -> None:
-    with pytest.raises(ValueError, match="expected path or scorer, got neither"):
-        TraceLockPolicy()
+@pytest.mark.parametrize(
+    "options", [{"threshold": 1.2}, {"max_accept_per_step": 0}, {"path": None, "scorer": None}]
+)
+def test_bad_options_are_named(options: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        TraceLockPolicy(**{"scorer": scorer(), **options})
 
 
 def test_a_missing_folder_is_no_matter_before_it_is_used(tmp_path: Path) -> None:
@@ -397,58 +332,49 @@ def mixed_backbone() -> TableBackbone:
 
 
 def first_commit(decoder: Decoder, backbone=None, canvas=None) -> list[int]:
-    seen: list[list[int]] = []
-
-    class Watch:
-        requires = frozenset()
-
-        def on_start(self, state):
-            del state
-
-        def on_end(self, result):
-            del result
-
-        def on_step(self, record):
-            seen.append(record.commit[0].nonzero()[:, 0].tolist())
-
-    decoder(backbone or mixed_backbone(), canvas or long_canvas(4), [Watch()])
-    return seen[0]
+    recorder = Recorder()
+    decoder(backbone or mixed_backbone(), canvas or long_canvas(4), [recorder])
+    return recorder.commits()[0]
 
 
-def test_gate_is_closed_by_default_and_holds_the_fallback_back() -> None:
-    """Nothing is accepted. The best-scored candidate is made the end of text: the release commits
-    it, the loop's gate takes the best of the others."""
-    built = scorer(bias=-50.0)
-    score = TraceLockPolicy(scorer=built, release_compat=True)
-
-    def prefers_the_end(state, candidates, proposal):
-        return torch.where(proposal.ids == EOS, -10.0, -20.0)
-
-    score.decision_logits = prefers_the_end  # type: ignore[method-assign]
-    ours = TraceLockPolicy(scorer=built)
-    ours.decision_logits = prefers_the_end  # type: ignore[method-assign]
-    gated = Decoder(policy=ours, quota=NoQuota(), settings=DecodeSettings(eos_gate=True))
-    assert first_commit(Decoder(policy=score, quota=NoQuota())) == [1]
-    assert first_commit(gated) == [2]
+def scored_by_hand(
+    logits: Callable[..., torch.Tensor], *, release_compat: bool, **options: object
+) -> TraceLockPolicy:
+    """A policy whose decision logits are a function of the proposal."""
+    policy = TraceLockPolicy(scorer=scorer(), release_compat=release_compat, **options)
+    policy.decision_logits = lambda state, candidates, proposal: logits(proposal)
+    return policy
 
 
-def test_release_gate_works_behind_the_cap() -> None:
-    """Cap 1 keeps the end of text, the gate then drops it, and the fallback commits it after all;
-    ours drops it first and accepts the next best."""
-    built = scorer()
+def prefers_the_end(level: float) -> Callable[..., torch.Tensor]:
+    return lambda proposal: torch.where(proposal.ids == EOS, level + 10.0, level)
 
-    def accepts_all(state, candidates, proposal):
-        return torch.where(proposal.ids == EOS, 20.0, 10.0)
 
-    policies = [
-        TraceLockPolicy(scorer=built, max_accept_per_step=1, release_compat=compat)
+def from_the_left(level: float) -> Callable[..., torch.Tensor]:
+    return lambda proposal: (
+        level - torch.arange(proposal.prob.shape[1]).float().expand_as(proposal.prob)
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        # Nothing is accepted, and the end of text is the best: the release commits it, the loop's
+        # gate takes the best of the others.
+        (-20.0, {}),
+        # Cap 1 keeps the end of text, the gate then drops it, and the fallback commits it after
+        # all; ours drops it first and accepts the next best.
+        (10.0, {"max_accept_per_step": 1}),
+    ],
+)
+def test_the_release_commits_an_end_of_text_that_our_gate_holds_back(level, options) -> None:
+    one, two = (
+        scored_by_hand(prefers_the_end(level), release_compat=compat, **options)
         for compat in (True, False)
-    ]
-    for policy in policies:
-        policy.decision_logits = accepts_all  # type: ignore[method-assign]
+    )
     gated = DecodeSettings(eos_gate=True)
-    assert first_commit(Decoder(policy=policies[0], quota=NoQuota())) == [1]
-    assert first_commit(Decoder(policy=policies[1], quota=NoQuota(), settings=gated)) == [2]
+    assert first_commit(Decoder(policy=one, quota=NoQuota())) == [1]
+    assert first_commit(Decoder(policy=two, quota=NoQuota(), settings=gated)) == [2]
 
 
 def test_release_gate_knows_the_end_of_text_and_no_end_of_turn() -> None:
@@ -459,49 +385,21 @@ def test_release_gate_knows_the_end_of_text_and_no_end_of_turn() -> None:
         table[column, token] = 9.0
     backbone = TableBackbone(table)
     backbone.spec = fake_spec(eos_ids=(EOS, end_of_turn))
-    policy = TraceLockPolicy(scorer=scorer(), release_compat=True)
-    policy.decision_logits = (  # type: ignore[method-assign]
-        lambda state, candidates, proposal: 50.0 - torch.arange(8.0).expand_as(proposal.prob)
-    )
+    policy = scored_by_hand(from_the_left(50.0), release_compat=True)
     canvas = prompt_canvas([[3, 3]], response_length=6, spec=backbone.spec, seeds=[0])
     assert first_commit(Decoder(policy=policy, quota=NoQuota()), backbone, canvas) == [2, 3, 4]
 
 
 def test_release_quota_takes_the_most_probable() -> None:
-    policy = TraceLockPolicy(scorer=scorer(), release_compat=True)
-    policy.decision_logits = (  # type: ignore[method-assign]
-        lambda state, candidates, proposal: -50.0 - torch.arange(5.0).expand_as(proposal.prob)
-    )
+    policy = scored_by_hand(from_the_left(-50.0), release_compat=True)
     assert first_commit(Decoder(policy=policy, quota=FixedQuota(1))) == [1]
 
 
-def test_release_compat_is_recorded_only_where_it_is_on() -> None:
-    facts = [
-        TraceLockPolicy(scorer=scorer(), release_compat=compat).describe()
-        for compat in (False, True)
-    ]
-    assert "release_compat" not in facts[0]
-    assert facts[1]["release_compat"] is True
-
-
-# -- lengths, windows, budgets and caches ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [5, 12, 40])
-@pytest.mark.parametrize("window", [FullWindow(), BlockWindow(4), SlidingWindow(6)])
-@pytest.mark.parametrize("max_steps", [None, 3])
-def test_one_policy_decodes_any_length_window_and_budget(length, window, max_steps) -> None:
-    policy = TraceLockPolicy(scorer=scorer(spread=8.0, bias=-2.0), threshold=0.5)
-    plugs = Decoder(
-        policy=policy,
-        window=window,
-        quota=NoQuota() if max_steps is None else FixedQuota(-(-length // max_steps)),
-        settings=DecodeSettings(max_steps=max_steps),
-    )
-    result = plugs(hashing_backbone(), long_canvas(length))
-    if max_steps is None or isinstance(window, FullWindow):
-        assert result.status == ["complete"]
-    assert int(result.num_steps[0]) <= (max_steps or length)
+def test_the_description_names_the_settings_and_the_weights() -> None:
+    policy = TraceLockPolicy(scorer=scorer(), threshold=0.9, max_accept_per_step=None)
+    facts = {"threshold": 0.9, "max_accept_per_step": None, "weights": policy.scorer.digest()}
+    assert policy.describe() == facts
+    assert TraceLockPolicy(scorer=scorer(), release_compat=True).describe()["release_compat"]
 
 
 def test_policy_time_is_part_of_the_decode_time() -> None:
@@ -510,34 +408,3 @@ def test_policy_time_is_part_of_the_decode_time() -> None:
     assert result.policy_seconds is not None
     assert (result.policy_seconds > 0).all()
     assert (result.policy_seconds < result.seconds).all()
-
-
-@pytest.mark.parametrize("scheme", [PrefixCache(), DualCache()])
-@pytest.mark.parametrize("layout", ["generation", "all", "masked"])
-def test_batch_and_single_rows_agree_under_a_cache(scheme, layout: str) -> None:
-    """A small transformer with key-value caches, rows of different prompt lengths."""
-    backbone = small_backbone()
-    torch.manual_seed(0)
-    built = AcceptanceScorer(
-        small_projector(),
-        head=AcceptanceConfig(width=16, num_layers=1, num_heads=2, ffn_width=16),
-        settings=ScorerSettings(layout=layout),
-    )
-    with torch.no_grad():
-        built.head.logit_head.weight *= 20.0
-    plugs = Decoder(
-        policy=TraceLockPolicy(scorer=built, threshold=0.5),
-        window=BlockWindow(4),
-        quota=NoQuota(),
-        cache=scheme,
-    )
-    prompts = [[5], [6, 7, 8], [9, 10]]
-    together = plugs(
-        backbone, prompt_canvas(prompts, response_length=8, spec=backbone.spec, seeds=[0, 1, 2])
-    )
-    for row, prompt in enumerate(prompts):
-        alone = plugs(
-            backbone, prompt_canvas([prompt], response_length=8, spec=backbone.spec, seeds=[row])
-        )
-        assert torch.equal(together.ids[row, together.start :], alone.ids[0, alone.start :])
-        assert together.num_steps[row] == alone.num_steps[0]
