@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -97,36 +97,23 @@ def rl_step_of(uid: str) -> int:
     return int(uid.rpartition("/")[2].partition(".")[0])
 
 
+@dataclass(eq=False)
 class RolloutEngine:
-    """Decodes in place with the module's weights and one of its decoders.
+    """Decodes in place with the module's weights, in evaluation mode, and one of its decoders."""
 
-    Args:
-        module: in evaluation mode while it generates.
-        method: name of the decoder.
-        response_length: cells of every response.
-        batch_size: responses decoded together, each replaced by the next one when it ends; results
-            do not depend on it beyond rounding.
-        overlong_margin: cells short of the budget at which a response counts as overlong.
-    """
+    module: DecodeModule
+    _: KW_ONLY
+    method: str  # name of the decoder
+    response_length: int  # cells of every response
+    # Responses decoded together, each replaced by the next one when it ends; results do not depend
+    # on it beyond rounding.
+    batch_size: int
+    overlong_margin: int = 0  # cells short of the budget at which a response counts as overlong
+    occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far
+    _steps: dict[str, float] = field(default_factory=dict)  # of responses, by the prompt's uid
 
-    def __init__(
-        self,
-        module: DecodeModule,
-        *,
-        method: str,
-        response_length: int,
-        batch_size: int,
-        overlong_margin: int = 0,
-    ) -> None:
-        module.decoders[method].check(module.backbone)
-        self.module = module
-        self.method = method
-        self.response_length = response_length
-        self.batch_size = batch_size
-        self.overlong_margin = overlong_margin
-        self.occupancy = Occupancy()
-        """Of the batches of this process so far."""
-        self._steps: dict[str, float] = {}  # of former responses, by the prompt's uid
+    def __post_init__(self) -> None:
+        self.module.decoders[self.method].check(self.module.backbone)
 
     def generate(self, prompts: Sequence[RolloutPrompt], *, shared: bool = False) -> list[Rollout]:
         """Decodes responses, and gives them in order.
