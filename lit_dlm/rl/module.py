@@ -135,12 +135,7 @@ class TraceRLModule(TrainableModule):
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
         """Specification of training rows."""
-        self.objective.check(
-            backbone,
-            self.corruption,
-            row_spec=self.row_spec,
-            decoder=self.decoders[self.method],
-        )
+        self.objective.check(backbone)
         self.rows = RowBuilder(
             self.corruption,
             self.row_spec,
@@ -170,25 +165,20 @@ class TraceRLModule(TrainableModule):
         is_frozen = value_backbone is not None and not any(
             parameter.requires_grad for parameter in value_backbone.parameters()
         )
-        for is_wrong, message in (
-            (
-                (kind == "full") != (value_backbone is not None),
+        if (kind == "full") != (value_backbone is not None):
+            raise ValueError(
                 "value_backbone: needed with value.backbone 'full' and only there, got "
-                f"{'none' if value_backbone is None else 'one'} with {kind!r}",
-            ),
-            (is_frozen, "value_backbone: nothing is trainable; set trainable or lora"),
-            (
-                kind is not None and isinstance(self.corruption, CoupledViews),
-                "value: CoupledViews has no state of its own per token; use null",
-            ),
-            (
-                kind == "lora" and self.backbone.adapter is None,
+                f"{'none' if value_backbone is None else 'one'} with {kind!r}"
+            )
+        if is_frozen:
+            raise ValueError("value_backbone: nothing is trainable; set trainable or lora")
+        if kind is not None and isinstance(self.corruption, CoupledViews):
+            raise ValueError("value: CoupledViews has no state of its own per token; use null")
+        if kind == "lora" and self.backbone.adapter is None:
+            raise ValueError(
                 "value.backbone: 'lora' shares frozen weights with a policy that is an adapter "
-                "itself; give the backbone lora settings, or use 'full' or 'head'",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+                "itself; give the backbone lora settings, or use 'full' or 'head'"
+            )
 
     def _add_value(self, value: ValueObjective) -> None:
         """Adds what the values are read from, and their head."""
