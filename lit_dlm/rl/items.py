@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -192,7 +192,8 @@ def joined(parts: Sequence[Items]) -> Items:
             "unit_item": firsts["item"] + len(part),
             "unit": firsts["unit"] + len(part.cell),
         }
-    return replace(parts[0], **{name: torch.cat(values) for name, values in found.items()})
+    whole: dict[str, Any] = {name: torch.cat(values) for name, values in found.items()}
+    return replace(parts[0], **whole)
 
 
 def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:

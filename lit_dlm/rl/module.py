@@ -125,7 +125,6 @@ class TraceRLModule(TrainableModule):
         chosen = [val_method] if isinstance(val_method, str) else val_method
         self.method = method or next(iter(self.decoders), "")
         self.val_methods = tuple(dict.fromkeys(chosen or [self.method]))
-        """Decoders of validation, the first one in charge."""
         at_least(1, decoders=len(self.decoders))
         one_of(*self.decoders, method=self.method)
         for name in self.val_methods:
@@ -134,7 +133,6 @@ class TraceRLModule(TrainableModule):
         self.policy_loss = self.objective.loss(policy_loss)
         self.value = value
         self.row_spec = _row_spec(backbone.spec, block_size, block_alignment)
-        """Specification of training rows."""
         self.objective.check(backbone)
         self.rows = RowBuilder(
             self.corruption,
@@ -150,12 +148,9 @@ class TraceRLModule(TrainableModule):
         if value is not None:
             self._add_value(value)
         self.update_scores = UpdateScores(with_value=value is not None)
-        self.progress = RLProgress()
-        """Where training stands between two RL steps."""
-        self.current: RLStep | None = None
-        """The RL step that is trained on."""
-        self.validation: RolloutValidation | None = None
-        """Scores held-out prompts, if there are any."""
+        self.progress = RLProgress()  # between two RL steps
+        self.current: RLStep | None = None  # the RL step that is trained on
+        self.validation: RolloutValidation | None = None  # of held-out prompts
         self._skips_update = False
         self._began = time.perf_counter()
 
@@ -286,12 +281,11 @@ class TraceRLModule(TrainableModule):
 
     # -- scores ----------------------------------------------------------------------------------
 
-    def score(self, batch: RolloutBatch, *, with_value: bool | None = None) -> ItemScores:
-        """Scores a batch, on the module's device, with the current weights; differentiable.
+    def score(self, batch: RolloutBatch) -> ItemScores:
+        """Scores a batch, on the module's device, with the current weights; differentiable."""
+        return self._scored(batch, with_value=self.value is not None)
 
-        ``with_value``: whether values are wanted; by default when there is a value model.
-        """
-        with_value = self.value is not None if with_value is None else with_value
+    def _scored(self, batch: RolloutBatch, *, with_value: bool) -> ItemScores:
         rows = training_rows(batch, self.row_spec)
         scored = (rows.ids, rows.targets, rows.rows)
         options: dict[str, Any] = {
@@ -328,7 +322,7 @@ class TraceRLModule(TrainableModule):
     def reference_log_prob(self, batch: RolloutBatch) -> Tensor:
         """Log-probabilities ``(M,)`` under the backbone without its adapter."""
         with self.backbone.using_adapter(None):
-            return self.score(batch, with_value=False).log_prob
+            return self._scored(batch, with_value=False).log_prob
 
     # -- training --------------------------------------------------------------------------------
 
@@ -495,7 +489,9 @@ def _row_spec(
         if value is not None and spec.attention != "block":
             raise ValueError(f"{name}: only for block attention, got {spec.attention} attention")
     at_least(1, block_size=block_size)
-    origin = {"absolute": "sequence", None: spec.block_origin}.get(alignment, alignment)
+    origin = spec.block_origin
+    if alignment is not None:
+        origin = "sequence" if alignment == "absolute" else "response"
     return replace(spec, block_size=block_size or spec.block_size, block_origin=origin)
 
 
