@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 Grade = Literal[1, -1]
 
+# Of dLLM-RL; the longest reply has its thinking in it.
 _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 10_000}
-"""Of dLLM-RL; the longest reply has its thinking in it."""
 
 _INSTRUCTION = (
     "You check the working of a solution to a problem, part by part. You are given the problem, "

@@ -45,14 +45,9 @@ from lit_dlm.rl.step import ItemScores, RLProgress, RLStep, rl_step
 
 logger = logging.getLogger(__name__)
 
-VALUE = "value"
-"""Name of the value model's adapter on the policy's weights."""
-
-_PROGRESS = "rl_progress"
-"""Key of a checkpoint."""
-
-_DEFAULT_SANITY_STEPS = 2
-"""Lightning's own number of validation batches before training."""
+VALUE = "value"  # name of the value model's adapter on the policy's weights
+_PROGRESS = "rl_progress"  # key of a checkpoint
+_DEFAULT_SANITY_STEPS = 2  # Lightning's own number of validation batches before training
 
 
 class TraceRLModule(TrainableModule):
@@ -61,11 +56,6 @@ class TraceRLModule(TrainableModule):
     Policy and value are optimised together in two parameter groups whose gradients are clipped
     apart: advantages are fixed before either moves, so this equals training one after the other.
     The learning rate is constant after a warm-up.
-
-    The module sets what RL needs of the trainer: fresh batches every epoch
-    (``reload_dataloaders_every_n_epochs: 1``), a validation of the policy before training
-    (``num_sanity_val_steps: -1`` in the place of Lightning's default of 2; any other number is
-    respected), and checkpoints and early stopping at the end of RL steps.
 
     Args:
         backbone: the policy; with a ``lora`` or trainable ``adapter``, or wholly ``trainable``.

@@ -42,14 +42,12 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
 
+# Told which phase is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
-"""Told which phase is running, how much of it is done and how much there is."""
-
-SAMPLED = "commit_log_prob"
-"""Signal that holds the sampler's own log-probability of every token."""
-
+# A problem with its token ids, chat template included, pictures numbered as in records.
 Problem = tuple[PromptExample, list[int]]
-"""A problem with its token ids, chat template included, pictures numbered as in records."""
+# Signal that holds the sampler's own log-probability of every token.
+SAMPLED = "commit_log_prob"
 
 
 def no_report(phase: str, done: int, total: int) -> None:
@@ -387,12 +385,7 @@ class OnlineRollouts:
     ) -> Rollouts:
         """The rollouts of one RL step, of all processes, which must all call it.
 
-        Args:
-            step: number of the RL step.
-            cursor: prompts drawn before.
-            version: optimiser steps that the policy has taken.
-            ranks: the processes.
-            report: told how far it is.
+        ``cursor``: prompts drawn before; ``version``: optimiser steps that the policy has taken.
         """
         engine, count = self.engine, self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
