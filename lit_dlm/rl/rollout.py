@@ -31,7 +31,7 @@ from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
-from lit_dlm.rl.ranks import ALONE, Ranks
+from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -476,15 +476,7 @@ class StoredRollouts:
             raise ValueError(f"shards: expected rollouts in {self.folder}, got no record")
         self.steps = sorted(self._steps)
 
-    def collect(
-        self,
-        step: int,
-        cursor: int = 0,
-        *,
-        version: int = 0,
-        ranks: Ranks = ALONE,
-        report: Report = no_report,
-    ) -> Rollouts:
+    def collect(self, step: int, cursor: int = 0, **online: Any) -> Rollouts:
         """The rollouts of an RL step; after the last one they begin again."""
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
         return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})
