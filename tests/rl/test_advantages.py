@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +31,14 @@ def test_leave_one_out_compares_with_the_others() -> None:
     expected = torch.tensor([3.0, -1.5, -1.5])
     torch.testing.assert_close(LeaveOneOut().compute(torch.tensor([3.0, 0.0, 0.0])), expected)
     assert LeaveOneOut().compute(torch.tensor([5.0])).tolist() == [0.0]
+
+
+def test_the_example_ranks_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thrice those above less those below, of the three others."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    ranks = import_module("advantage").RankAdvantage(scale=3.0)
+    found = as_advantage(ranks).compute(torch.tensor([3.0, 0.0, 3.0, 1.0]))
+    assert found.tolist() == [2.0, -3.0, 2.0, -1.0]
 
 
 def test_short_names_stand_for_classes_and_others_are_refused() -> None:
