@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -192,7 +192,8 @@ def joined(parts: Sequence[Items]) -> Items:
             "unit_item": firsts["item"] + len(part),
             "unit": firsts["unit"] + len(part.cell),
         }
-    return replace(parts[0], **{name: torch.cat(values) for name, values in found.items()})
+    whole: dict[str, Any] = {name: torch.cat(values) for name, values in found.items()}
+    return replace(parts[0], **whole)
 
 
 def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[SupervisedExample]:
@@ -217,38 +218,22 @@ def _examples(records: Sequence[Trajectory], *, epoch: int = 0) -> list[Supervis
     ]
 
 
+@dataclass(eq=False)
 class RowBuilder:
-    """Turns records into items with any corruption; the trainer does not know which.
+    """Turns records into items with any corruption; the trainer does not know which."""
 
-    Args:
-        corruption: which states a response gives.
-        spec: of the model; its block origin decides the blocks of the training rows.
-        seed: base seed of the states' noise.
-        num_padding: cells of fill behind an answer that may be targets; ``None`` for all
-            (``post_num`` in dLLM-RL).
-        normalise: see :data:`Normalise`; by default ``max_gen_length`` for block models and
-            ``group_mean`` for full attention.
-        copies: states of one response in one row, for block models; 1 keeps them apart.
-    """
+    corruption: Corruption  # which states a response gives
+    spec: BackboneSpec  # its block origin decides the blocks of the training rows
+    _: KW_ONLY
+    seed: int = 0  # of the states' noise
+    num_padding: int | None = 0  # cells of fill behind an answer that may be targets; None for all
+    normalise: Normalise | None = None  # max_gen_length for block models, else group_mean
+    copies: int = 1  # states of one response in one row, for block models
 
-    def __init__(
-        self,
-        corruption: Corruption,
-        spec: BackboneSpec,
-        *,
-        seed: int = 0,
-        num_padding: int | None = 0,
-        normalise: Normalise | None = None,
-        copies: int = 1,
-    ) -> None:
-        is_block = spec.attention == "block"
-        _check(corruption, spec, copies)
-        self.corruption = corruption
-        self.spec = spec
-        self.seed = seed
-        self.num_padding = num_padding
-        self.normalise = normalise or ("max_gen_length" if is_block else "group_mean")
-        self.copies = copies
+    def __post_init__(self) -> None:
+        is_block = self.spec.attention == "block"
+        self.normalise = self.normalise or ("max_gen_length" if is_block else "group_mean")
+        _check(self.corruption, self.spec, self.copies)
 
     def responses(
         self, records: Sequence[Trajectory], *, epoch: int = 0, length: int | None = None
@@ -365,28 +350,22 @@ class RowBuilder:
 
 def _check(corruption: Corruption, spec: BackboneSpec, copies: int) -> None:
     """Refuses states that cannot be trained on rollouts of a model."""
-    is_block = spec.attention == "block"
     weight = inspect.signature(type(corruption).__init__).parameters.get("weight")
-    has_weight = weight and getattr(corruption, "weight", weight.default) != weight.default
-    for is_wrong, message in (
-        (
-            isinstance(corruption, Autoregressive),
+    if isinstance(corruption, Autoregressive):
+        raise ValueError(
             "corruption: Autoregressive hides nothing, so a rollout's tokens would be scored where "
-            "they can be seen; expected states with masks, such as TraceMasking",
-        ),
-        (
-            has_weight,
+            "they can be seen; expected states with masks, such as TraceMasking"
+        )
+    if weight is not None and getattr(corruption, "weight", weight.default) != weight.default:
+        raise ValueError(
             "corruption.weight: has no part in training on rollouts, whose terms "
-            "objective.normalise weighs; leave it out",
-        ),
-        (
-            copies < 1 or (copies > 1 and not is_block),
+            "objective.normalise weighs; leave it out"
+        )
+    if copies < 1 or (copies > 1 and spec.attention != "block"):
+        raise ValueError(
             "packing: expected at least 1, and 1 with full attention (a state is a row of its "
-            f"own), got {copies}",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(message)
+            f"own), got {copies}"
+        )
 
 
 def order_of_writing(responses: Responses, *, shrink: int = 1) -> tuple[Tensor, Tensor]:

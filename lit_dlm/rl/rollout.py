@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lit_dlm.ops.noise import sample_seed
 from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
-from lit_dlm.rl.ranks import ALONE, Ranks
+from lit_dlm.rl.ranks import Ranks
 from lit_dlm.rl.settings import RolloutSettings
 from lit_dlm.tasks import PromptExample, Task, tasks_by_name
 from lit_dlm.tasks.base import check_uids
@@ -42,14 +42,12 @@ from lit_dlm.trajectories.store import TrajectoryShardReader
 
 logger = logging.getLogger(__name__)
 
+# Told which phase is running, how much of it is done and how much there is.
 Report = Callable[[str, int, int], None]
-"""Told which phase is running, how much of it is done and how much there is."""
-
-SAMPLED = "commit_log_prob"
-"""Signal that holds the sampler's own log-probability of every token."""
-
+# A problem with its token ids, chat template included, pictures numbered as in records.
 Problem = tuple[PromptExample, list[int]]
-"""A problem with its token ids, chat template included, pictures numbered as in records."""
+# Signal that holds the sampler's own log-probability of every token.
+SAMPLED = "commit_log_prob"
 
 
 def no_report(phase: str, done: int, total: int) -> None:
@@ -97,36 +95,23 @@ def rl_step_of(uid: str) -> int:
     return int(uid.rpartition("/")[2].partition(".")[0])
 
 
+@dataclass(eq=False)
 class RolloutEngine:
-    """Decodes in place with the module's weights and one of its decoders.
+    """Decodes in place with the module's weights, in evaluation mode, and one of its decoders."""
 
-    Args:
-        module: in evaluation mode while it generates.
-        method: name of the decoder.
-        response_length: cells of every response.
-        batch_size: responses decoded together, each replaced by the next one when it ends; results
-            do not depend on it beyond rounding.
-        overlong_margin: cells short of the budget at which a response counts as overlong.
-    """
+    module: DecodeModule
+    _: KW_ONLY
+    method: str  # name of the decoder
+    response_length: int  # cells of every response
+    # Responses decoded together, each replaced by the next one when it ends; results do not depend
+    # on it beyond rounding.
+    batch_size: int
+    overlong_margin: int = 0  # cells short of the budget at which a response counts as overlong
+    occupancy: Occupancy = field(default_factory=Occupancy)  # of the batches of this process so far
+    _steps: dict[str, float] = field(default_factory=dict)  # of responses, by the prompt's uid
 
-    def __init__(
-        self,
-        module: DecodeModule,
-        *,
-        method: str,
-        response_length: int,
-        batch_size: int,
-        overlong_margin: int = 0,
-    ) -> None:
-        module.decoders[method].check(module.backbone)
-        self.module = module
-        self.method = method
-        self.response_length = response_length
-        self.batch_size = batch_size
-        self.overlong_margin = overlong_margin
-        self.occupancy = Occupancy()
-        """Of the batches of this process so far."""
-        self._steps: dict[str, float] = {}  # of former responses, by the prompt's uid
+    def __post_init__(self) -> None:
+        self.module.decoders[self.method].check(self.module.backbone)
 
     def generate(self, prompts: Sequence[RolloutPrompt], *, shared: bool = False) -> list[Rollout]:
         """Decodes responses, and gives them in order.
@@ -400,12 +385,7 @@ class OnlineRollouts:
     ) -> Rollouts:
         """The rollouts of one RL step, of all processes, which must all call it.
 
-        Args:
-            step: number of the RL step.
-            cursor: prompts drawn before.
-            version: optimiser steps that the policy has taken.
-            ranks: the processes.
-            report: told how far it is.
+        ``cursor``: prompts drawn before; ``version``: optimiser steps that the policy has taken.
         """
         engine, count = self.engine, self.settings.prompts_per_step
         drawn = draw_prompts(len(self.problems), cursor, count, seed=self.settings.seed)
@@ -496,15 +476,7 @@ class StoredRollouts:
             raise ValueError(f"shards: expected rollouts in {self.folder}, got no record")
         self.steps = sorted(self._steps)
 
-    def collect(
-        self,
-        step: int,
-        cursor: int = 0,
-        *,
-        version: int = 0,
-        ranks: Ranks = ALONE,
-        report: Report = no_report,
-    ) -> Rollouts:
+    def collect(self, step: int, cursor: int = 0, **online: Any) -> Rollouts:
         """The rollouts of an RL step; after the last one they begin again."""
         records = in_order(self._steps[self.steps[step % len(self.steps)]])
         return Rollouts(records, len(groups_of(records)), {"rollout": 0.0, "reward": 0.0})

@@ -7,10 +7,8 @@ from typing import Literal
 
 import torch
 
-from lit_dlm.backbones.base import BackboneSpec
 from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.backbones.lora_settings import LoRASettings
-from lit_dlm.decoding import BlockWindow, Decoder
 from lit_dlm.losses.corruption import TraceMasking
 from lit_dlm.losses.states import Corruption
 from lit_dlm.ops.options import at_least, within
@@ -32,10 +30,6 @@ class PolicyObjective(ClippedPolicyLoss):
     normalise: Normalise | None = None
     """What sums over tokens are divided by; by default ``group_mean`` for full attention and
     ``max_gen_length`` for block models."""
-    old_log_prob: Literal["recompute", "behaviour"] = "recompute"
-    """Where the old log-probabilities come from: the training forward before the first update, or
-    the sampler's own record (where states, blocks and temperature of training are the sampler's; it
-    decodes with merged adapters, so half-precision weights are rounded otherwise)."""
     temperature: Literal["rollout"] | float = "rollout"
     """Temperature of the log-probabilities: that of the sampler, or a number (1 in dLLM-RL)."""
 
@@ -57,67 +51,25 @@ class PolicyObjective(ClippedPolicyLoss):
                 )
         return given
 
-    def check(
-        self,
-        backbone: HFBackbone,
-        corruption: Corruption,
-        *,
-        row_spec: BackboneSpec,
-        decoder: Decoder,
-    ) -> None:
-        """Refuses what cannot be pursued with a policy and its training states.
-
-        Args:
-            backbone: the policy.
-            corruption: the states.
-            row_spec: of training rows.
-            decoder: that of rollouts.
-        """
+    def check(self, backbone: HFBackbone) -> None:
+        """Refuses what cannot be pursued with a policy."""
         adapter, vision = backbone.adapter, backbone.vision
         is_initial = self.kl_to == "initial"
-        for is_wrong, message in (
-            (
-                adapter is not None and adapter.dropout,
+        if adapter is not None and adapter.dropout:
+            raise ValueError(
                 "backbone.lora.dropout: expected 0, since probabilities of two forwards are "
-                "compared",
-            ),
-            (
-                is_initial and adapter is None,
-                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
-                "give it lora settings or use 'old'",
-            ),
-            (
-                is_initial and vision is not None and vision.settings.train != "none",
-                "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
-                "is not kept as it was; use 'old'",
-            ),
-            (
-                self.old_log_prob == "behaviour"
-                and not self._is_sampling(corruption, backbone.spec, row_spec, decoder),
-                "objective.old_log_prob: 'behaviour' is the probability in the state that the "
-                "sampler saw, which needs TraceMasking(shrink=1, padding='replayed'), "
-                "objective.temperature 'rollout', and of a block model its own blocks in training "
-                "rows and in the decoder's window; use 'recompute'",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
-
-    def _is_sampling(
-        self, corruption: Corruption, spec: BackboneSpec, row_spec: BackboneSpec, decoder: Decoder
-    ) -> bool:
-        """Whether training forwards see what the sampler saw."""
-        window, blocks = decoder.window, (spec.block_size, spec.block_origin)
-        has_blocks = isinstance(window, BlockWindow) and row_spec == spec
-        return (
-            isinstance(corruption, TraceMasking)
-            and (corruption.shrink, corruption.padding) == (1, "replayed")
-            and self.temperature == "rollout"
-            and (
-                spec.attention != "block"
-                or (has_blocks and (window.block_length, window.origin) == blocks)
+                f"compared, got {adapter.dropout}"
             )
-        )
+        if is_initial and adapter is None:
+            raise ValueError(
+                "objective.kl_to: 'initial' is the backbone without its adapter, but it has none; "
+                "give it lora settings or use 'old'"
+            )
+        if is_initial and vision is not None and vision.settings.train != "none":
+            raise ValueError(
+                "objective.kl_to: 'initial' needs vision.train: none, since what is trained of it "
+                "is not kept as it was; use 'old'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dlm.losses.states import Responses
+from lit_dlm.losses.states import Corruption, Responses
 from lit_dlm.rl.advantages import Advantage, StepGAE, as_advantage, outcome_rewards
 from lit_dlm.rl.items import Items, RolloutBatch, RowBuilder, joined, order_of_writing
 from lit_dlm.rl.metrics import rollout_facts
@@ -30,11 +31,8 @@ from lit_dlm.rl.rollout import (
     in_order,
     no_report,
 )
-from lit_dlm.rl.settings import RolloutSettings
+from lit_dlm.rl.settings import PolicyObjective, RolloutSettings, ValueObjective
 from lit_dlm.trajectories.record import SIGNAL_DTYPES, Trajectory
-
-if TYPE_CHECKING:
-    from lit_dlm.rl.module import TraceRLModule
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,28 @@ class ItemScores(NamedTuple):
     log_prob: Tensor  # (M,) of each unit's token
     entropy: Tensor  # (N,) of each scored cell, nats
     value: Tensor | None  # (M,) of each token before it was written
+
+
+class Policy(Protocol):
+    """What an RL step asks of the model in training; ``TraceRLModule`` is one."""
+
+    method: str  # of the decoder that rolls out
+    objective: PolicyObjective
+    value: ValueObjective | None
+    corruption: Corruption
+    rows: RowBuilder
+
+    @property
+    def device(self) -> torch.device: ...
+
+    # (M,) each, of a batch with the current weights, of its values alone, under the initial policy.
+    def score(self, batch: RolloutBatch) -> ItemScores: ...
+    def values(self, batch: RolloutBatch) -> Tensor: ...
+    def reference_log_prob(self, batch: RolloutBatch) -> Tensor: ...
+
+    # Hold weights whole: those that decode, with the adapter folded in, and those of the values.
+    def rollout_weights(self) -> AbstractContextManager[None]: ...
+    def value_weights(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +110,7 @@ class RLStep:
 
 @torch.no_grad()
 def rl_step(
-    policy: TraceRLModule,
+    policy: Policy,
     source: RolloutSource,
     settings: RolloutSettings,
     progress: RLProgress,
@@ -242,7 +262,7 @@ class Estimates:
 
 
 def fill_advantages(
-    policy: TraceRLModule,
+    policy: Policy,
     items: Items,
     *,
     advantage: Advantage,
@@ -281,7 +301,7 @@ def fill_advantages(
 
 
 def _along_steps(
-    policy: TraceRLModule,
+    policy: Policy,
     items: Items,
     responses: Responses,
     compared: Tensor,
@@ -311,7 +331,7 @@ def _along_steps(
 
 
 @torch.no_grad()
-def _values(policy: TraceRLModule, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
+def _values(policy: Policy, items: Items, batch_size: int, ranks: Ranks) -> Tensor:
     """``(num_records, G)`` values of the tokens of this process's share of the records, else 0.
 
     They are those of the states that the decode went through, whatever states the items have; where
@@ -325,7 +345,7 @@ def _values(policy: TraceRLModule, items: Items, batch_size: int, ranks: Ranks) 
     if policy.value.needs_whole_trace(policy.corruption) and len(mine):
         rows = RowBuilder(
             policy.value.trace(policy.corruption),
-            policy.row_spec,
+            policy.rows.spec,
             num_padding=policy.rows.num_padding,
             copies=policy.rows.copies,
         )
@@ -396,7 +416,7 @@ def shard_items(
 
 @torch.no_grad()
 def fill_old_scores(
-    policy: TraceRLModule,
+    policy: Policy,
     batches: Sequence[MicroBatch],
     items: Items,
     *,
@@ -411,17 +431,14 @@ def fill_old_scores(
         ``(3,)`` float64 sums over this process's tokens: absolute and signed difference of
         log-probabilities (sampler less training, the estimated divergence), and how many compared.
     """
-    objective = policy.objective
     sampled = _sampled(items)
-    if objective.old_log_prob == "behaviour":
-        _take_behaviour(items, sampled)
     M = len(items.weight)
     is_scored = torch.zeros(M, dtype=torch.bool)
     tables: dict[str, Tensor] = {}
     sums = torch.zeros(3, dtype=torch.float64)
     for done, (numbers, factor) in enumerate(batches):
         batch = items.batch(numbers).to(policy.device)
-        scores = policy.score(batch, with_value=policy.value is not None)
+        scores = policy.score(batch)
         units, log_prob = items.units(numbers), scores.log_prob.cpu()
         if factor:
             difference = (sampled[units] - log_prob).double()
@@ -431,10 +448,10 @@ def fill_old_scores(
         # A copy that fills up may be rounded otherwise than the batch that is trained on, whose
         # scores are the ones to compare with. Weighted batches overwrite, copies do not.
         is_new = torch.ones_like(is_scored[units]) if factor else ~is_scored[units]
-        found = {"old_log_prob": log_prob} if objective.old_log_prob == "recompute" else {}
+        found = {"old_log_prob": log_prob}
         if scores.value is not None:
             found["old_value"] = scores.value.cpu()
-        if objective.kl_to == "initial":
+        if policy.objective.kl_to == "initial":
             found["reference"] = policy.reference_log_prob(batch).cpu()
         for name, value in found.items():
             table = tables.setdefault(name, value.new_zeros(M))
@@ -457,20 +474,6 @@ def _sampled(items: Items) -> Tensor:
             if SAMPLED in record.signals:
                 table[number, : record.num_generated] = torch.tensor(record.signals[SAMPLED])
     return table[items.record, items.cell]
-
-
-def _take_behaviour(items: Items, sampled: Tensor) -> None:
-    """Makes the sampler's log-probabilities the old ones; what it did not draw has no weight."""
-    for record in items.records:
-        if SAMPLED not in record.signals:
-            raise ValueError(
-                f"objective.old_log_prob: {record.uid} holds no probabilities of its sampler "
-                f"({SAMPLED}); use recompute"
-            )
-    is_known = sampled.isfinite()
-    items.old_log_prob = torch.where(is_known, sampled, 0.0)
-    items.weight = torch.where(is_known, items.weight, 0.0)
-    items.kl_weight = torch.where(is_known, items.kl_weight, 0.0)
 
 
 def _mismatch(sums: Tensor, ranks: Ranks) -> dict[str, float]:

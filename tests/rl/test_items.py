@@ -51,6 +51,7 @@ def test_log_probs_are_those_of_the_true_states(name: str, packing: int) -> None
     assert min(len(answer_cells(record)) for record in records) < G
     items = rl.rows.items(records)
     assert packing == 1 or items.item.bincount().max() == packing
+    assert items.size.equal(items.item.bincount().double())
     items.old_log_prob = torch.full(items.cell.shape, torch.nan, dtype=torch.float64)
     shuffled = every(items)[torch.randperm(len(items), generator=torch.Generator().manual_seed(0))]
     for chosen in shuffled.split(7):

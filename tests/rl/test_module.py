@@ -17,11 +17,9 @@ from lit_dlm.decoding import (
     DecodeSettings,
     DynamicPolicy,
     EvenQuota,
-    FullWindow,
     RandomPolicy,
     Sampler,
 )
-from lit_dlm.losses.corruption import RandomMasking, TraceMasking
 from lit_dlm.losses.terms import LossTerms
 from lit_dlm.losses.views import CoupledViews
 from lit_dlm.rl.advantages import RawReward
@@ -144,11 +142,6 @@ def test_temperature_of_training_is_that_of_rollouts() -> None:
     assert given.temperature == 1.0
 
 
-def with_window(window: Any) -> dict[str, Decoder]:
-    sampler = Sampler(temperature=1.0, score_on="filtered")
-    return {"random": Decoder(policy=RandomPolicy(), window=window, sampler=sampler)}
-
-
 def whole(**options: Any) -> TraceRLModule:
     return module(policy(lora=False), **options)
 
@@ -159,13 +152,6 @@ def with_dropout() -> TraceRLModule:
     return module(backbone)
 
 
-def behaving(family: dict[str, Any], **options: Any) -> TraceRLModule:
-    temperature = options.pop("temperature", "rollout")
-    objective = PolicyObjective(old_log_prob="behaviour", temperature=temperature)
-    return module(policy(**family), objective=objective, **options)
-
-
-THREE = {"attention": "block", "block_size": 3}
 REFUSED: dict[str, Any] = {
     "^method: expected 'random', got 'no'": lambda: module(policy(), method="no"),
     "^val_method: .* 'no'": lambda: module(policy(), val_method=["random", "no"]),
@@ -196,31 +182,12 @@ REFUSED: dict[str, Any] = {
     r"^value\.clip": lambda: ValueObjective(clip=0.0),
     r"^value\.lora\.dropout": lambda: ValueObjective(lora=LoRASettings(dropout=0.5)),
 }
-# Where training forwards do not see what the sampler saw.
-UNLIKE_SAMPLER: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"corruption": RandomMasking()}),
-    ({}, {"corruption": TraceMasking()}),
-    ({}, {"corruption": TraceMasking(shrink=2, padding="replayed")}),
-    ({}, {"temperature": 2.0}),
-    (THREE, {"block_size": 6}),
-    (THREE, {"block_alignment": "response"}),
-    (THREE, {"decoders": with_window(BlockWindow(6, origin="sequence"))}),
-    (THREE, {"decoders": with_window(FullWindow())}),
-]
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_contradictions_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
-
-
-def test_behaviour_is_taken_where_states_are_the_samplers() -> None:
-    for family in ({}, THREE):
-        assert behaving(family).objective.old_log_prob == "behaviour"
-    for family, options in UNLIKE_SAMPLER:
-        with pytest.raises(ValueError, match=r"^objective\.old_log_prob"):
-            behaving(family, **options)
 
 
 def test_options_of_the_trainer_under_which_no_rl_step_is_whole_are_refused(tmp_path: Path) -> None:

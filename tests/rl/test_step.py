@@ -272,23 +272,6 @@ def test_old_log_probs_are_those_of_the_training_forward(words: int | None) -> N
         assert rl.score(batch).log_prob.equal(batch.old_log_prob)
 
 
-def test_behaviour_takes_the_samplers_record() -> None:
-    backbone = policy().eval()
-    rl = module(backbone, objective=PolicyObjective(old_log_prob="behaviour"), num_padding=None)
-    records = decoded(backbone, 6)
-    items, _ = prepared(rl, records)
-    for row, record in enumerate(records):
-        own = items.record == row
-        sampled = torch.from_numpy(record.signals["commit_log_prob"])[items.cell[own]]
-        known = sampled.isfinite()
-        assert known.sum() > 3
-        assert items.old_log_prob[own][known].equal(sampled[known])
-        assert (items.weight[own][~known] == 0).all()  # the end-of-text fill drew nothing
-    bare = [replace(record, signals={}) for record in records]
-    with pytest.raises(ValueError, match=r"r0\.0 holds no probabilities"):
-        prepared(rl, bare)
-
-
 def test_the_initial_policy_is_the_one_without_the_adapter() -> None:
     backbone = policy().eval()
     rl = module(backbone, objective=PolicyObjective(kl_to="initial"))
