@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from lit_dlm.grading.code import extract_program
+from lit_dlm.grading.code import extract_code
 from lit_dlm.rewards.base import Reward, RewardScore, Rollout
 
 
@@ -54,4 +54,4 @@ class FormatReward(Reward):
         self.weight = weight
 
     def score(self, group: Sequence[Rollout]) -> list[RewardScore]:
-        return [RewardScore(total=float(not extract_program(r.text).problem)) for r in group]
+        return [RewardScore(total=float(not extract_code(r.text).problem)) for r in group]

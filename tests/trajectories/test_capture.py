@@ -25,13 +25,9 @@ from lit_dlm.decoding import (
     prompt_canvas,
 )
 from lit_dlm.decoding.engine import initial_state
-<<<<<<< HEAD
-from lit_dlm.decoding.queue import WorkQueue, decode_queued_prompts
-from lit_dlm.trajectories import capture as capture_module
-=======
 from lit_dlm.decoding.queue import WorkQueue
 from lit_dlm.decoding.stream import DecodePrompt, decode_stream
->>>>>>> i30-decoding
+from lit_dlm.trajectories import capture as capture_module
 from lit_dlm.trajectories.capture import (
     FeatureCapture,
     HostCopies,
@@ -351,7 +347,6 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
     expected = captured(DECODERS[name], prompts, seeds, **options)
     capture, found = TrajectoryCapture(vocab_size=VOCAB, **options), {}
     order: list[int] = []
-<<<<<<< HEAD
 
     def take() -> None:
         records = capture.trajectories([f"u{seeds[number]}" for number in order])
@@ -359,18 +354,6 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
 
     for numbers in queued(DECODERS[name], 3, list(zip(prompts, seeds, strict=True)), capture):
         order = numbers if asked == "as rows end" else order + numbers
-=======
-    for rows in decode_stream(
-        TableBackbone(logits, VOCAB),
-        DECODERS[name],
-        WorkQueue(16),
-        lambda number: DecodePrompt("", prompts[number], seeds[number]),
-        response_length=G,
-        batch_size=3,
-        observers=[capture],
-    ):
-        order = rows.numbers if asked == "as rows end" else order + rows.numbers
->>>>>>> i30-decoding
         if asked == "as rows end":
             take()
     take()
@@ -378,35 +361,23 @@ def test_records_of_rows_that_are_replaced_are_those_of_one_batch(name, level, a
         assert_same(found[number], record)
 
 
-def queued(decoder: Decoder, num_slots: int, starts: list, capture: TrajectoryCapture):
-    for numbers, _ in decode_queued_prompts(
+def queued(decoder: Decoder, batch_size: int, starts: list, capture: TrajectoryCapture):
+    for rows in decode_stream(
         TableBackbone(logits, VOCAB),
         decoder,
         WorkQueue(len(starts)),
-        lambda number: starts[number],
+        lambda number: DecodePrompt("", *starts[number]),
         response_length=G,
-        num_slots=num_slots,
+        batch_size=batch_size,
         observers=[capture],
     ):
-        yield numbers
+        yield rows.numbers
 
 
 def test_steps_that_no_open_row_needs_are_forgotten():
     """One place: a row's record does not hold the canvases of the rows before it."""
     capture = TrajectoryCapture(vocab_size=VOCAB)
-<<<<<<< HEAD
     for _ in queued(DECODERS["one"], 1, [([3], number) for number in range(24)], capture):
-=======
-    for _ in decode_stream(
-        TableBackbone(logits, VOCAB),
-        DECODERS["one"],
-        WorkQueue(24),
-        lambda number: DecodePrompt("", [3], number),
-        response_length=G,
-        batch_size=1,
-        observers=[capture],
-    ):
->>>>>>> i30-decoding
         assert capture.captured().nbytes == G * G * 4  # G steps of G cells
 
 
