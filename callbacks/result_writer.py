@@ -26,8 +26,9 @@ from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.options import at_least
 from lit_dlm.pictures import drawn_picture
+from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
-from lit_dlm.reports.summary import MethodSummary, summarise_folder, write_report
+from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.store.provenance import hardware_facts, software_facts
 
