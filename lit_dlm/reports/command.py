@@ -131,14 +131,11 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
     reported = []
     for folder, found in runs:
         run, is_alone = folder.resolve().name, len({one.method for one in found}) == 1
-        labels = {
-            (one.task, one.method): one.method
-            if uses[one.task, one.method] == 1
-            else run
-            if is_alone
-            else f"{run}/{one.method}"
-            for one in found
-        }
+        labels = {}
+        for one in found:
+            is_shared = uses[one.task, one.method] > 1
+            label = run if is_alone else f"{run}/{one.method}"
+            labels[one.task, one.method] = label if is_shared else one.method
         reported.append(ReportedRun(folder=folder, summaries=found, labels=labels))
     return reported
 
@@ -244,7 +241,9 @@ def _groups(
     runs: Sequence[ReportedRun],
 ) -> tuple[list[SampleGroup], list[SampleGroup], list[SampleGroup]]:
     """Samples of the best method of every task, of the others, and where the best two differ."""
-    best, others, splits = [], [], []
+    best: list[SampleGroup] = []
+    others: list[SampleGroup] = []
+    splits: list[SampleGroup] = []
     for run in runs:
         for task, group in by_task(run.summaries):
             ordered = _by_accuracy(group)
