@@ -153,6 +153,13 @@ class _Model:
         """Parameters of adapters."""
         return sum(lora.rank * sum(map(sum, self.adapted(lora))) for lora in self.adapters)
 
+    def on_host(self) -> dict[str, int]:
+        """What rollouts put back when an adapter is no longer merged."""
+        if self.is_sharded or not self.adapters:
+            return {}
+        merged = self.weight * sum(map(math.prod, self.adapted(self.adapters[0])))
+        return {"on the host, weights under a merged adapter": merged}
+
     def training(self, run: Mapping[str, Any]) -> dict[str, int]:
         """A forward and its backward, besides weights, gradients and optimiser states."""
         a, s, D = self.architecture, self.computed, self.architecture.hidden_size
@@ -273,9 +280,8 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
         training["buckets of gradients"] = gradients
     states = gradients * _STATES.get(_class(settings.get("optimizer")).rpartition(".")[2], 2)
     elsewhere = {"on disk, a checkpoint": gradients + states} if gradients else {}
-    if is_rl and policy.adapters and not policy.is_sharded:
-        merged = policy.weight * sum(map(math.prod, policy.adapted(policy.adapters[0])))
-        elsewhere["on the host, weights under a merged adapter"] = merged
+    if is_rl:
+        elsewhere |= policy.on_host()
     weights = sum(model.weight * model.num_base + 4 * model.num_adapter for model in models)
     return Plan(
         model=str(_options(settings["backbone"]).get("path") or "random weights"),

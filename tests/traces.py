@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,16 +94,21 @@ def recorded(
 
 
 def write_shards(
-    folder: Path, records: Sequence[Trajectory], *, records_per_block: int = 4, rank: int = 0
+    folder: Path,
+    records: Sequence[Trajectory],
+    *,
+    records_per_block: int = 4,
+    rank: int = 0,
+    split: str = "train",
+    **run: Any,
 ) -> Path:
-    empty: dict[str, str] = {}
-    run = RunRecord(model=empty, tokenizer=empty, decode=empty, randomness=empty, data=empty)
+    empty = {key: {} for key in ("model", "tokenizer", "decode", "randomness", "data")}
     with TrajectoryShardWriter(
         folder,
         name="traces",
-        split="train",
+        split=split,
         rank=rank,
-        run=run,
+        run=RunRecord(**{**empty, **run}),
         records_per_block=records_per_block,
     ) as writer:
         for record in records:

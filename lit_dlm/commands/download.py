@@ -173,8 +173,11 @@ def _fetch(named: Sequence[Source], *, is_wanted: bool) -> int:
 
 def _sizes(source: Source) -> tuple[int, int]:
     """Bytes of a repository that are not here yet, and all of them."""
-    repo_type = "dataset" if source.kind == "data" else "model"
-    files = hub_files(source.name, weights=source.kind == "model", repo_type=repo_type)
+    files = hub_files(
+        source.name,
+        weights=source.kind == "model",
+        repo_type="dataset" if source.kind == "data" else "model",
+    )
     left = sum(file.file_size or 0 for file in files if file.will_download)
     return left, sum(file.file_size or 0 for file in files)
 

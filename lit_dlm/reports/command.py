@@ -6,14 +6,15 @@ import argparse
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from rich.console import Console
+from rich.table import Table
 
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically
+from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
 from lit_dlm.reports.samples import SampleSet, load_samples
 from lit_dlm.reports.summary import (
     MethodSummary,
@@ -21,7 +22,6 @@ from lit_dlm.reports.summary import (
     markdown_tables,
     summarise_run,
     table_rows,
-    write_report,
 )
 from lit_dlm.reports.template import fill, render
 
@@ -98,6 +98,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
+    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
+
+    ``front_dark.png`` is the plot for dark pages; without grades there is none.
+    """
+    # Here: matplotlib takes a second to import.
+    from lit_dlm.reports.plots import plot_front
+
+    write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
+    write_atomically(folder / "summary.md", markdown_tables(summaries))
+    plot_front(summaries, folder / "front.png")
+    plot_front(summaries, folder / "front_dark.png", theme="dark")
+    for task, group in by_task(summaries):
+        headers, *rows = table_rows(group)
+        table = Table(title=task, title_justify="left", title_style="bold")
+        for number, header in enumerate(headers):
+            table.add_column(header, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(f"Summary, table and plot: {folder}")
+
+
 def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedRun]:
     """Runs with the names of their methods in common tables.
 
@@ -108,14 +131,11 @@ def labelled(runs: Sequence[tuple[Path, list[MethodSummary]]]) -> list[ReportedR
     reported = []
     for folder, found in runs:
         run, is_alone = folder.resolve().name, len({one.method for one in found}) == 1
-        labels = {
-            (one.task, one.method): one.method
-            if uses[one.task, one.method] == 1
-            else run
-            if is_alone
-            else f"{run}/{one.method}"
-            for one in found
-        }
+        labels = {}
+        for one in found:
+            is_shared = uses[one.task, one.method] > 1
+            label = run if is_alone else f"{run}/{one.method}"
+            labels[one.task, one.method] = label if is_shared else one.method
         reported.append(ReportedRun(folder=folder, summaries=found, labels=labels))
     return reported
 
@@ -221,7 +241,9 @@ def _groups(
     runs: Sequence[ReportedRun],
 ) -> tuple[list[SampleGroup], list[SampleGroup], list[SampleGroup]]:
     """Samples of the best method of every task, of the others, and where the best two differ."""
-    best, others, splits = [], [], []
+    best: list[SampleGroup] = []
+    others: list[SampleGroup] = []
+    splits: list[SampleGroup] = []
     for run in runs:
         for task, group in by_task(run.summaries):
             ordered = _by_accuracy(group)

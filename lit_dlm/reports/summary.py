@@ -6,15 +6,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from lit_dlm.reports.results import ResultFolder, ResultRow, write_atomically, write_json
+from lit_dlm.reports.results import ResultFolder, ResultRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,26 +218,3 @@ def markdown_table(
     rule = "|---|" + "---:|" * (len(headers) - 1)
     lines = [f"| {' | '.join(row)} |" for row in (headers, *rows)]
     return "\n".join([f"{heading} {title}", "", lines[0], rule, *lines[1:]]) + "\n"
-
-
-def write_report(summaries: Sequence[MethodSummary], folder: Path, console: Console) -> None:
-    """Writes ``summary.json``, ``summary.md`` and ``front.png``, and prints the tables.
-
-    ``front_dark.png`` is the plot for dark pages; without grades there is none.
-    """
-    # Here: matplotlib takes a second to import.
-    from lit_dlm.reports.plots import plot_front
-
-    write_json(folder / "summary.json", [asdict(summary) for summary in summaries])
-    write_atomically(folder / "summary.md", markdown_tables(summaries))
-    plot_front(summaries, folder / "front.png")
-    plot_front(summaries, folder / "front_dark.png", theme="dark")
-    for task, group in by_task(summaries):
-        headers, *rows = table_rows(group)
-        table = Table(title=task, title_justify="left", title_style="bold")
-        for number, header in enumerate(headers):
-            table.add_column(header, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    console.print(f"Summary, table and plot: {folder}")

@@ -21,6 +21,27 @@ MAX_TOGETHER = 3
 """Decodes in one animation."""
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--out": {"type": Path, "metavar": "PAGE", "help": "the page to write, or its folder "
+              "(default: traces.html beside what is shown)"},
+    "--compare": {"type": Path, "metavar": "OTHER", "help": "another shard or run; its decodes of "
+                  "the same prompts stand beside"},
+    "--limit": {"type": int, "default": 1000, "help": "most samples of each source, 0 for all "
+                "(default: 1000)"},
+    "--sample": {"nargs": "+", "default": [], "metavar": "UID", "help": "only these: uids of "
+                 "decodes, or of prompts for all decodes of them"},
+    "--method": {"nargs": "+", "default": [], "help": "only these decoding methods"},
+    "--tokenizer": {"help": "embedded name, folder or hub id (default: that of the run; 'none' "
+                    "shows token ids)"},
+}  # fmt: skip
+_PICTURES: dict[str, dict[str, Any]] = {
+    "--gif": {"help": "animation of the decode"},
+    "--heatmap": {"dest": "fill_order", "help": "fill order: position by step"},
+    "--order": {"help": "commit step against position, Kendall's tau"},
+    "--statistics": {"help": "commits per step, fill of the regions, confidences"},
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="lit-dlm view",
@@ -34,48 +55,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARD_OR_RESULTS",
         help="a shard, a folder of shards, or a run folder whose results name their trajectories",
     )
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="PAGE",
-        help="the page to write, or its folder (default: traces.html beside what is shown)",
-    )
-    command.add_argument(
-        "--compare",
-        type=Path,
-        metavar="OTHER",
-        help="another shard or run; its decodes of the same prompts stand beside",
-    )
-    command.add_argument(
-        "--limit",
-        type=int,
-        default=1000,
-        help="most samples of each source, 0 for all (default: 1000)",
-    )
-    command.add_argument(
-        "--sample",
-        nargs="+",
-        default=[],
-        metavar="UID",
-        help="only these: uids of decodes, or of prompts for all decodes of them",
-    )
-    command.add_argument("--method", nargs="+", default=[], help="only these decoding methods")
-    command.add_argument(
-        "--tokenizer",
-        help="embedded name, folder or hub id (default: that of the run; 'none' shows token ids)",
-    )
+    for flag, settings in _OPTIONS.items():
+        command.add_argument(flag, **settings)
     pictures = command.add_argument_group(
         "pictures of the first prompt that fits",
         "its first decode; with --method, the animation shows these methods below each other",
     )
-    pictures.add_argument("--gif", type=Path, help="animation of the decode")
-    pictures.add_argument(
-        "--heatmap", type=Path, dest="fill_order", help="fill order: position by step"
-    )
-    pictures.add_argument("--order", type=Path, help="commit step against position, Kendall's tau")
-    pictures.add_argument(
-        "--statistics", type=Path, help="commits per step, fill of the regions, confidences"
-    )
+    for flag, settings in _PICTURES.items():
+        pictures.add_argument(flag, type=Path, **settings)
     pictures.add_argument("--theme", choices=("light", "dark"), default="light")
     return command
 

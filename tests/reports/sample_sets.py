@@ -13,8 +13,9 @@ from lit_dlm.reports.pieces import TokenPieces
 from lit_dlm.reports.results import ResultFolder
 from lit_dlm.reports.samples import Sample
 from lit_dlm.trajectories import Trajectory
-from lit_dlm.trajectories.store import RunRecord, TrajectoryShardWriter, merge_manifest
+from lit_dlm.trajectories.store import merge_manifest
 from tests.reports.rows import row
+from tests.traces import write_shards
 
 MASK, EOS = 2, 1
 
@@ -83,21 +84,8 @@ def write_set(
     methods: dict[str, Any] | None = None,
     records_per_block: int = 4,
 ) -> Path:
-    empty: dict[str, Any] = {}
-    run = RunRecord(
-        model=empty,
-        tokenizer={"path": tokenizer},
-        decode={"methods": methods or {}},
-        randomness=empty,
-        data=empty,
-        software=empty,
-        hardware=empty,
-    )
-    with TrajectoryShardWriter(
-        folder, name="s", split="test", rank=0, run=run, records_per_block=records_per_block
-    ) as writer:
-        for one in records:
-            writer.put(one)
+    run = {"tokenizer": {"path": tokenizer}, "decode": {"methods": methods or {}}}
+    write_shards(folder, records, records_per_block=records_per_block, split="test", **run)
     merge_manifest(folder)
     return folder
 

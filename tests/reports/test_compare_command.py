@@ -71,7 +71,7 @@ def test_what_cannot_be_compared_is_explained(tmp_path: Path, capsys: pytest.Cap
         ([a, tmp_path / "b"], r"/a has t: x, y; .*/b has u: x"),
         ([a, tmp_path / "c"], "no sample in common; A has 2 such as '0', B has 1 such as '9'"),
         ([a, a], "--a and --b"),
-        ([a, a, "--a", "x"], "give both, or neither"),
+        ([a, a, "--a", "x"], "give both"),
         ([a, a, "--a", "x", "--b", "z"], "expected 'x' of A and 'z' of B on a common task"),
         ([a, tmp_path / "nowhere"], "nowhere has no results"),
     ):
