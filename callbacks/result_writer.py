@@ -25,12 +25,12 @@ from lit_dlm.callbacks.trajectory_folder import TrajectoryFolder, require_all
 from lit_dlm.grading import Verdict
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.ops.options import at_least
-from lit_dlm.pictures import drawn_picture
 from lit_dlm.reports.command import write_report
 from lit_dlm.reports.results import ResultFolder, ResultRow
 from lit_dlm.reports.summary import MethodSummary, summarise_folder
 from lit_dlm.tasks import Task
 from lit_dlm.trajectories.store.provenance import hardware_facts, software_facts
+from lit_dlm.vision.pictures import picture_from_text
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ResultWriter(GradedWriter):
             for number, verdict in enumerate(verdicts)
         ]
         for row in rows:
-            if picture := drawn_picture(row.completion):
+            if picture := picture_from_text(row.completion):
                 path = self.run_dir / "pictures" / file_name(row.method) / file_name(row.uid)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_name(path.name + ".png").write_bytes(picture.read())

@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 
 from lit_dlm.modules.decode import DecodedBatch, DecodeModule
 from lit_dlm.modules.generate import TraceModule
-from lit_dlm.pictures import PICTURES, PictureFolder
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import (
     BackgroundWriter,
@@ -27,6 +26,7 @@ from lit_dlm.trajectories.store.provenance import (
     hardware_facts,
     tokenizer_digest,
 )
+from lit_dlm.vision.pictures import PICTURES, PictureFolder
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class TrajectoryFolder:
         """
         for row in self._not_held([record.uid for record in records]):
             for digest in records[row].meta.get("images", ()):
-                self._pictures.put(self._vision.found(digest))
+                self._pictures.put(self._vision.known_picture(digest))
             self._writer.put(records[row])
 
     def flush(self) -> None:

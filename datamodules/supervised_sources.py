@@ -20,7 +20,6 @@ from lit_dlm.backbones.hf import HFBackbone
 from lit_dlm.modules.decode import encoded_turns
 from lit_dlm.modules.state_batch import prompt_pictures
 from lit_dlm.modules.supervised_batch import SupervisedExample
-from lit_dlm.pictures import PLACE, Picture, PromptPictures, know, look_in, take_up
 from lit_dlm.plugs import Plug
 from lit_dlm.tasks import Task
 from lit_dlm.tasks.conversations import CHATS, conversation
@@ -29,6 +28,8 @@ from lit_dlm.trajectories.exchange import ImportSettings, read_tabom
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import MANIFEST_FILE, uid_order
+from lit_dlm.vision.pictures import IMAGE_MARK, Picture
+from lit_dlm.vision.prompts import PromptPictures, add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class ModelFacts:
             ValueError: a picture cannot be read, or the model sees none; names the example.
         """
         ids = encoded_turns(self.tokenizer, turns, pictures, backbone=self.backbone, uid=uid)
-        know(self.backbone, uid, pictures)
+        add_pictures(self.backbone, uid, pictures)
         digests = tuple(picture.digest for picture in pictures)
         shown = PromptPictures(digests=digests, first_id=self.vocab_size) if digests else None
         return {"prompt_ids": np.array(ids, dtype=np.int32), "pictures": shown}
@@ -193,7 +194,7 @@ class ResponsesFile(SupervisedSource):
             )
         if self.templated and pictures:
             raise ValueError(f"{row.origin}: templated expects a prompt without pictures")
-        raw = _raw_ids(model, turns[0]["content"].removeprefix(PLACE))
+        raw = _raw_ids(model, turns[0]["content"].removeprefix(IMAGE_MARK))
         if self.templated:
             return {"prompt_ids": raw}
         if np.isin(raw[:1], list(model.tokenizer.get_added_vocab().values())).any():
@@ -236,7 +237,7 @@ class RecordedDecodes(SupervisedSource):
                 shards,
                 MANIFEST_FILE,
             )
-        look_in(model.backbone, shards)
+        add_picture_folders(model.backbone, shards)
         found = list(
             _examples_of(
                 TrajectoryShardReader(shards, features=False),
@@ -333,7 +334,7 @@ def _examples_of(
         if record.superseded is not None:
             left_out[_REWRITTEN] += 1
             continue
-        take_up(model.backbone, record.uid, record.meta)
+        find_pictures(model.backbone, record.uid, record.meta)
         taken += 1
         yield SupervisedExample(
             uid=record.uid,

@@ -33,11 +33,11 @@ from lit_dlm.modules.state_batch import (
 )
 from lit_dlm.modules.tracelock import TraceLockModule
 from lit_dlm.ops.options import within
-from lit_dlm.pictures import look_in, take_up
 from lit_dlm.trajectories.format import FeatureFacts
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
 from lit_dlm.trajectories.store.files import shards_in
+from lit_dlm.vision.prompts import add_picture_folders, find_pictures
 
 Source = Literal["features", "tokens"]
 
@@ -303,7 +303,7 @@ class TrajectoryDataModule(ElasticDataModule):
         is_used, is_val = np.ones(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         chosen: list[NDArray[np.int32]] = []
         backbone = getattr(getattr(self.trainer, "lightning_module", None), "backbone", None)
-        look_in(backbone, *self.folders)
+        add_picture_folders(backbone, *self.folders)
         at = 0
         for block, (shard, number) in enumerate(reader.blocks):
             stored, records = reader.outline(shard, number)
@@ -315,7 +315,7 @@ class TrajectoryDataModule(ElasticDataModule):
                 lengths[at] = record.num_prompt, record.num_generated
                 num_steps[at] = record.num_steps
                 if self.source == "tokens" or getattr(backbone, "vision", None) is not None:
-                    take_up(backbone, record.uid, record.meta)
+                    find_pictures(backbone, record.uid, record.meta)
                 tasks.append(sys.intern(str(record.meta.get("task", ""))))
                 if self.only_correct and not self._is_correct(record.uid, record.meta):
                     is_used[at] = False

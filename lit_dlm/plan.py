@@ -19,13 +19,14 @@ import torch
 
 from lit_dlm.backbones.architecture import Architecture
 from lit_dlm.backbones.decoder import torch_dtype
-from lit_dlm.backbones.location import in_hub_cache, is_local, locate
+from lit_dlm.backbones.location import locate
 from lit_dlm.backbones.lora_settings import LoRASettings, read_adapter_settings
 from lit_dlm.backbones.resolution import FromAR, resolve
 from lit_dlm.decoding.caches import PROMPT_TOKENS
 from lit_dlm.modules.supervised_batch import row_tokens
 from lit_dlm.ops.fused_head import CHUNK_ELEMENTS
-from lit_dlm.twins import RELEASES, tower_shapes
+from lit_dlm.vision.base import VisionSettings
+from lit_dlm.vision.tower import TowerVision
 
 GIB = 2.0**30
 LARGE = 100_000_000
@@ -105,33 +106,29 @@ class Plan:
 class _Model:
     """A backbone by its sizes, from the options of an HFBackbone."""
 
-    def __init__(
-        self, options: Mapping[str, Any], trainer: Mapping[str, Any], *, offline: bool
-    ) -> None:
+    def __init__(self, options: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
         num_seeing = 0
         if options.get("architecture"):
             self.architecture = _built(Architecture, options["architecture"])
         else:
-            path, from_ar = str(options["path"]), options.get("from_ar")
-            known = is_local(path) or in_hub_cache(path, weights=False) or not offline
-            if not known and path not in RELEASES:
-                raise ValueError(f"{path} is not on this machine; fetch it with lit-dlm download")
+            from_ar = options.get("from_ar")
             found = resolve(
-                path if known else RELEASES[path].config,
+                str(options["path"]),
                 spec_overrides=options.get("spec_overrides"),
                 from_ar=None if from_ar is None else _built(FromAR, from_ar),
-                source=f"{path}: ",
             )
             self.architecture = found.architecture
             if options.get("vision") and "mm_vision_tower" in found.config:
-                num_seeing = sum(map(math.prod, tower_shapes(found.config).values()))
+                with torch.device("meta"):
+                    tower = TowerVision(VisionSettings(), found.config)
+                num_seeing = sum(part.numel() for part in tower.parameters())
         self.shapes = self.architecture.parameter_shapes()
         self.num_base = num_seeing + sum(map(math.prod, self.shapes.values()))
         self.recompute = options.get("gradient_checkpointing", False)
         self.adapters = [_built(LoRASettings, options["lora"])] if options.get("lora") else []
         is_trainable = bool(options.get("trainable"))
         self.trains_adapters = is_trainable or bool(self.adapters)
-        if options.get("adapter") and not options.get("merge_adapter"):
+        if options.get("adapter"):
             self.adapters = [read_adapter_settings(locate(options["adapter"]))]
         self.trains_all = is_trainable and not self.adapters
         strategy = str(trainer.get("strategy"))
@@ -240,13 +237,11 @@ class _Model:
         return found | self.copies
 
 
-def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
+def plan_of(config: Mapping[str, Any]) -> Plan | None:
     """Reads a plan from a resolved configuration.
 
     Args:
         config: with ``model``, ``data`` and ``trainer``, as the parser gives it.
-        offline: a release that is not on this machine is described by the packaged table of
-            :mod:`lit_dlm.twins` instead of the hub.
 
     Returns:
         The plan; ``None`` where the module has no :class:`~lit_dlm.backbones.hf.HFBackbone`.
@@ -255,7 +250,7 @@ def plan_of(config: Mapping[str, Any], *, offline: bool = False) -> Plan | None:
     if not _class(settings.get("backbone")).endswith("HFBackbone"):
         return None
     given = [settings["backbone"], settings.get("value_backbone")]
-    models = [_Model(_options(one), trainer, offline=offline) for one in given if one]
+    models = [_Model(_options(one), trainer) for one in given if one]
     policy, value = models[0], _options(settings.get("value"))
     reader = value.get("backbone", "lora") if settings.get("value") else "head"
     if reader == "lora":

@@ -26,7 +26,7 @@ SOURCES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "package", ["ops", "losses", "backbones", "heads", "decoding", "trajectories"]
+    "package", ["ops", "losses", "vision", "backbones", "heads", "decoding", "trajectories"]
 )
 def test_lower_layers_load_without_lightning_and_argument_parsers(package: str):
     code = (

@@ -10,7 +10,6 @@ transformers calls one of these in every layer, by its name in :data:`ROUTES`:
   that are trained, go through ``sdpa``.
 - ``auto``: ``varlen`` where it runs, else ``sdpa``; where keys are many a CPU takes one sequence
   after the other, so that none meets keys that it does not see.
-- ``eager``: plain products and a softmax, as a reference.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
-AttentionRoute = Literal["auto", "sdpa", "varlen", "eager"]
+AttentionRoute = Literal["auto", "sdpa", "varlen"]
 
 
 class Sequences(NamedTuple):
@@ -85,17 +83,13 @@ class Packing:
         return grid.transpose(1, 2)[self.windows, self.offsets][None]
 
 
-def added_mask(
-    visible: Tensor, *, groups: int, dtype: torch.dtype, hidden: float = -torch.inf
-) -> Tensor:
+def added_mask(visible: Tensor, *, groups: int, dtype: torch.dtype) -> Tensor:
     """A mask that is added to the scores, made once for all layers.
 
     Args:
         visible: ``(B, 1, 1 or W, K)`` bool, ``True`` where the query may see the key.
         groups: query heads to a key head that become queries of one.
         dtype: of the scores.
-        hidden: what is added where a query does not see a key; a finite value gives a row without
-            keys no NaN.
 
     Returns:
         ``(B, 1, 1 or groups * W, K)`` of ``dtype``, 0 where visible.
@@ -103,7 +97,7 @@ def added_mask(
     B, _, rows, K = visible.shape
     # The kernel copies a mask whose rows do not begin at multiples of eight.
     added = torch.zeros(B, 1, rows, -(-K // 8) * 8, dtype=dtype, device=visible.device)[..., :K]
-    added.masked_fill_(~visible, hidden)
+    added.masked_fill_(~visible, -torch.inf)
     return added if rows == 1 or groups == 1 else added.repeat(1, 1, groups, 1)
 
 
@@ -253,22 +247,8 @@ def auto(module: nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple
     return attend(module, query, *others, **kwargs)
 
 
-def eager(
-    module: nn.Module,
-    query: Tensor,
-    *others: Any,
-    packing: Packing | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer by products and a softmax; arguments as in :func:`grouped_sdpa`."""
-    if packing is not None:
-        query = packing.grid(query)
-    output, _ = eager_attention_forward(module, query, *others, **kwargs)
-    return output if packing is None else packing.pack(output.transpose(1, 2)), None
-
-
 ROUTES: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    "auto": auto, "varlen": varlen, "sdpa": grouped_sdpa, "eager": eager
+    "auto": auto, "varlen": varlen, "sdpa": grouped_sdpa
 }  # fmt: skip
 """Attention functions by the setting ``attn_implementation``. They share one signature."""
 

@@ -61,6 +61,7 @@ class BackboneSpec:
             object.__setattr__(self, "forbidden_ids", (*self.forbidden_ids, self.mask_id))
         if not self.eos_ids:
             raise ValueError("BackboneSpec.eos_ids: expected at least one id, got none")
+        # Overrides come as plain values, which no parser has checked.
         of = "BackboneSpec."
         one_of(0, 1, of=of, shift=self.shift)
         one_of("full", "block", of=of, attention=self.attention)
@@ -129,9 +130,7 @@ class Span(NamedTuple):
 def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
     """Facts that tell whether a policy fits a backbone: family, sizes and special tokens.
 
-    Args:
-        spec: of the backbone.
-        sizes: the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
+    ``sizes`` is the backbone, or its :class:`~lit_dlm.backbones.architecture.Architecture`.
     """
     return {
         "family": spec.family,
@@ -144,12 +143,9 @@ def backbone_facts(spec: BackboneSpec, sizes: Any) -> dict[str, Any]:
 
 
 def check_facts(what: str, trained_for: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Compares a backbone with the one that something was trained for.
+    """Refuses ``what`` where it was trained for another backbone than the one at hand.
 
-    Args:
-        what: was trained, for the message.
-        trained_for: facts about that one.
-        facts: about the backbone at hand; keys unknown to either side are ignored.
+    Facts that either side does not know are ignored.
     """
     for key, expected in trained_for.items():
         if key in facts and facts[key] != expected:

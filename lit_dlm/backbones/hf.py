@@ -1,40 +1,76 @@
 """Masked diffusion denoiser on transformers' Qwen2, Llama and Qwen3 decoders, made bidirectional.
 
-The decoders run unchanged: only the causal flag is off and the masks are ours. This file holds the
-forward and the ways to it from Python; construction, adapters and files are in
-:mod:`~lit_dlm.backbones.decoder`, checkpoints are translated in
-:mod:`~lit_dlm.backbones.resolution`, and caches build on :meth:`HFBackbone.encode_window`.
+The decoders run unchanged: only the causal flag is off and the masks are ours. Checkpoints are
+translated in :mod:`~lit_dlm.backbones.resolution`, decoders built in
+:mod:`~lit_dlm.backbones.decoder`; caches build on :meth:`HFBackbone.encode_window`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-from lit_dlm.backbones.attention import added_mask, sequences_from
+from lit_dlm.backbones import lora as adapters
+from lit_dlm.backbones.architecture import Architecture
+from lit_dlm.backbones.attention import ROUTES, AttentionRoute, added_mask, sequences_from
 from lit_dlm.backbones.base import UNKNOWN_ID, Backbone, Denoised
-from lit_dlm.backbones.decoder import AttentionRoute, DType, StoredDecoder, torch_dtype
-from lit_dlm.backbones.visibility import (
-    attention_visibility,
-    key_visibility,
-    position_ids_for,
+from lit_dlm.backbones.decoder import (
+    DType,
+    load_decoder,
+    quantise,
+    random_decoder,
+    replace_parts,
+    torch_dtype,
 )
-from lit_dlm.backbones.vision import VisionSettings
+from lit_dlm.backbones.families import FAMILIES, HEAD_KEY, KeyLayout, key_layout, original_key
+from lit_dlm.backbones.location import locate
+from lit_dlm.backbones.lora_settings import LoRASettings, differing_base, read_adapter_settings
+from lit_dlm.backbones.resolution import (
+    EXPORT_KEY,
+    MASK_TOKEN,
+    RELEASE_KEY,
+    FromAR,
+    Resolved,
+    resolve,
+)
+from lit_dlm.backbones.visibility import attention_visibility, key_visibility, position_ids_for
+from lit_dlm.backbones.weights import (
+    files_digest,
+    load_weights,
+    plain_tensor,
+    save_checkpoint,
+    save_weights,
+    weight_files,
+    write_json_object,
+)
 from lit_dlm.backbones.window_cache import WindowCache
 from lit_dlm.ops.alignment import aligned, first_real_columns, gather_rows, raw_columns
 from lit_dlm.ops.fused_head import TokenStats, token_stats
 from lit_dlm.ops.masking import with_own_key
+from lit_dlm.ops.options import one_of
 from lit_dlm.ops.precision import is_autocast
+from lit_dlm.vision.base import Vision, VisionSettings
+
+logger = logging.getLogger(__name__)
+
+ExportLayout = Literal["hf", "original"]
 
 _WIDE = 64
 """Queries of a window from which on a CPU runs query heads that share keys apart."""
+_VISION_FILE = "vision.safetensors"
+"""What was trained of ``vision`` beside an adapter, under the family's names."""
 
-__all__ = ["AttentionRoute", "DType", "HFBackbone"]
+__all__ = ["AttentionRoute", "DType", "ExportLayout", "HFBackbone", "load_backbone"]
 
 
 class RowContext(TypedDict, total=False):
@@ -54,7 +90,7 @@ class RowContext(TypedDict, total=False):
     it."""
     pictures: Sequence[str]
     """Digests of the pictures that ids behind the vocabulary stand for, in order
-    (:meth:`Vision.embedded <lit_dlm.backbones.vision.Vision.embedded>`)."""
+    (:meth:`Vision.embed <lit_dlm.vision.base.Vision.embed>`)."""
 
 
 class ScoreOptions(RowContext, total=False):
@@ -69,15 +105,401 @@ class ScoreOptions(RowContext, total=False):
     """The logits are divided by it; 1 by default."""
 
 
-class HFBackbone(StoredDecoder, Backbone):
+class HFBackbone(nn.Module, Backbone):
     """A bidirectional decoder with aligned outputs (the :class:`~lit_dlm.backbones.base.Backbone`).
 
-    Constructor options are those of :class:`~lit_dlm.backbones.decoder.StoredDecoder`.
+    Args:
+        path: an embedded model (``tiny``), a local folder, or a hub id ``owner/name``. Folders of
+            Dream, DiffuCoder, LLaDA, MMaDA, LLaDA-V (its text part), SDAR and TraDo work as
+            released; so does what :meth:`export` wrote. Only a hub id may use the network; no code
+            is ever loaded.
+        architecture: sizes for random weights, instead of ``path``. Seed torch before.
+        dtype: of the weights and activations.
+        attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
+        trainable: whether parameters require gradients; frozen otherwise. With an adapter only its
+            own weights ever do.
+        spec_overrides: fields of :class:`~lit_dlm.backbones.base.BackboneSpec` that win over the
+            files, such as ``{"positions": "arange"}``. Only with ``path``.
+        from_ar: makes a diffusion model of an autoregressive checkpoint at ``path``.
+        lora: puts a new low-rank adapter on the frozen weights; it is trainable. From Python also
+            a dict of these settings.
+        adapter: folder or hub id of a low-rank adapter in PEFT layout to load.
+        vision: lets prompts have pictures, with a model that was made for them (LLaDA-V, MMaDA);
+            nothing of it is loaded by default.
+        gradient_checkpointing: whether training computes activations again in the backward instead
+            of keeping them: ``true`` those of every layer but its input, ``selective`` what is
+            cheap, all but the outputs of matrix products and attention.
+        load_in_4bit: quantises the matrices of the layers to NF4 by bitsandbytes (arXiv
+            2305.14314) once they are loaded, for decoding and for adapters on them; the others stay
+            in ``dtype``. Such a model cannot be exported.
     """
+
+    _forbidden: Tensor
 
     forward_methods: ClassVar = ("_encode",)
     """What runs the weights; under FSDP2 it gathers like ``forward``. Every public method goes
     through this one, so none can be forgotten; the head is read behind it."""
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        architecture: Architecture | None = None,
+        dtype: DType = "float32",
+        attn_implementation: AttentionRoute = "auto",
+        trainable: bool = False,
+        spec_overrides: dict[str, Any] | None = None,
+        from_ar: FromAR | None = None,
+        lora: LoRASettings | None = None,
+        adapter: str | None = None,
+        vision: VisionSettings | None = None,
+        gradient_checkpointing: bool | Literal["selective"] = False,
+        load_in_4bit: bool = False,
+    ) -> None:
+        super().__init__()
+        if (path is None) == (architecture is None) or (lora is not None and adapter is not None):
+            raise ValueError(
+                "HFBackbone: expected one of path and architecture, and at most one of lora and "
+                "adapter"
+            )
+        if load_in_4bit and (trainable or find_spec("bitsandbytes") is None):
+            raise ValueError(
+                "HFBackbone.load_in_4bit: expected bitsandbytes (pip install bitsandbytes) and not "
+                "trainable beside it"
+            )
+        one_of(*ROUTES, of="HFBackbone.", attn_implementation=attn_implementation)
+        one_of(False, True, "selective", gradient_checkpointing=gradient_checkpointing)
+        if isinstance(lora, Mapping):
+            lora = LoRASettings(**lora)
+        self.attn_implementation = attn_implementation
+        self.new_mask_token = None if from_ar is None else MASK_TOKEN
+        """How the mask of a model that starts from an autoregressive one is written."""
+        self._base_name = path
+        self._weight_files: list[Path] = []
+        self._adapter_files: list[Path] = []
+        self._digests: dict[str, str] = {}
+        self._release_config: Mapping[str, Any] | None = None
+        self._is_release = False
+        self._adapter: LoRASettings | None = None
+        self.mapped: dict[str, Tensor] = {}
+        """Weights in a file's own memory, as they were read."""
+        self._late: torch.dtype | None = None
+        if path is not None:
+            resolved = resolve(path, spec_overrides=spec_overrides, from_ar=from_ar)
+            self.architecture = resolved.architecture
+            is_late = trainable and lora is None and adapter is None and not resolved.adds_mask
+            self._load(path, resolved, torch_dtype(dtype), is_late=is_late)
+        else:
+            assert architecture is not None
+            if spec_overrides or from_ar:
+                raise ValueError("HFBackbone.spec_overrides, from_ar: expected only with path")
+            self.architecture = architecture
+            self.model = random_decoder(
+                architecture, attn_implementation=attn_implementation, dtype=torch_dtype(dtype)
+            )
+        self._is_4bit = load_in_4bit
+        if load_in_4bit:
+            quantise(self.model)
+        replace_parts(self.model)
+        self._keep_rotary_in_float32()
+        self.requires_grad_(trainable)
+
+        self.spec = self.architecture.spec()
+        self.hidden_size = self.architecture.hidden_size
+        self.num_layers = self.architecture.num_layers
+        self.max_positions = self.architecture.max_positions
+        self.vocab_size = self.architecture.vocab_size
+        forbidden = torch.tensor(self.spec.forbidden_ids, dtype=torch.long)
+        self.register_buffer("_forbidden", forbidden, persistent=False)
+        self.vision: Vision | None = None
+        if vision is not None:
+            self._load_vision(vision, is_whole=trainable and lora is None)
+        if lora is not None:
+            if trainable:
+                logger.warning(
+                    "trainable with lora: has no effect, the adapter alone is trained; leave lora "
+                    "out to train all weights"
+                )
+            if from_ar is not None:
+                logger.warning(
+                    "from_ar with lora: the new mask embedding is frozen at the mean of the others"
+                )
+            self.add_adapter(lora)
+        if adapter is not None:
+            self.load_adapter(adapter, trainable=trainable)
+        if gradient_checkpointing:
+            # What transformers' own switch sets, less its hook that lets embeddings need gradients.
+            for layer in self.model.model.layers:
+                layer.gradient_checkpointing = True
+                layer._gradient_checkpointing_func = adapters.recomputed(
+                    layer, keep_products=gradient_checkpointing == "selective"
+                )
+
+    def _load(self, path: str, resolved: Resolved, dtype: torch.dtype, *, is_late: bool) -> None:
+        if self.architecture.family in FAMILIES:
+            self._is_release = EXPORT_KEY not in resolved.config
+            self._release_config = resolved.config.get(
+                RELEASE_KEY, resolved.config if self._is_release else None
+            )
+        self._weight_files = weight_files(locate(path))
+        # One process of several may keep a part only; it converts what it keeps.
+        if is_late and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            self._late = dtype
+        self.model, self.mapped = load_decoder(
+            resolved,
+            self._weight_files,
+            attn_implementation=self.attn_implementation,
+            dtype=dtype,
+            as_stored=self._late is not None,
+        )
+
+    def _load_vision(self, settings: VisionSettings, *, is_whole: bool) -> None:
+        from lit_dlm.backbones.vision import token_vision, tower_vision  # text models need none
+
+        first_id = self.spec.text_vocab_size
+        if first_id is not None:
+            self.vision = token_vision(
+                self._base_name, settings, first_id=first_id, vocab_size=self.vocab_size
+            )
+        else:
+            config = self._release_config or {"model_type": self.spec.family}
+            self.vision = tower_vision(settings, config, self._weight_files)
+        self.vision.to(self.dtype)
+        for parameter in self.vision.parameters():
+            if parameter.requires_grad and not is_whole:  # in float32, as adapters are
+                parameter.data = parameter.data.float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating dtype of the weights."""
+        return self._late or self.model.lm_head.weight.dtype
+
+    def convert(self) -> None:
+        """Gives weights their dtype that have been left in that of their files.
+
+        In one process of several, trained weights are mapped from their files until they are
+        sharded or moved to a device, so that none of them is ever converted whole on the host.
+        Forwards call it too.
+        """
+        if self._late is not None:
+            dtype, self._late = self._late, None
+            self.to(dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.model.lm_head.weight.device
+
+    def _keep_rotary_in_float32(self) -> None:
+        """Rebuilds the rotary frequencies, which lose positions when rounded to half precision."""
+        decoder = self.model.model
+        device = decoder.embed_tokens.weight.device
+        decoder.rotary_emb = type(decoder.rotary_emb)(self.model.config).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # ``.to(bfloat16)`` (also Lightning's true half precision) casts every buffer and adapter.
+        before = adapters.float32_adapters(self)
+        super()._apply(fn, recurse)
+        if "model" in self._modules and self.device.type != "meta":
+            self._keep_rotary_in_float32()
+            adapters.keep_in_float32(self, before)
+            if self.device.type != "cpu":
+                self.convert()
+        return self
+
+    # -- adapters and files ----------------------------------------------------------------------
+
+    @property
+    def adapter(self) -> LoRASettings | None:
+        """Settings of the low-rank adapter in place, if there is one."""
+        return self._adapter
+
+    def add_adapter(self, settings: LoRASettings) -> None:
+        """Puts a new trainable adapter on the decoder's weights, which get frozen."""
+        if self._adapter is not None:
+            raise ValueError("adapter: this backbone has one already")
+        self.model.requires_grad_(False)
+        adapters.inject(self.model, settings)
+        self._adapter = settings
+
+    def add_side_adapter(self, name: str, settings: LoRASettings) -> None:
+        """Puts a trainable adapter beside that of the policy, for another head on the same weights.
+
+        It takes part in a forward only inside :meth:`using_adapter`, and is no part of what
+        :meth:`save_adapter` and :meth:`export` write.
+        """
+        adapters.inject(self.model, settings, name=name)
+
+    def using_adapter(self, name: str | None) -> AbstractContextManager[None]:
+        """Runs forwards with a side adapter, or with none (``None``): the initial weights."""
+        return adapters.using_adapter(self.model, name)
+
+    def load_adapter(self, path_or_id: str, *, trainable: bool = False) -> None:
+        """Loads a low-rank adapter in PEFT layout.
+
+        Args:
+            path_or_id: its folder, or a hub id. Keys may have transformers' or the family's names.
+            trainable: whether its weights require gradients.
+        """
+        folder = locate(path_or_id)
+        self.add_adapter(read_adapter_settings(folder))
+        layout = key_layout(self.spec.family)
+        self._adapter_files = [adapters.load_adapter(self.model, folder, layout=layout)]
+        if (path := folder / _VISION_FILE).is_file():
+            if not (weights := self._vision_weights()):
+                raise ValueError(f"{path}: expected HFBackbone.vision, a part of which it holds")
+            load_weights([path], weights, rename=str, optional=frozenset(weights))
+            self._adapter_files.append(path)
+        self._digests.pop("adapter", None)
+        trained_on = differing_base(folder, self._base_name)
+        if trained_on is not None:
+            logger.warning(
+                "%s: this adapter was trained on %s, but runs on %s",
+                folder, trained_on, self._base_name,
+            )  # fmt: skip
+        for _, parameter in adapters.adapter_parameters(self.model):
+            parameter.requires_grad_(trainable)
+
+    def _vision_weights(self) -> dict[str, nn.Parameter]:
+        return {} if self.vision is None else self.vision.stored_weights()
+
+    @property
+    def own_layout(self) -> ExportLayout:
+        """``original`` for what came from the files of a family with code of its own."""
+        return "hf" if self._release_config is None else "original"
+
+    def save_adapter(self, folder: str | Path, *, layout: ExportLayout | None = None) -> None:
+        """Writes the adapter as a PEFT folder, and beside it what is trained of ``vision``.
+
+        Args:
+            folder: created when absent; files of the same name are replaced. With sharded weights
+                every process must call this; the first one writes.
+            layout: ``hf`` for an adapter on what :meth:`export` writes; ``original`` for one on the
+                family's own code; by default the one of the files that this model came from.
+                :meth:`load_adapter` reads both.
+        """
+        if self._adapter is None:
+            raise ValueError("save_adapter: this backbone has no adapter")
+        is_original = layout == "original" or (layout is None and self._is_release)
+        names = self._names("original" if is_original else "hf")
+        tensors = adapters.adapter_tensors(self.model, layout=names)
+        trained = {
+            key: plain_tensor(parameter)
+            for key, parameter in self._vision_weights().items()
+            if parameter.requires_grad
+        }
+        if not _is_first_process():
+            return
+        family = FAMILIES.get(self.spec.family)
+        adapters.save_adapter(
+            tensors,
+            self._adapter,
+            Path(folder),
+            layout=names,
+            task=family.peft_task if family and is_original else "CAUSAL_LM",
+            base_name=self._base_name,
+        )
+        if trained:
+            save_weights(trained, Path(folder) / _VISION_FILE)
+
+    def _names(self, layout: ExportLayout) -> KeyLayout:
+        return key_layout(self.spec.family) if layout == "original" else "hf"
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        layout: ExportLayout | None = None,
+        dtype: DType | None = None,
+        max_shard_gigabytes: float = 5.0,
+    ) -> None:
+        """Writes ``config.json`` and the weights, the adapter merged into them.
+
+        Equal weights give equal bytes. Tokenizer files are not known here: copy them beside.
+
+        Args:
+            folder: created when absent; files of the same name are replaced. With sharded weights
+                every process must call this; the first one writes.
+            layout: ``hf``: a transformers checkpoint that this class reads with all of its
+                specification, without ``vision``. ``original``: names and configuration of the
+                family's own code; the default with a tower of ``vision``, which is part of it.
+            dtype: of the stored weights; ``None`` keeps the current one.
+            max_shard_gigabytes: larger models become shards with an index.
+        """
+        if self._is_4bit:
+            raise ValueError("export: expected a model without load_in_4bit, which loses digits")
+        folder, seeing = Path(folder), self._vision_weights()
+        layout = layout or ("original" if seeing else "hf")
+        stored = self.dtype if dtype is None else torch_dtype(dtype)
+        if layout == "hf":
+            config = self.architecture.config_fields()
+            config[EXPORT_KEY] = self.architecture.spec_fields()
+            if self._release_config is not None:
+                config[RELEASE_KEY] = dict(self._release_config)
+        elif self._release_config is None:
+            raise ValueError(
+                "layout: expected 'hf' for a model that came from no family's own files, got "
+                f"{layout!r}"
+            )
+        else:
+            config = {**self._release_config, "mask_token_id": self.spec.mask_id}
+            if self.spec.attention == "block":
+                config["block_size"] = self.spec.block_size
+            if not seeing:
+                config.pop("mm_vision_tower", None)  # it is not in the files
+        # One spelling for new and old readers alike.
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(stored).removeprefix("torch.")
+        weights = adapters.base_parameters_adapted(self.model)
+        if self.architecture.tie_embeddings:
+            del weights[HEAD_KEY]
+        names = self._names(layout)
+        named = {original_key(key, names): entry for key, entry in weights.items()}
+        if layout == "original":
+            named |= {key: (parameter, None) for key, parameter in seeing.items()}
+
+        def read(key: str) -> Tensor:
+            parameter, layer = named[key]
+            tensor = plain_tensor(parameter)
+            if layer is not None:
+                tensor = adapters.merged(tensor, layer)
+            return tensor.to(device="cpu", dtype=stored)
+
+        with torch.no_grad():
+            save_checkpoint(
+                {key: value.numel() * stored.itemsize for key, (value, _) in named.items()},
+                read,
+                folder,
+                max_shard_bytes=int(max_shard_gigabytes * 1e9),
+                write=_is_first_process(),
+            )
+        if _is_first_process():
+            write_json_object(folder / "config.json", config)
+
+    def describe(self) -> dict[str, Any]:
+        """Provenance as plain JSON values.
+
+        The SHA-256 are of the configuration and of the files that the weights and the adapter came
+        from (``None`` for random ones). They read all files on the first call and say nothing about
+        training since.
+        """
+        for name, files in (("weights", self._weight_files), ("adapter", self._adapter_files)):
+            if files and name not in self._digests:
+                self._digests[name] = files_digest(files)
+        return {
+            "family": self.spec.family,
+            "decoder": self.architecture.decoder,
+            "num_parameters": sum(p.numel() for p in self.parameters()),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attn_implementation,
+            "config_sha256": self.architecture.digest(),
+            "weights_sha256": self._digests.get("weights"),
+            "adapter_sha256": self._digests.get("adapter"),
+            **({"load_in_4bit": True} if self._is_4bit else {}),
+            **({"vision": asdict(self.vision.settings)} if self.vision is not None else {}),
+        }
+
+    # -- forwards --------------------------------------------------------------------------------
 
     def denoise(
         self,
@@ -147,11 +569,6 @@ class HFBackbone(StoredDecoder, Backbone):
         """
         starts, visible = None, None
         if mask is not None and mask.ndim == 2:
-            if mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"mask: expected the shape of input_ids {tuple(input_ids.shape)}, "
-                    f"got {tuple(mask.shape)}"
-                )
             starts, visible = self._starts(mask), key_visibility(mask)
             if position_ids is None:
                 position_ids = position_ids_for(mask, self.spec.positions)
@@ -217,14 +634,7 @@ class HFBackbone(StoredDecoder, Backbone):
         return torch.get_autocast_dtype(device.type) if is_autocast(device) else self.dtype
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits of aligned hidden rows.
-
-        Args:
-            rows: ``(..., D)`` after the final norm.
-
-        Returns:
-            ``(..., V)``, scaled, ``-inf`` at forbidden ids.
-        """
+        """Logits ``(..., V)`` of aligned hidden rows ``(..., D)``, ``-inf`` at forbidden ids."""
         # In place: one copy of the logits less, and the head's backward does not need them.
         return self._head(rows).index_fill_(-1, self._forbidden, float("-inf"))
 
@@ -260,30 +670,11 @@ class HFBackbone(StoredDecoder, Backbone):
         temperature: float = 1.0,
         **context: Unpack[RowContext],
     ) -> tuple[TokenStats, Tensor]:
-        """:meth:`score_tokens`, and the hidden rows that were scored.
-
-        Arguments and errors are those of :meth:`score_tokens`.
-
-        Returns:
-            The scores, and ``(N, D)`` aligned hidden rows after the final norm, one per score.
-        """
-        if not ids.shape == targets.shape == rows.shape or rows.dtype != torch.bool:
-            raise ValueError(
-                "score_tokens: expected ids, targets and boolean rows of one shape (B, L), got "
-                f"{tuple(ids.shape)}, {tuple(targets.shape)} and {rows.dtype} {tuple(rows.shape)}"
-            )
-        if not temperature > 0.0:
-            raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        head = self.model.lm_head
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"lm_head: expected a plain linear layer, got {type(head).__name__}; adapters on "
-                "the head are not supported"
-            )
+        """:meth:`score_tokens`, and the ``(N, D)`` aligned hidden rows that were scored."""
         # By number: the host waits once, before the forward is under way.
         cells = rows.nonzero(as_tuple=True)
         hidden = self._rows(ids, cells, **context)
-        part = slice(*id_range)
+        part, head = slice(*id_range), self.model.lm_head
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         known = range(self.vocab_size)[part]
@@ -301,12 +692,10 @@ class HFBackbone(StoredDecoder, Backbone):
         return stats, hidden
 
     def encode_rows(self, ids: Tensor, rows: Tensor, **context: Unpack[RowContext]) -> Tensor:
-        """Hidden rows of chosen cells, for heads other than the model's own.
+        """Hidden rows ``(N, D)`` of chosen cells, for heads other than the model's own.
 
-        Arguments are those of :meth:`score_tokens`.
-
-        Returns:
-            ``(N, D)`` aligned hidden rows after the final norm, row by row. Differentiable.
+        Arguments are those of :meth:`score_tokens`. Aligned, after the final norm, row by row;
+        differentiable.
         """
         return self._rows(ids, rows.nonzero(as_tuple=True), **context)
 
@@ -326,9 +715,6 @@ class HFBackbone(StoredDecoder, Backbone):
         visible: Tensor | BlockMask | None
         if isinstance(mask, BlockMask):
             visible = mask
-            if self.attn_implementation == "eager":
-                B, _, L, K = mask.shape
-                visible = create_mask(mask.mask_mod, B, 1, L, K, device=self.device)
         elif mask is None or mask.ndim == 2:
             starts = self._starts(mask)
             visible = attention_visibility(
@@ -393,7 +779,7 @@ class HFBackbone(StoredDecoder, Backbone):
         inputs = {"input_ids": ids}
         hooked = set(layers) - {self.num_layers}
         if self.vision is not None:
-            snapshots[0] = self.vision.embedded(ids, decoder.embed_tokens, pictures)
+            snapshots[0] = self.vision.embed(ids, decoder.embed_tokens, pictures)
             inputs = {"inputs_embeds": snapshots[0]}
             hooked -= {0}
         # Hooks rather than transformers' own capture: only the asked layers stay in memory.
@@ -426,9 +812,6 @@ class HFBackbone(StoredDecoder, Backbone):
         """The mask as the attention of the layers takes it."""
         if visible is None or isinstance(visible, BlockMask):
             return visible
-        if self.attn_implementation == "eager":
-            hidden = torch.finfo(self.dtype).min
-            return added_mask(visible, groups=1, dtype=self.dtype, hidden=hidden)
         # Training keeps the order of transformers' sums.
         if is_window or (visible.shape[2] == 1 and not torch.is_grad_enabled()):
             # On a CPU wide windows are as fast without the copies of the mask.
@@ -452,6 +835,13 @@ def _given_visibility(mask: Tensor) -> Tensor:
     return with_own_key(mask)
 
 
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or (
+        distributed.get_rank() == 0
+    )
+
+
 def load_backbone(
     path_or_id: str | Path,
     *,
@@ -461,10 +851,11 @@ def load_backbone(
     adapter: str | Path | None = None,
     vision: VisionSettings | None = None,
 ) -> HFBackbone:
-    """Loads a frozen backbone for decoding.
+    """Loads a frozen backbone for decoding, in evaluation mode.
 
     Calling it with ``(input_ids, mask=None, position_ids=None)`` gives logits ``(B, L, V)`` whose
-    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`.
+    row ``i`` predicts token ``i``, see :meth:`HFBackbone.forward`; the other options are those of
+    :class:`HFBackbone`.
 
     Args:
         path_or_id: an embedded name (``tiny``), a local folder, or a hub id ``owner/name``.
@@ -473,21 +864,13 @@ def load_backbone(
         attn_implementation: see :mod:`~lit_dlm.backbones.attention`.
         adapter: folder or hub id of a low-rank adapter in PEFT layout.
         vision: lets prompts have pictures.
-
-    Returns:
-        The backbone in evaluation mode, without gradients.
     """
     with torch.device(device):
         backbone = HFBackbone(
             str(path_or_id),
-            dtype=_name(dtype),
+            dtype=dtype,  # type: ignore[arg-type]
             attn_implementation=attn_implementation,
             adapter=None if adapter is None else str(adapter),
             vision=vision,
         )
     return backbone.to(device).eval()
-
-
-def _name(dtype: DType | torch.dtype) -> DType:
-    name: DType = str(torch_dtype(dtype)).removeprefix("torch.")  # type: ignore[assignment]
-    return name

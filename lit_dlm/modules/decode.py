@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dlm.backbones import Backbone, load_tokenizer
 from lit_dlm.backbones.hf import HFBackbone
-from lit_dlm.backbones.vision import TokenVision
 from lit_dlm.decoding import (
     Decoder,
     DecodeResult,
@@ -46,11 +45,13 @@ from lit_dlm.modules.elastic import count_anew, seed_batch
 from lit_dlm.modules.finite import check_precision, require_finite_gradients
 from lit_dlm.modules.sharding import drop_frozen_decoders, shard_trained, whole_weights
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import Picture, as_text, seeing
 from lit_dlm.tasks import PromptExample
 from lit_dlm.tasks.templates import template_text
 from lit_dlm.trajectories.capture import CapturedDecode, Level, TrajectoryCapture
 from lit_dlm.trajectories.record import Trajectory
+from lit_dlm.vision.pictures import Picture, picture_to_text
+from lit_dlm.vision.prompts import vision_of
+from lit_dlm.vision.tokens import TokenVision
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ def encoded_turns(
             turns, add_generation_prompt=True, return_dict=False
         )
         return list(ids)
-    vision = seeing(backbone, uid)
+    vision = vision_of(backbone, uid)
     try:
         ids = vision.encode(turns[-1]["content"], pictures, render=render, tokenize=tokenize)
     except ValueError as error:
@@ -473,7 +474,7 @@ class DecodeModule(LightningModule):
         if not example.images:
             return ids
         try:
-            return seeing(self.backbone, example.uid).placed(ids, example.images)
+            return vision_of(self.backbone, example.uid).insert(ids, example.images)
         except ValueError as error:
             raise ValueError(f"{example.uid}: {error}") from error
 
@@ -494,7 +495,7 @@ class DecodeModule(LightningModule):
         Returns:
             The texts, cut at the first end of text (with a layout, that of every part of it) unless
             ``cut_at_eos`` is off, and the numbers of tokens before that end. A response of picture
-            tokens becomes the picture (:func:`~lit_dlm.pictures.as_text`).
+            tokens becomes the picture (:func:`~lit_dlm.vision.pictures.picture_to_text`).
         """
         given = None if result.given is None else result.given[:, result.start :].cpu()
         return self._texts(result.ids[:, result.start :].cpu(), given)
@@ -523,6 +524,6 @@ class DecodeModule(LightningModule):
         if isinstance(vision, TokenVision):
             for number in (response >= vision.first_id).any(1).nonzero()[:, 0].tolist():
                 # The mark of the end is no part of the picture.
-                (image,) = vision.pictures(response[number : number + 1, :-1])
-                texts[number] = as_text(image)
+                (image,) = vision.draw(response[number : number + 1, :-1])
+                texts[number] = picture_to_text(image)
         return texts, is_text.sum(1).tolist()

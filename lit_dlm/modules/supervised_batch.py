@@ -27,7 +27,7 @@ from lit_dlm.ops.masking import (
     wants_block_mask,
 )
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import PromptPictures, in_order, joined_prompts
+from lit_dlm.vision.prompts import PromptPictures, batch_pictures, batch_prompts
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,7 +83,7 @@ class SupervisedBatch(TensorBatch):
     """``(B, G)`` bool, shown in every state and never a target; ``None`` where nothing is."""
     pictures: list[tuple[str, ...]] = field(default_factory=list)
     """``B`` tuples of digests: what ids behind the vocabulary stand for
-    (:func:`~lit_dlm.pictures.joined_prompts`)."""
+    (:func:`~lit_dlm.vision.prompts.batch_prompts`)."""
     uids: list[str] = field(default_factory=list)
     """``B`` names."""
     epochs: list[int] = field(default_factory=list)
@@ -190,7 +190,7 @@ def collate_supervised(
     )
     ids = np.full((B, start + G), spec.eos_ids[0], dtype=np.int64)
     real = np.ones((B, start + G), dtype=bool)
-    prompts, pictures = joined_prompts(
+    prompts, pictures = batch_prompts(
         [example.prompt_ids for example in examples], [example.pictures for example in examples]
     )
     answer_length = np.zeros(B, dtype=np.int64)
@@ -363,7 +363,7 @@ def lay_out(
             mask=pad_mask,
             position_ids=None,
             response_start=batch.start,
-            pictures=in_order(batch.pictures),
+            pictures=batch_pictures(batch.pictures),
         )
     R, L = clean.shape
     positions = torch.arange(L, device=clean.device).expand(R, -1)
@@ -382,7 +382,7 @@ def lay_out(
             mask=block_causal_visibility(torch.arange(L, device=clean.device)[None], pad_mask),
             position_ids=positions,
             response_start=None,
-            pictures=in_order(batch.pictures),
+            pictures=batch_pictures(batch.pictures),
         )
     assert spec.block_size is not None
     copies, used, number = 1, None, torch.zeros_like(states.sample)
@@ -423,7 +423,7 @@ def lay_out(
         position_ids=layout.positions(positions),
         response_start=None,
         predictors=layout.predictors() if spec.shift else None,
-        pictures=in_order(batch.pictures),
+        pictures=batch_pictures(batch.pictures),
     )
 
 

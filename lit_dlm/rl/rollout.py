@@ -30,7 +30,6 @@ from lit_dlm.decoding.queue import Occupancy, WorkQueue, decode_queued_prompts
 from lit_dlm.modules.decode import DecodeModule, image_facts
 from lit_dlm.modules.finetune import TrainableModule
 from lit_dlm.ops.noise import sample_seed
-from lit_dlm.pictures import know, look_in, take_up
 from lit_dlm.rewards import Rewarder
 from lit_dlm.rewards.base import RewardScore, Rollout
 from lit_dlm.rl.ranks import ALONE, Ranks
@@ -41,6 +40,7 @@ from lit_dlm.trajectories.capture import TrajectoryCapture
 from lit_dlm.trajectories.format import decode_block, encode_block
 from lit_dlm.trajectories.record import Trajectory
 from lit_dlm.trajectories.store import TrajectoryShardReader
+from lit_dlm.vision.prompts import add_picture_folders, add_pictures, find_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -449,7 +449,7 @@ def encoded_prompts(
         if len(ids) > max_length:
             dropped += 1
             continue
-        know(module.backbone, example.uid, example.images)
+        add_pictures(module.backbone, example.uid, example.images)
         found.append(EncodedPrompt(example=example, ids=ids))
     if dropped:
         logger.warning(
@@ -722,7 +722,7 @@ class StoredRollouts(RolloutSource):
         self, folder: str | Path, *, mask_id: int, backbone: HFBackbone | None = None
     ) -> None:
         self.folder = Path(folder)
-        look_in(backbone, self.folder)
+        add_picture_folders(backbone, self.folder)
         self._steps: dict[int, list[Trajectory]] = {}
         for record in TrajectoryShardReader(self.folder, features=False):
             if record.mask_id != mask_id:
@@ -730,7 +730,7 @@ class StoredRollouts(RolloutSource):
                     f"{self.folder}: record {record.uid!r} has mask id {record.mask_id}, expected "
                     f"{mask_id}, that of the model"
                 )
-            take_up(backbone, record.uid, record.meta)
+            find_pictures(backbone, record.uid, record.meta)
             missing = [name for name in _NEEDED if name not in record.meta]
             if missing:
                 raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any
 
 from lit_dlm.grading import IsolationLevel, SandboxLimits, Verdict, isolation_level
 from lit_dlm.grading.code import ExtractedCode, extract_code, grade_by_tests, python_block
-from lit_dlm.pictures import Picture
 from lit_dlm.plugs import Plug, checked_plug
 from lit_dlm.tasks.sources import Row, pick_rows, read_rows
 from lit_dlm.tasks.templates import PromptTemplate
+from lit_dlm.vision.pictures import Picture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_dlm.pictures import Picture
 from lit_dlm.trajectories.exchange import json_object, numbered_lines, parsed_json
+from lit_dlm.vision.pictures import Picture
 
 logger = logging.getLogger(__name__)
 

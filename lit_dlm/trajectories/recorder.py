@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_dlm.backbones.families import FAMILIES
 from lit_dlm.decoding import (
     BlockWindow,
     CommitPolicy,
@@ -168,7 +167,7 @@ def record_generate(
         uids: one name per row.
         metas: small JSON values per row.
         attention_mask: ``(B, P)`` nonzero on real tokens, where prompts are padded.
-        mask_id: id of the mask token; that of the model's configuration or family by default.
+        mask_id: id of the mask token; that of the model's configuration by default.
 
     Returns:
         What ``generate`` returned, and one record per row.
@@ -177,10 +176,8 @@ def record_generate(
     :class:`TraceRecorder` itself.
     """
     config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    family = next((f for f in FAMILIES.values() if kind in f.model_types), None)
     if mask_id is None:
-        mask_id = getattr(config, "mask_token_id", None) or (family.ids.mask if family else None)
+        mask_id = getattr(config, "mask_token_id", None)
     if mask_id is None:
         raise ValueError(
             f"mask_id: the configuration of {type(model).__name__} names none; give it"

@@ -42,15 +42,6 @@ def test_an_embedded_name_wins_over_a_folder_of_that_name(
     assert locate("small") == assets / "small"
 
 
-def test_an_existing_folder_needs_no_hub(
-    hub: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert locate("owner/name") == Path("owner/name")
-    assert hub == []
-
-
 @pytest.mark.parametrize("path", ["absent", "./absent", "/absent/model", "a/b/c", "runs/absent"])
 def test_a_wrong_path_is_an_error_and_no_download(
     hub: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str

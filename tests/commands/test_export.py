@@ -13,8 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_dlm.backbones import HFBackbone, LoRASettings, load_backbone, load_tokenizer
-from lit_dlm.twins import write_twin
 from tests.e2e.runs import fails, run
+from tests.twins import write_twin
 
 IDS = torch.tensor([[40, 41, 42, 43, 44, 45]])
 DREAM = "Dream-org/Dream-v0-Instruct-7B"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from lit_dlm.pictures import Picture, as_text, drawn_picture
 from lit_dlm.tasks import DrawingPrompts, PromptExample
+from lit_dlm.vision.pictures import Picture, picture_from_text, picture_to_text
 from tests.e2e.runs import write_jsonl
 
 
@@ -24,19 +24,19 @@ def test_a_scorer_judges_what_is_drawn(tmp_path, red: int, score: float, status:
     task = DrawingPrompts(str(tmp_path / "prompts.jsonl"), scorer=Redness())
     assert task.is_graded
     (example,) = task.examples()
-    verdict = task.grade(example, as_text(Image.new("RGB", (4, 4), (red, 0, 0))))
+    verdict = task.grade(example, picture_to_text(Image.new("RGB", (4, 4), (red, 0, 0))))
     assert (verdict.status, verdict.score) == (status, pytest.approx(score))
     assert task.grade(example, "a red square").status == "no_answer"
 
 
 def test_only_pictures_are_pictures():
     image = Image.new("RGB", (5, 4), (1, 2, 3))
-    found = drawn_picture(as_text(image))
+    found = picture_from_text(picture_to_text(image))
     assert found is not None
     assert found.decoded().tobytes() == image.tobytes()
-    assert drawn_picture("data:image/png;base64,@") is None
-    assert drawn_picture("red") is None
-    broken = drawn_picture(as_text(image)[:-48])
+    assert picture_from_text("data:image/png;base64,@") is None
+    assert picture_from_text("red") is None
+    broken = picture_from_text(picture_to_text(image)[:-48])
     assert broken is not None
     with pytest.raises(ValueError, match="the drawn picture: the picture is damaged"):
         broken.decoded()

@@ -1,6 +1,6 @@
 """A picture tokenizer that fits into a line: a token is the nearest of some patches of pixels.
 
-The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.backbones.magvit`).
+The embedded picture model has one in place of MAGVIT-v2 (:mod:`~lit_dlm.vision.magvit`).
 """
 
 from __future__ import annotations
